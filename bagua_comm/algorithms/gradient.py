@@ -1,0 +1,57 @@
+"""Averaging gradients while the backward pass runs: g <- (1/p) sum of g over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..bucket import Bucket
+from ..codecs import MinMaxUInt8
+from ..collectives import Average, Exact, InPlace, Quantized
+from ..comm import Communicator
+from .base import Payload, Point, Window
+
+
+@dataclass
+class _Bound:
+    average: InPlace
+
+
+@dataclass(frozen=True)
+class GradientAllReduce:
+    """Average the gradients of each bucket as soon as they are complete.
+
+    Args:
+        average: `Exact()`, `Quantized(codec)` or `Hierarchical(inner)`.
+    """
+
+    average: Average = field(default_factory=Exact)
+
+    @property
+    def payload(self) -> Payload:
+        """Gradients."""
+        return "grad"
+
+    @property
+    def window(self) -> Window:
+        """From when a bucket's gradients are complete until the backward pass has ended."""
+        return Window(Point.GRADIENT, Point.BACKWARD)
+
+    def check(self, dtype: str) -> None:
+        """What the average takes."""
+        self.average.check(dtype)
+
+    def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
+        """See `Algorithm.init`. Collective."""
+        return _Bound(self.average.bind(comm))
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
+        """g <- mean of g. Collective."""
+        state.average(bucket.flat)
+
+    def commit(self, bucket: Bucket, state: _Bound) -> None:
+        """Nothing: the average is already in place."""
+
+
+def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name
+    """Bagua's ByteGrad: the gradients averaged through eight-bit codes."""
+    return GradientAllReduce(Quantized(MinMaxUInt8()))

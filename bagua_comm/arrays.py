@@ -1,0 +1,197 @@
+"""Which library an array belongs to, DLPack in, dtypes, contiguity, reusable scratch.
+
+`Array` is a NumPy or a CuPy array. Neither CuPy nor ml_dtypes is imported until an array of theirs turns up.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ArrayError, UnsupportedError
+
+Array: TypeAlias = Any
+DType: TypeAlias = np.dtype[Any]
+
+INTEGERS = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)})
+FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+REDUCED_PRECISION = frozenset({"float16", "bfloat16"})
+MOVABLE = INTEGERS | FLOATS | {"bool", "complex64", "complex128"}
+
+ARITHMETIC_OPS = ("sum", "avg", "prod", "min", "max")
+BITWISE_OPS = ("band", "bor", "bxor")
+
+
+def bfloat16() -> DType:
+    """NumPy's dtype for bfloat16, from ml_dtypes."""
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def dtype_named(name: str) -> DType:
+    """The dtype called `name`, "bfloat16" included."""
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def library(x: Array) -> str:
+    """Name the library `x` belongs to: "numpy" or "cupy".
+
+    Raises:
+        UnsupportedError: `x` is neither.
+    """
+    if isinstance(x, np.ndarray):
+        return "numpy"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return "cupy"
+    raise UnsupportedError(
+        f"expected a NumPy or CuPy array, got {type(x).__module__}.{type(x).__qualname__}"
+    )
+
+
+def namespace(x: Array) -> ModuleType:
+    """The module, numpy or cupy, whose functions take `x`."""
+    return sys.modules[library(x)]
+
+
+def as_array(x: Any) -> Array:
+    """View `x` as a NumPy or CuPy array. Shares memory with `x`; never copies.
+
+    Takes NumPy and CuPy arrays, NumPy scalars, and anything with `__dlpack__` in host or CUDA memory,
+    such as a torch tensor.
+
+    Raises:
+        UnsupportedError: `x` belongs to no library known here, or its memory or dtype cannot be viewed.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(x, cupy.ndarray):
+        return x
+    kind = f"{type(x).__module__}.{type(x).__qualname__}"
+    if not hasattr(x, "__dlpack__"):
+        raise UnsupportedError(
+            f"expected a NumPy or CuPy array or something with __dlpack__, got {kind}"
+            + ("; wrap it with numpy.asarray" if isinstance(x, (int, float, list, tuple)) else "")
+        )
+    try:
+        device, _ = x.__dlpack_device__()
+        if device == 1:  # kDLCPU
+            return np.from_dlpack(x)
+        if device == 2:  # kDLCUDA
+            import cupy  # type: ignore[no-redef, import-not-found, unused-ignore]
+
+            return cupy.from_dlpack(x)
+    except Exception as exc:
+        raise UnsupportedError(f"cannot view this {kind} through DLPack: {exc}") from exc
+    raise UnsupportedError(
+        f"this {kind} is in memory of DLPack device type {int(device)}; host (1) and CUDA (2) are carried"
+    )
+
+
+def is_contiguous(x: Array) -> bool:
+    """Whether `x` is one C-ordered piece of memory."""
+    return bool(x.flags.c_contiguous)
+
+
+def contiguous(x: Array) -> Array:
+    """`x` itself if it is C-contiguous; else copies once, to make it so."""
+    return x if x.flags.c_contiguous else namespace(x).ascontiguousarray(x)
+
+
+def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
+    """A new uninitialised array of the library that `like` belongs to."""
+    return namespace(like).empty(shape, dtype)
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
+    if a is b:
+        return True
+    if library(a) != library(b):
+        return False
+    return bool(namespace(a).may_share_memory(a, b))
+
+
+def same_memory(a: Array, b: Array) -> bool:
+    """Whether two contiguous arrays start at one address and have one size."""
+    return a is b or (address(a) == address(b) and a.nbytes == b.nbytes)
+
+
+def address(x: Array) -> int:
+    """Where the first element of `x` lies."""
+    if isinstance(x, np.ndarray):
+        return int(x.__array_interface__["data"][0])
+    return int(x.data.ptr)
+
+
+def rows(x: Array, n: int) -> Array:
+    """View contiguous `x` as `n` equal rows, (n, size // n)."""
+    return x.reshape(n, x.size // n)
+
+
+def check_reduction(call: str, op: str, dtype: DType) -> None:
+    """Raise unless `op` is a reduction that exists for `dtype`.
+
+    Raises:
+        ArrayError: `op` is no reduction.
+        UnsupportedError: There is no such reduction for this dtype.
+    """
+    if op not in ARITHMETIC_OPS and op not in BITWISE_OPS:
+        wanted = ", ".join(ARITHMETIC_OPS + BITWISE_OPS)
+        raise ArrayError(f"{call}: op is {op!r}, expected one of {wanted}")
+    name = dtype.name
+    if name in INTEGERS or (name in FLOATS and op in ARITHMETIC_OPS):
+        return
+    if name in ("complex64", "complex128"):
+        hint = "; reduce a view of its real and imaginary parts"
+    elif name == "bool":
+        hint = "; reduce a view of it as uint8"
+    else:
+        hint = ""
+    raise UnsupportedError(f"{call}: there is no op={op!r} for {name}{hint}")
+
+
+class Scratch:
+    """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
+
+    What `take` returned is valid until the same key is taken again. Owned by one communicator or
+    transport, and used like it by one thread at a time.
+
+    >>> scratch = Scratch()
+    >>> a = scratch.take("wire", (2, 8), np.uint8, like=np.empty(0))
+    >>> b = scratch.take("wire", (4,), np.float32, like=np.empty(0))
+    >>> b.shape, np.shares_memory(a, b)
+    ((4,), True)
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Array] = {}
+
+    def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
+        """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
+        dtype = np.dtype(dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        place = (key, library(like))
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._buffers[place] = namespace(like).empty(nbytes, np.uint8)
+        return buffer[:nbytes].view(dtype).reshape(shape)
+
+
+def device_count() -> int:
+    """How many CUDA devices CuPy sees; 0 without a driver."""
+    import cupy
+
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0

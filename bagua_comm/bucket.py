@@ -1,0 +1,199 @@
+"""Plans and buckets: which tensors travel together.
+
+A `Plan` is pure data: equal on all ranks, hashable, JSON. A `Bucket` is one of its buckets with memory:
+a flat array, and a view of it for every tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from .arrays import Array, dtype_named
+from .errors import ArrayError
+
+DEFAULT_BUCKET_BYTES = 10 * 2**20
+"""Bagua's default."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its values."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * dtype_named(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """Tensors of one dtype that lie one behind the other, and `size` elements with padding."""
+
+    dtype: str
+    tensors: tuple[TensorSpec, ...]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes, padding included."""
+        return self.size * dtype_named(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tensors travel together, and in which order the buckets leave.
+
+    >>> specs = [TensorSpec("b", (3,), "float32"), TensorSpec("a", (2, 2), "float32")]
+    >>> plan = Plan.pack(specs, bucket_bytes=1024, alignment=8)
+    >>> [(bucket.size, [t.name for t in bucket.tensors]) for bucket in plan.buckets]
+    [(8, ['b', 'a'])]
+    >>> Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    buckets: tuple[BucketSpec, ...]
+    alignment: int = 1
+
+    @classmethod
+    def pack(
+        cls,
+        specs: Iterable[TensorSpec],
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        alignment: int = 1,
+    ) -> Plan:
+        """Fill buckets with `specs`, in their order: give them in the order in which they become ready.
+
+        A bucket holds one dtype and is closed when it has `bucket_bytes` or more; its size is then
+        rounded up to a multiple of `alignment` elements. Buckets are ordered by when their last tensor
+        comes.
+
+        Raises:
+            ArrayError: Two tensors have one name, or a number is not positive.
+        """
+        if bucket_bytes < 1 or alignment < 1:
+            raise ArrayError(
+                f"Plan.pack: bucket_bytes is {bucket_bytes} and alignment {alignment}, expected "
+                "positive numbers"
+            )
+        specs = list(specs)
+        names = [spec.name for spec in specs]
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ArrayError(f"Plan.pack: names must differ; more than once: {', '.join(twice)}")
+
+        closed: list[tuple[int, list[TensorSpec]]] = []
+        filling: dict[str, list[TensorSpec]] = {}
+        last: dict[str, int] = {}
+        for position, spec in enumerate(specs):
+            bucket = filling.setdefault(spec.dtype, [])
+            bucket.append(spec)
+            last[spec.dtype] = position
+            if sum(tensor.nbytes for tensor in bucket) >= bucket_bytes:
+                closed.append((position, filling.pop(spec.dtype)))
+        closed += [(last[dtype], bucket) for dtype, bucket in filling.items()]
+        return cls(
+            tuple(
+                BucketSpec(tensors[0].dtype, tuple(tensors), _aligned(tensors, alignment))
+                for _, tensors in sorted(closed, key=lambda item: item[0])
+            ),
+            alignment,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buckets, padding included."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def allocate(self) -> list[Array]:
+        """Zeroed NumPy memory for the buckets: one flat array for each."""
+        return [np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets]
+
+    def to_json(self) -> str:
+        """The plan as JSON."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            tuple(
+                BucketSpec(
+                    bucket["dtype"],
+                    tuple(
+                        TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]
+                    ),
+                    bucket["size"],
+                )
+                for bucket in data["buckets"]
+            ),
+            data["alignment"],
+        )
+
+    def digest(self) -> str:
+        """A short hash that is equal for equal plans, also in different processes."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
+
+@dataclass
+class Bucket:
+    """One bucket of a plan, with its memory."""
+
+    index: int
+    spec: BucketSpec
+    flat: Array
+    """All tensors and the padding, one-dimensional."""
+    views: dict[str, Array] = field(init=False)
+    """The tensors, by name and in their shapes. Share memory with `flat`."""
+    step: int = 0
+    """How often this bucket was exchanged."""
+
+    def __post_init__(self) -> None:
+        wanted = dtype_named(self.spec.dtype)
+        if self.flat.shape != (self.spec.size,) or self.flat.dtype != wanted:
+            raise ArrayError(
+                f"bucket {self.index}: its storage is {self.flat.dtype}{self.flat.shape}, "
+                f"expected {wanted}({self.spec.size},)"
+            )
+        self.views, start = {}, 0
+        for tensor in self.spec.tensors:
+            self.views[tensor.name] = self.flat[start : start + tensor.size].reshape(tensor.shape)
+            start += tensor.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of `flat`."""
+        return self.spec.nbytes
+
+
+def make_buckets(plan: Plan, storage: Sequence[Array]) -> list[Bucket]:
+    """Give the buckets of `plan` the flat arrays in `storage`, one for each.
+
+    Raises:
+        ArrayError: There are more or fewer arrays than buckets, or one does not fit.
+    """
+    if len(storage) != len(plan.buckets):
+        raise ArrayError(f"storage has {len(storage)} arrays, expected {len(plan.buckets)}")
+    return [
+        Bucket(i, spec, flat) for i, (spec, flat) in enumerate(zip(plan.buckets, storage, strict=True))
+    ]
+
+
+def _aligned(tensors: list[TensorSpec], alignment: int) -> int:
+    return -(-sum(tensor.size for tensor in tensors) // alignment) * alignment

@@ -1,0 +1,7 @@
+"""Lossy coders of chunks: what goes over the wire instead of floating-point numbers."""
+
+from .base import Codec
+from .cast import BFloat16, Float16
+from .minmax import MinMaxUInt8
+
+__all__ = ["BFloat16", "Codec", "Float16", "MinMaxUInt8"]

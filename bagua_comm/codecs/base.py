@@ -1,0 +1,119 @@
+"""The contract of a codec.
+
+A codec turns chunks of floating-point numbers, (n, m), into chunks of wire bytes, (n, w) uint8, and
+back. It is a frozen dataclass of its settings, and `eval(repr(codec)) == codec`. Each chunk is coded
+by itself, so a chunk's bytes do not depend on its neighbours. Whatever a codec does not write of a
+chunk's w bytes is zero: no byte of old memory travels.
+
+A NaN or an infinity stays visible: what decodes from it is not finite. What is finite decodes to
+something finite.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array, DType
+from ..errors import ArrayError, UnsupportedError
+
+ALIGNMENT = 32
+"""Parts of a chunk on the wire start at multiples of this many bytes."""
+
+
+class Codec(ABC):
+    """A lossy coder of chunks."""
+
+    dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})
+    """Names of the element dtypes that can be encoded."""
+
+    @abstractmethod
+    def wire_nbytes(self, count: int, dtype: DType) -> int:
+        """Bytes on the wire of a chunk of `count` elements; depends on nothing else."""
+
+    def encode(self, chunks: Array, out: Array | None = None) -> Array:
+        """Encode `chunks`, (n, m), into `out`, (n, w) uint8; a new array if None.
+
+        Raises:
+            ArrayError: `chunks` is not two-dimensional and contiguous, or `out` does not fit.
+            UnsupportedError: The dtype of `chunks` is not in `dtypes`.
+        """
+        n, m = self._check_chunks("encode", "chunks", chunks)
+        w = self.wire_nbytes(m, chunks.dtype)
+        if out is None:
+            out = arrays.empty((n, w), np.uint8, like=chunks)
+        self._check_wire("encode", "out", out, (n, w))
+        self._encode(chunks, out)
+        return out
+
+    def decode(self, wire: Array, out: Array) -> Array:
+        """Decode `wire`, (n, w) uint8, into `out`, (n, m), whose dtype and m were those encoded.
+
+        Raises:
+            ArrayError: The shapes do not fit together.
+            UnsupportedError: The dtype of `out` is not in `dtypes`.
+        """
+        n, m = self._check_chunks("decode", "out", out)
+        self._check_wire("decode", "wire", wire, (n, self.wire_nbytes(m, out.dtype)))
+        self._decode(wire, out)
+        return out
+
+    def combine(
+        self, wire: Array, out: Array | None = None, *, op: str, count: int, dtype: DType
+    ) -> Array:
+        """Decode n chunks of `count` elements, reduce them, and encode the result as one chunk.
+
+        `wire` is (n, w), `out` (1, w); a new array if None. The chunks are added in float32 in row
+        order, divided by n for "avg", and rounded once to `dtype`, the element dtype.
+
+        Raises:
+            ArrayError: The shapes do not fit, or `op` is neither "sum" nor "avg".
+        """
+        dtype = np.dtype(dtype)
+        if op not in ("sum", "avg"):
+            raise ArrayError(f'combine: op is {op!r}, expected "sum" or "avg"')
+        self._check_dtype("combine", dtype)
+        w = self.wire_nbytes(count, dtype)
+        self._check_wire("combine", "wire", wire, (len(wire), w))
+        if out is None:
+            out = arrays.empty((1, w), np.uint8, like=wire)
+        self._check_wire("combine", "out", out, (1, w))
+        self._combine(wire, out, op, count, dtype)
+        return out
+
+    @abstractmethod
+    def _encode(self, chunks: Array, wire: Array) -> None: ...
+
+    @abstractmethod
+    def _decode(self, wire: Array, out: Array) -> None: ...
+
+    @abstractmethod
+    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None: ...
+
+    def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
+        if x.ndim != 2 or not arrays.is_contiguous(x):
+            raise ArrayError(
+                f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)"
+            )
+        self._check_dtype(call, x.dtype)
+        n, m = x.shape
+        return n, m
+
+    def _check_dtype(self, call: str, dtype: DType) -> None:
+        if dtype.name not in self.dtypes:
+            wanted = ", ".join(sorted(self.dtypes))
+            raise UnsupportedError(f"{call}: {self} cannot code {dtype.name}, only {wanted}")
+
+    def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
+        if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
+            raise ArrayError(
+                f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}"
+            )
+
+
+def padded(nbytes: int) -> int:
+    """Round up to `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

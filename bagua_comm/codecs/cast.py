@@ -1,0 +1,63 @@
+"""Casts: two bytes an element, rounded half to even. What is finite stays finite, NaN and inf stay.
+
+Wire format: the elements in the wire dtype, zero-padded to a multiple of 32 bytes per chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .. import arrays, kernels
+from ..arrays import Array, DType
+from .base import Codec, padded
+
+
+class _Cast(Codec):
+    wire_dtype: ClassVar[str]
+
+    def wire_nbytes(self, count: int, dtype: DType) -> int:
+        """Bytes on the wire of a chunk of `count` elements."""
+        return padded(2 * count)
+
+    def _encode(self, chunks: Array, wire: Array) -> None:
+        wire[:, 2 * chunks.shape[1] :] = 0
+        kernels.of(chunks).cast_saturating(chunks, self._elements(wire, chunks.shape[1]))
+
+    def _decode(self, wire: Array, out: Array) -> None:
+        kernels.of(out).cast_saturating(self._elements(wire, out.shape[1]), out)
+
+    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
+        out[:, 2 * count :] = 0
+        kernels.of(wire).cast_combine(
+            self._elements(wire, count), self._elements(out, count), dtype, op
+        )
+
+    def _elements(self, wire: Array, count: int) -> Array:
+        return wire[:, : 2 * count].view(arrays.dtype_named(self.wire_dtype))
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """IEEE half precision: 11 significant bits, up to 65504; larger finite values become +-65504.
+
+    >>> import numpy as np
+    >>> x = np.array([[1e6, 0.1]], np.float32)
+    >>> Float16().decode(Float16().encode(x), np.empty_like(x))
+    array([[6.5504000e+04, 9.9975586e-02]], dtype=float32)
+    """
+
+    wire_dtype: ClassVar[str] = "float16"
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """bfloat16: 8 significant bits, the range of float32.
+
+    >>> import numpy as np
+    >>> x = np.array([[1e6, 0.1]], np.float32)
+    >>> BFloat16().decode(BFloat16().encode(x), np.empty_like(x))
+    array([[9.99424000e+05, 1.00097656e-01]], dtype=float32)
+    """
+
+    wire_dtype: ClassVar[str] = "bfloat16"

@@ -1,0 +1,103 @@
+"""MinMaxUInt8: eight bits an element, with a minimum and a maximum per block.
+
+Wire format, version 1, of a chunk of E elements in blocks of B (the last may be shorter),
+nb = ceil(E / B), native endianness:
+
+    chunk  := header | codes
+    header := nb pairs (min, max) in the element dtype, zero-padded to a multiple of 32 bytes
+    codes  := E uint8 codes, zero-padded to a multiple of 32 bytes
+
+With one block per chunk this is the layout of BaguaSys' Bagua, padding aside. Per block, in float32,
+the quotient of `scale` in float64 rounded to float32, everything rounded half to even:
+
+    range = max - min + eps    scale = 255 / range    upper = rint(max * scale)    lower = upper - 255
+    code  = clip(min(rint(x * scale), upper) - lower, 0, 255)        x' = (code + lower) / scale
+
+* A zero inside the range decodes to an exact zero; the error is at most half a step (range / 255).
+* A zero range, or one so small that `scale` overflows: codes 0, decodes to min. So do an `upper` that
+  is not finite (only with eps > 0).
+* A block that holds a NaN or an infinity: NaN in its header, codes 0, decodes to NaN. A range that
+  overflows float32 decodes to NaN as well.
+* Zeros in a header are +0.0, and NaNs the canonical quiet ones, so that bytes do not depend on the
+  order of comparisons.
+* x' is kept within the finite range of the element dtype before it is rounded to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .. import kernels
+from ..arrays import Array, DType
+from ..errors import ArrayError
+from .base import Codec, padded
+
+
+@dataclass(frozen=True)
+class MinMaxUInt8(Codec):
+    """Eight-bit codes between the minimum and the maximum of each block.
+
+    Args:
+        block: Elements per block; None for one block per chunk.
+        eps: Added to every range, as Bagua does to keep from dividing by zero; 0 needs no such guard.
+
+    Source: Bagua's MinMaxUInt8 compression (Gan et al., arXiv 2107.01499), with per-block ranges,
+    clamped codes and NaN kept visible.
+
+    >>> import numpy as np
+    >>> codec = MinMaxUInt8(block=4)
+    >>> x = np.array([[0.0, 0.5, 1.0, 2.55, 7.0]], np.float32)
+    >>> codec.decode(codec.encode(x), np.empty_like(x))
+    array([[0.  , 0.5 , 1.  , 2.55, 7.  ]], dtype=float32)
+    """
+
+    block: int | None = 512
+    eps: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
+            raise ArrayError(f"MinMaxUInt8: block is {self.block!r}, expected None or at least 1")
+        if not 0 <= self.eps < float("inf"):
+            raise ArrayError(f"MinMaxUInt8: eps is {self.eps!r}, expected a finite number >= 0")
+
+    @classmethod
+    def bagua(cls) -> MinMaxUInt8:
+        """The original's setting: one block per chunk and eps = 1e-7."""
+        return cls(block=None, eps=1e-7)
+
+    def wire_nbytes(self, count: int, dtype: DType) -> int:
+        """Bytes on the wire of a chunk of `count` elements."""
+        return padded(self._blocks(count) * 2 * dtype.itemsize) + padded(count)
+
+    def _encode(self, chunks: Array, wire: Array) -> None:
+        header, codes = self._parts(wire, chunks.shape[1], chunks.dtype, clear_padding=True)
+        kernels.of(chunks).minmax_encode(chunks, header, codes, self._size(chunks.shape[1]), self.eps)
+
+    def _decode(self, wire: Array, out: Array) -> None:
+        header, codes = self._parts(wire, out.shape[1], out.dtype)
+        kernels.of(out).minmax_decode(header, codes, out, self._size(out.shape[1]), self.eps)
+
+    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
+        header, codes = self._parts(wire, count, dtype)
+        out_header, out_codes = self._parts(out, count, dtype, clear_padding=True)
+        kernels.of(wire).minmax_combine(
+            header, codes, out_header, out_codes, self._size(count), self.eps, op
+        )
+
+    def _size(self, count: int) -> int:
+        return max(1, count) if self.block is None else self.block
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self._size(count))
+
+    def _parts(
+        self, wire: Array, count: int, dtype: DType, *, clear_padding: bool = False
+    ) -> tuple[Array, Array]:
+        """Views of `wire`, (n, w): the header, (n, nb, 2), and the codes, (n, count)."""
+        nb = self._blocks(count)
+        used, start = nb * 2 * dtype.itemsize, padded(nb * 2 * dtype.itemsize)
+        if clear_padding:
+            wire[:, used:start] = 0
+            wire[:, start + count :] = 0
+        header = wire[:, :used].view(dtype).reshape(len(wire), nb, 2)
+        return header, wire[:, start : start + count]

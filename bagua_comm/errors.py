@@ -1,0 +1,59 @@
+"""Every error this library raises on purpose.
+
+    BaguaError
+      CommError                     something went wrong between ranks
+        RankFailed                  a peer process died; `ranks` says which, where known
+        CommAborted                 the communicator was aborted, here or by a peer
+        CommTimeout                 a peer did not answer within `timeout_s`
+        CommMismatch                ranks made calls that don't fit together
+      ArrayError (ValueError)       an argument has a wrong value: shape, dtype, root, op, peer
+      UnsupportedError (TypeError)  a kind of array, dtype or operation nobody here can carry
+      BootstrapError                the world could not be set up
+
+Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on
+all ranks and leave the communicator usable. After a `CommError` it can only be shrunk, aborted or closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BaguaError(Exception):
+    """Base of all errors of this library."""
+
+
+class CommError(BaguaError):
+    """Something went wrong between ranks."""
+
+
+class RankFailed(CommError):  # noqa: N818 - ULFM's words
+    """A peer process died."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class CommAborted(CommError):  # noqa: N818
+    """The communicator was aborted, by this rank or a peer."""
+
+
+class CommTimeout(CommError):  # noqa: N818
+    """A peer did not answer in time."""
+
+
+class CommMismatch(CommError):  # noqa: N818
+    """Ranks made calls that do not fit together."""
+
+
+class ArrayError(BaguaError, ValueError):
+    """An argument has a wrong value; the message names it, what it was, and what was wanted."""
+
+
+class UnsupportedError(BaguaError, TypeError):
+    """A kind of array, dtype or operation that cannot be carried."""
+
+
+class BootstrapError(BaguaError):
+    """The world could not be set up."""

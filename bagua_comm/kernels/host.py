@@ -1,0 +1,381 @@
+"""Kernels in NumPy: the specification of what every device kernel computes, byte for byte.
+
+All arithmetic is float32 with each operation rounded half to even and no fused multiply-add; sums run
+in rank order. Work goes through cache-sized pieces with one small set of scratch arrays per call, and
+every result lands in an array the caller gives.
+
+MinMaxUInt8, per block of elements, with x' the decoded value (design of the wire: `codecs.minmax`):
+
+    range = max - min + eps        scale = 255 / range        upper = rint(max * scale)
+    lower = upper - 255            code = clip(rint(x * scale) - lower, 0, 255)
+    x' = (code + lower) / scale
+
+rint(x * scale) never exceeds `upper`, since rounding is monotonic and x <= max, so Bagua's
+min(rint(x * scale), upper) is not computed. The clip acts only where both ends of a block fall on
+half-way ties, or where float32 cannot hold upper - 255 exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..arrays import REDUCED_PRECISION, Array, DType
+
+PIECE = 1 << 16
+"""Elements worked on at a time: 256 KiB of float32, which stays in a second-level cache."""
+
+SPAN = 1 << 18
+"""Elements whose blocks are scaled at a time: 1 MiB of float32, which stays in the last-level cache."""
+
+_LEVELS = np.float32(255)
+_ZERO = np.float32(0)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sums and casts
+# ---------------------------------------------------------------------------------------------------
+
+
+def reduce_rows(rows: Array, out: Array, op: str) -> None:
+    """Reduce `rows`, (p, m), to `out`, (m,), in row order.
+
+    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p;
+    for integers the quotient is truncated towards zero. `out` may be any one of the rows.
+    """
+    p, m = rows.shape
+    with np.errstate(all="ignore"):
+        if out.dtype.name not in REDUCED_PRECISION:
+            for start in range(0, m, PIECE):
+                piece = slice(start, start + PIECE)
+                _reduce(rows[:, piece], out[piece], op)
+            return
+        accumulator, term = _scratch(2, m)
+        for start in range(0, m, PIECE):
+            piece = slice(start, min(start + PIECE, m))
+            acc, part = accumulator[: piece.stop - start], term[: piece.stop - start]
+            widen(rows[0, piece], acc)
+            for row in range(1, p):
+                widen(rows[row, piece], part)
+                _UFUNCS[op](acc, part, out=acc)
+            if op == "avg":
+                np.divide(acc, np.float32(p), out=acc)
+            np.copyto(out[piece], acc, casting="unsafe")
+
+
+def _reduce(rows: Array, out: Array, op: str) -> None:
+    p = len(rows)
+    ufunc = _UFUNCS[op]
+    if p == 1:
+        np.copyto(out, rows[0])
+        return
+    if np.may_share_memory(out, rows):  # `out` may be a later row: keep it until its turn has come
+        acc = ufunc(rows[0], rows[1])
+        for row in range(2, p):
+            ufunc(acc, rows[row], out=acc)
+        np.copyto(out, acc)
+    else:
+        ufunc(rows[0], rows[1], out=out)
+        for row in range(2, p):
+            ufunc(out, rows[row], out=out)
+    if op == "avg":
+        divide(out, p)
+
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+
+
+def divide(x: Array, divisor: int) -> None:
+    """Divide in place by a positive integer; integers are truncated towards zero."""
+    if x.dtype.kind in "iu":
+        np.subtract(x, np.fmod(x, x.dtype.type(divisor)), out=x)
+        np.floor_divide(x, x.dtype.type(divisor), out=x)
+    else:
+        np.divide(x, x.dtype.type(divisor), out=x)
+
+
+def scale(x: Array, factor: float) -> None:
+    """Multiply floating-point `x` in place."""
+    np.multiply(x, x.dtype.type(factor), out=x)
+
+
+def cast_saturating(x: Array, out: Array) -> None:
+    """Round `x` to the dtype of `out`, half to even; what is finite stays finite, NaN and inf stay.
+
+    Both of one shape; works on pieces along the last axis.
+    """
+    limit = largest_finite(out.dtype)
+    (wide,) = _scratch(1, x.shape[-1])
+    with np.errstate(all="ignore"):
+        for row in np.ndindex(x.shape[:-1]):
+            for start in range(0, x.shape[-1], PIECE):
+                source = x[row][start : start + PIECE]
+                value = wide[: source.size]
+                np.copyto(value, source, casting="unsafe")
+                _clamp_finite(value, limit)
+                np.copyto(out[row][start : start + PIECE], value, casting="unsafe")
+
+
+def widen(x: Array, out: Array) -> None:
+    """Copy float16, bfloat16 or float32 `x` to float32 `out` of the same shape."""
+    if x.dtype.name == "bfloat16":  # the upper half of a float32
+        bits = out.view(np.uint32)
+        np.copyto(bits, x.view(np.uint16))
+        np.left_shift(bits, 16, out=bits)
+    else:
+        np.copyto(out, x)
+
+
+def cast_combine(wire: Array, out: Array, dtype: DType, op: str) -> None:
+    """Sum the rows of `wire`, (n, m), in float32 and row order, and cast the result to `out`, (1, m).
+
+    "avg" divides by n. The result is rounded to the element dtype `dtype` before it is cast.
+    """
+    n, m = wire.shape
+    total, term = _scratch(2, m)
+    with np.errstate(all="ignore"):
+        for start in range(0, m, PIECE):
+            piece = slice(start, min(start + PIECE, m))
+            acc, part = total[: piece.stop - start], term[: piece.stop - start]
+            widen(wire[0, piece], acc)
+            for row in range(1, n):
+                widen(wire[row, piece], part)
+                np.add(acc, part, out=acc)
+            if op == "avg":
+                np.divide(acc, np.float32(n), out=acc)
+            cast_saturating(acc.astype(dtype, copy=False), out[0, piece])
+
+
+def largest_finite(dtype: DType) -> np.float32:
+    """The largest finite value of a float dtype of at most 32 bits."""
+    if dtype.name == "bfloat16":
+        return np.array(0x7F7F0000, np.uint32).view(np.float32)[()]  # type: ignore[no-any-return]
+    return np.float32(np.finfo(dtype).max)
+
+
+def _clamp_finite(x: Array, limit: np.float32) -> None:
+    """Bring finite values of float32 `x` into [-limit, limit], in place; NaN and inf stay."""
+    if x.size == 0:
+        return
+    low, high = x.min(), x.max()
+    if -limit <= low and high <= limit:  # false also for NaN
+        return
+    beyond = np.isfinite(x) & (np.abs(x) > limit)
+    np.copyto(x, np.copysign(limit, x), where=beyond)
+
+
+# ---------------------------------------------------------------------------------------------------
+# MinMaxUInt8
+# ---------------------------------------------------------------------------------------------------
+
+
+def minmax_encode(chunks: Array, header: Array, codes: Array, block: int, eps: float) -> None:
+    """Encode `chunks`, (n, m), of float32, float16 or bfloat16.
+
+    `header`, (n, nb, 2), receives min and max of every block in the dtype of `chunks`, and `codes`,
+    (n, m) uint8, the codes; nb = ceil(m / block).
+    """
+    value = np.empty(min(chunks.size, PIECE), np.float32)
+    wide = np.empty(0 if chunks.dtype == np.float32 else min(chunks.size, max(SPAN, block)), np.float32)
+    with np.errstate(all="ignore"):
+        for x, ends, code in _spans(chunks, header, codes, block):
+            _encode_blocks(x, ends, code, np.float32(eps), value, wide)
+
+
+def minmax_decode(header: Array, codes: Array, out: Array, block: int, eps: float) -> None:
+    """Decode to `out`, (n, m): x' = (code + lower) / scale, kept finite, rounded once."""
+    value = np.empty(0 if out.dtype == np.float32 else min(out.size, PIECE), np.float32)
+    with np.errstate(all="ignore"):
+        for x, ends, code in _spans(out, header, codes, block):
+            decoding = _Decoding(ends, np.float32(eps))
+            for at in _parts(x.shape):
+                target = x[at]
+                if target.dtype == np.float32:
+                    decoding.decode(code[at], target, at)
+                else:
+                    part = _shaped(value, target.shape)
+                    decoding.decode(code[at], part, at)
+                    np.copyto(target, part, casting="unsafe")
+
+
+def minmax_combine(
+    header: Array,
+    codes: Array,
+    out_header: Array,
+    out_codes: Array,
+    block: int,
+    eps: float,
+    op: str,
+) -> None:
+    """Decode n encoded chunks, add them in row order, and encode the sum (or mean) as one chunk.
+
+    `header` (n, nb, 2) and `codes` (n, m) hold the chunks, `out_header` (1, nb, 2) and `out_codes`
+    (1, m) receive the result. Sums are float32; they are rounded once, to the dtype of the header.
+    """
+    n, m = codes.shape
+    dtype = header.dtype
+    span = max(block, SPAN // block * block)  # whole blocks
+    total = np.empty(min(span, m), np.float32)
+    rounded = total if dtype == np.float32 else np.empty(min(span, m), dtype)
+    wide = total if dtype == np.float32 else np.empty(min(span, m), np.float32)
+    term = np.empty(min(span, m, PIECE), np.float32)
+    with np.errstate(all="ignore"):
+        for start in range(0, m, span):
+            stop = min(start + span, m)
+            acc, narrow = total[None, : stop - start], rounded[None, : stop - start]
+            blocks, elements = slice(start // block, -(-stop // block)), slice(start, stop)
+            for row in range(n):
+                one = slice(row, row + 1)
+                for x, ends, code in _spans(acc, header[one, blocks], codes[one, elements], block):
+                    decoding = _Decoding(ends, np.float32(eps))
+                    for at in _parts(x.shape):
+                        target = x[at]
+                        if row == 0:
+                            decoding.decode(code[at], target, at)
+                        else:
+                            part = _shaped(term, target.shape)
+                            decoding.decode(code[at], part, at)
+                            np.add(target, part, out=target)
+            if op == "avg":
+                np.divide(acc, np.float32(n), out=acc)
+            if narrow.dtype != acc.dtype:
+                np.copyto(narrow, acc, casting="unsafe")
+            for x, ends, code in _spans(narrow, out_header[:, blocks], out_codes[:, elements], block):
+                _encode_blocks(x, ends, code, np.float32(eps), term, wide)
+
+
+def _encode_blocks(
+    x: Array, ends: Array, code: Array, eps: np.float32, value: Array, wide: Array
+) -> None:
+    """Encode whole blocks: x (r, k, b) -> ends (r, k, 2) and code (r, k, b)."""
+    if x.dtype != np.float32:
+        widened = _shaped(wide, x.shape)
+        widen(x, widened)
+        x = widened
+    low, high = _min_max(x)
+    broken = ~(np.isfinite(low) & np.isfinite(high))
+    low[broken] = high[broken] = np.nan
+    np.copyto(ends[..., 0:1], low, casting="unsafe")
+    np.copyto(ends[..., 1:2], high, casting="unsafe")
+    factor, lower = _levels(low, high, eps)
+    flat = ~(np.isfinite(factor) & np.isfinite(lower))  # codes 0: broken, zero range, or overflow
+    # The codes of the two ends bound all others.
+    first, last = np.rint(low * factor) - lower, np.rint(high * factor) - lower
+    inside = bool((((first >= _ZERO) & (last <= _LEVELS)) | flat).all())
+    for at in _parts(x.shape):
+        target = code[at]
+        part = _shaped(value, target.shape)
+        np.multiply(x[at], factor[at[:2]], out=part)
+        np.rint(part, out=part)
+        np.subtract(part, lower[at[:2]], out=part)
+        if not inside:
+            np.clip(part, _ZERO, _LEVELS, out=part)
+        np.copyto(target, part, casting="unsafe")
+    if flat.any():
+        code[flat[..., 0]] = 0
+
+
+class _Decoding:
+    """What decoding needs to know of some blocks, worked out once: ends (r, k, 2)."""
+
+    def __init__(self, ends: Array, eps: np.float32) -> None:
+        low, high = ends[..., 0:1].astype(np.float32), ends[..., 1:2].astype(np.float32)
+        self.factor, self.lower = _levels(low, high, eps)
+        self.limit = largest_finite(ends.dtype)
+        # Half a step beyond the largest finite value would round to infinity.
+        reach = np.maximum(np.abs(low), np.abs(high)) > self.limit / 2
+        self.clamp = bool(reach.any())
+        # Blocks that the formula does not decode: NaN or an overflown range gives NaN, a zero range or
+        # an overflown `upper` gives min.
+        lost = np.isnan(self.factor) | (self.factor == _ZERO)
+        self.special = lost | np.isinf(self.factor) | ~np.isfinite(self.lower)
+        self.fill = np.where(lost, np.float32(np.nan), low)
+        self.any_special = bool(self.special.any())
+
+    def decode(self, code: Array, out: Array, at: tuple[slice, slice, slice]) -> None:
+        """x' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
+        np.copyto(out, code)
+        np.add(out, self.lower[at[:2]], out=out)
+        np.divide(out, self.factor[at[:2]], out=out)
+        if self.clamp:
+            np.clip(out, -self.limit, self.limit, out=out)
+        if self.any_special:
+            np.copyto(out, self.fill[at[:2]], where=self.special[at[:2]])
+
+
+def _levels(low: Array, high: Array, eps: np.float32) -> tuple[Array, Array]:
+    """Scale and lower of each block, from its min and max in float32."""
+    extent = high - low + eps
+    factor = (255.0 / extent.astype(np.float64)).astype(np.float32)
+    return factor, np.rint(high * factor) - _LEVELS
+
+
+def _min_max(x: Array) -> tuple[Array, Array]:
+    """Min and max of each block, (r, k, 1); zeros are +0.0 and NaN spreads."""
+    low, high = np.empty((2, *x.shape[:2], 1), np.float32)
+    for at in _parts(x.shape[:2] + (1,), weight=x.shape[2]):
+        x[at[:2]].min(axis=-1, keepdims=True, out=low[at[:2]])
+        x[at[:2]].max(axis=-1, keepdims=True, out=high[at[:2]])
+    low += _ZERO
+    high += _ZERO
+    return low, high
+
+
+def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[Array, Array, Array]]:
+    """Cut (n, m) into spans (r, k, b) of whole blocks; the short last block of the rows comes last.
+
+    Yields matching views of `x`, the header and the codes. A span has at most `SPAN` elements, or is a
+    single longer block: what is worked out once per block is worked out for many at a time.
+    """
+    n, m = x.shape
+    full = m // block
+    if full:
+        body = slice(0, full * block)
+        shape = (n, full, block)
+        x3, c3 = x[:, body].reshape(shape), codes[:, body].reshape(shape)
+        k = min(full, max(1, SPAN // block))
+        r = max(1, SPAN // (full * block))
+        for row in range(0, n, r):
+            for start in range(0, full, k):
+                at = (slice(row, row + r), slice(start, start + k))
+                yield x3[at], header[at], c3[at]
+    if full * block < m:
+        r = max(1, SPAN // (m - full * block))
+        for row in range(0, n, r):
+            at = (slice(row, row + r), None, slice(full * block, m))
+            yield x[at], header[row : row + r, full:], codes[at]
+
+
+def _parts(shape: tuple[int, ...], weight: int = 1) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut a span (r, k, b) into parts of at most `PIECE` elements, `weight` for each one here."""
+    r, k, b = shape
+    columns = max(1, min(b, PIECE // weight))
+    blocks = max(1, min(k, PIECE // (weight * columns)))
+    rows = max(1, PIECE // (weight * columns * blocks)) if blocks == k else 1
+    for row in range(0, r, rows):
+        for start in range(0, k, blocks):
+            for column in range(0, b, columns):
+                yield (
+                    slice(row, row + rows),
+                    slice(start, start + blocks),
+                    slice(column, column + columns),
+                )
+
+
+def _shaped(scratch: Array, shape: tuple[int, ...]) -> Array:
+    return scratch[: math.prod(shape)].reshape(shape)
+
+
+def _scratch(count: int, elements: int) -> tuple[Array, ...]:
+    return tuple(np.empty(min(elements, PIECE), np.float32) for _ in range(count))

@@ -1,0 +1,106 @@
+"""Who exchanges with whom: pure functions of (rank, size, step).
+
+Every function answers for one rank; the tests show that all ranks' answers fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .errors import ArrayError
+
+
+class Neighbours(NamedTuple):
+    """The two peers of a rank on a ring."""
+
+    left: int
+    right: int
+
+
+class Shift(NamedTuple):
+    """Whom a rank sends to and whom it receives from in one step of a directed graph."""
+
+    dest: int
+    source: int
+
+
+def ring(rank: int, size: int) -> Neighbours:
+    """The neighbours on a ring. With two ranks both are the same peer; with one, itself.
+
+    >>> ring(0, 4)
+    Neighbours(left=3, right=1)
+    """
+    _check(rank, size)
+    return Neighbours((rank - 1) % size, (rank + 1) % size)
+
+
+def shift_one(rank: int, size: int, step: int) -> int:
+    """The peer of `rank` when the lower half of the ranks meets the upper half, shifted by one each step.
+
+    Pairs are mutual, and size / 2 steps meet every partner of the other half once. The pairing is
+    Bagua's `shift_one` peer selection, for r < n/2: ((s + r) mod ((n + 1) div 2)) + n/2.
+
+    Raises:
+        ArrayError: An odd number of ranks cannot be paired.
+
+    >>> [shift_one(r, 4, step=0) for r in range(4)], [shift_one(r, 4, step=1) for r in range(4)]
+    ([2, 3, 0, 1], [3, 2, 1, 0])
+    """
+    _check(rank, size)
+    if size % 2:
+        raise ArrayError(
+            f'shift_one pairs ranks, so it needs an even number of them; got {size} (use peers="all")'
+        )
+    half = size // 2
+    if rank < half:
+        return (step + rank) % half + half
+    return (rank - half - step) % half
+
+
+def one_peer_exponential(rank: int, size: int, step: int) -> Shift:
+    """Peers on the one-peer exponential graph: send 2^(step mod log2 size) ranks ahead.
+
+    With a power-of-two size, averaging with the received values over log2(size) steps gives the exact
+    mean of all ranks. Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized
+    Deep Training", arXiv 2110.13363.
+
+    >>> [one_peer_exponential(0, 8, step).dest for step in range(4)]
+    [1, 2, 4, 1]
+    """
+    _check(rank, size)
+    if size == 1:
+        return Shift(0, 0)
+    hop = 2 ** (step % (size - 1).bit_length())
+    return Shift((rank + hop) % size, (rank - hop) % size)
+
+
+class Place(NamedTuple):
+    """Where a rank sits: the index of its node, its number there, how many sit there."""
+
+    node: int
+    local_rank: int
+    local_size: int
+
+
+def place(rank: int, labels: Sequence[object]) -> Place:
+    """Find the place of `rank`, given the label (host name, say) of every rank's node.
+
+    Nodes are numbered in the order of their first rank.
+
+    >>> [place(r, ["a", "b", "a"]) for r in range(3)]
+    [Place(node=0, local_rank=0, local_size=2), Place(node=1, local_rank=0, local_size=1),
+     Place(node=0, local_rank=1, local_size=2)]
+    """
+    _check(rank, len(labels))
+    mine = labels[rank]
+    return Place(
+        node=list(dict.fromkeys(labels)).index(mine),
+        local_rank=list(labels[:rank]).count(mine),
+        local_size=list(labels).count(mine),
+    )
+
+
+def _check(rank: int, size: int) -> None:
+    if not 0 <= rank < size:
+        raise ArrayError(f"rank is {rank}, expected 0 <= rank < {size}")

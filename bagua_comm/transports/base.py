@@ -1,0 +1,229 @@
+"""The contract of a transport, and every collective derived from its one primitive.
+
+A transport must have `exchange`, `moves` and `split`; whatever else the library below does better, it
+overrides. Arrays that arrive here are checked and C-contiguous. Unless a method says otherwise, `out`
+and `x` do not overlap. A transport is used by one thread at a time.
+
+The derived collectives move each byte as few times as possible, by direct exchange between all pairs
+of ranks, and reduce in rank order, in float32 where the dtype is narrower: each chunk has one owner,
+who sends the same bytes to everybody, so that all ranks hold bit-identical results.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from .. import arrays, kernels
+from ..arrays import Array, Scratch
+from ..errors import UnsupportedError
+
+Message = tuple[int, Array]
+"""A peer, and the contiguous array sent to it or received from it."""
+
+POINT_TO_POINT, COLLECTIVE = 0, 1
+"""Tags: messages of collectives never match those of `send` and `recv`."""
+
+
+class Transport(ABC):
+    """Moves contiguous arrays between `size` ranks, of which this is `rank`."""
+
+    name: ClassVar[str]
+    rank: int
+    size: int
+    timeout_s: float
+    """How long a call may wait for a peer before it raises `CommTimeout`."""
+    sent_bytes: int = 0
+    """Bytes handed over for other ranks so far. Where the library below chooses the algorithm, what a
+    bandwidth-optimal one sends."""
+    concurrent: bool = True
+    """Whether another transport over the same ranks may be used by another thread meanwhile."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    @abstractmethod
+    def moves(self, x: Array) -> bool:
+        """Whether arrays like `x` can be taken as they are."""
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
+    ) -> None:
+        """Send and receive all messages at once; returns when all `recvs` are filled.
+
+        Between two ranks, messages of one tag match in order. Messages to oneself match as well.
+
+        Raises:
+            CommMismatch: A message has another size than the array it should fill.
+            CommTimeout: A peer did not answer within `timeout_s`.
+        """
+
+    @abstractmethod
+    def split(self, color: int, key: int) -> Transport:
+        """Group the ranks that give the same `color`, ordered by (`key`, rank).
+
+        Collective.
+        """
+
+    def dup(self) -> Transport:
+        """Another transport over the same ranks, whose messages never match this one's.
+
+        Collective.
+        """
+        return self.split(0, self.rank)
+
+    # Collectives, derived ---------------------------------------------------------------------------
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """Reduce `x` over all ranks into `out` on all ranks. `out` may be `x`.
+
+        Collective.
+        """
+        x, out = x.reshape(-1), out.reshape(-1)
+        bounds = chunk_bounds(x.size, self.size)
+        self._reduce_scatter(x, out[bounds[self.rank]], bounds, op)
+        mine = out[bounds[self.rank]]
+        self.exchange(
+            [(peer, mine) for peer in self._others()],
+            [(peer, out[bounds[peer]]) for peer in self._others()],
+            tag=COLLECTIVE,
+        )
+
+    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
+        """Reduce `x`, (p, m), over all ranks and keep chunk `rank` in `out`, which may lie in `x`.
+
+        Collective.
+        """
+        self._reduce_scatter(x.reshape(-1), out.reshape(-1), chunk_bounds(x.size, self.size), op)
+
+    def _reduce_scatter(self, x: Array, out: Array, bounds: list[slice], op: str) -> None:
+        gathered = self._scratch.take("rows", (self.size, out.size), x.dtype, like=x)
+        self.exchange(
+            [(peer, x[bounds[peer]]) for peer in self._others()],
+            [(peer, gathered[peer]) for peer in self._others()],
+            tag=COLLECTIVE,
+        )
+        gathered[self.rank] = x[bounds[self.rank]]
+        kernels.of(x).reduce_rows(gathered, out, op)
+
+    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        """Reduce `x` over all ranks into `out` on `root`, where `out` may be `x`; None elsewhere.
+
+        Collective.
+        """
+        x = x.reshape(-1)
+        bounds = chunk_bounds(x.size, self.size)
+        mine = self._scratch.take("mine", x[bounds[self.rank]].shape, x.dtype, like=x)
+        self._reduce_scatter(x, mine, bounds, op)
+        if out is None:
+            self.exchange([(root, mine)], [], tag=COLLECTIVE)
+        else:
+            out = out.reshape(-1)
+            out[bounds[root]] = mine
+            self.exchange([], [(p, out[bounds[p]]) for p in self._others()], tag=COLLECTIVE)
+
+    def broadcast(self, x: Array, root: int) -> None:
+        """Copy `x` of `root` to `x` of all ranks, along a binomial tree.
+
+        Collective.
+        """
+        position = (self.rank - root) % self.size
+        reach = 1
+        while reach < self.size:  # ranks at positions below `reach` have it
+            if position < reach <= self.size - 1 and position + reach < self.size:
+                self.exchange([((self.rank + reach) % self.size, x)], [], tag=COLLECTIVE)
+            elif reach <= position < 2 * reach:
+                self.exchange([], [((self.rank - reach) % self.size, x)], tag=COLLECTIVE)
+            reach *= 2
+
+    def allgather(self, x: Array, out: Array) -> None:
+        """Collect `x` of every rank as row `rank` of `out`, (p, m). `x` may be that row.
+
+        Collective.
+        """
+        table = arrays.rows(out, self.size)
+        if not arrays.same_memory(x, table[self.rank]):
+            table[self.rank] = x.reshape(-1)
+        self.exchange(
+            [(peer, x) for peer in self._others()],
+            [(peer, table[peer]) for peer in self._others()],
+            tag=COLLECTIVE,
+        )
+
+    def alltoall(self, x: Array, out: Array) -> None:
+        """Send row j of `x`, (p, m), to rank j; row i of `out` comes from rank i. `out` may be `x`.
+
+        Collective.
+        """
+        if arrays.same_memory(x, out):
+            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
+            copy[...] = x
+            x = copy
+        source, target = arrays.rows(x, self.size), arrays.rows(out, self.size)
+        target[self.rank] = source[self.rank]
+        self.exchange(
+            [(peer, source[peer]) for peer in self._others()],
+            [(peer, target[peer]) for peer in self._others()],
+            tag=COLLECTIVE,
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank has called. A dissemination barrier: log2(p) rounds.
+
+        Collective.
+        """
+        token, hop = np.zeros(1, np.uint8), 1
+        answer = np.zeros(1, np.uint8)
+        while hop < self.size:
+            ahead, behind = (self.rank + hop) % self.size, (self.rank - hop) % self.size
+            self.exchange([(ahead, token)], [(behind, answer)], tag=COLLECTIVE)
+            hop *= 2
+
+    def agree(self, flag: bool) -> bool:
+        """Whether every rank gave True.
+
+        Collective.
+        """
+        flags = np.array([flag], np.uint8)
+        self.allreduce(flags, flags, "min")
+        return bool(flags[0])
+
+    # Failure and end --------------------------------------------------------------------------------
+
+    def shrink(self) -> Transport:
+        """A transport over the ranks that are still alive.
+
+        Collective among the survivors.
+
+        Raises:
+            UnsupportedError: The library below cannot go on after a rank has died.
+        """
+        raise UnsupportedError(f"{self.name}: cannot go on without the ranks that died")
+
+    @abstractmethod
+    def abort(self, exit_code: int = 1) -> None:
+        """Give up: calls of this transport fail on all ranks, where they can still be told."""
+
+    def close(self) -> None:  # noqa: B027 - a transport without resources has nothing to close
+        """Free what is held.
+
+        Collective.
+        """
+
+    def _others(self) -> list[int]:
+        """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+def chunk_bounds(count: int, chunks: int) -> list[slice]:
+    """Cut `count` elements into chunks of ceil(count / chunks); the last may be short or empty.
+
+    >>> chunk_bounds(5, 3)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    length = -(-count // chunks)
+    return [slice(min(i * length, count), min((i + 1) * length, count)) for i in range(chunks)]

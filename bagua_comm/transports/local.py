@@ -1,0 +1,112 @@
+"""Ranks are threads of one process; messages are copies left in a mailbox.
+
+For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait
+has a timeout, and an error in one rank wakes all the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import CommAborted, CommMismatch, CommTimeout
+from .base import POINT_TO_POINT, Message, Transport
+
+
+class Hub:
+    """What the ranks of a local world share: mailboxes, and whether it was aborted."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int], deque[Array]] = {}  # (source, dest, tag)
+        self.children: dict[tuple[int, int], Hub] = {}  # (how many splits came before, color)
+        self.aborted: str | None = None
+
+    def abort(self, reason: str) -> None:
+        """Wake all waiting ranks, here and in groups split off; they raise `CommAborted`."""
+        with self.changed:
+            self.aborted = self.aborted or reason
+            self.changed.notify_all()
+            children = list(self.children.values())
+        for child in children:
+            child.abort(reason)
+
+
+class LocalTransport(Transport):
+    """One rank of a local world."""
+
+    name = "local"
+
+    def __init__(self, hub: Hub | None = None, rank: int = 0, *, timeout_s: float = 60.0) -> None:
+        super().__init__()
+        self._hub = hub or Hub(1)
+        self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
+        self._splits = 0
+
+    def moves(self, x: Array) -> bool:
+        """Host arrays."""
+        return isinstance(x, np.ndarray)
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
+    ) -> None:
+        """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
+        hub = self._hub
+        with hub.changed:
+            self._check_alive()
+            for peer, x in sends:
+                hub.mail.setdefault((self.rank, peer, tag), deque()).append(x.copy())
+                self.sent_bytes += x.nbytes if peer != self.rank else 0
+            hub.changed.notify_all()
+        deadline = time.monotonic() + self.timeout_s
+        for peer, out in recvs:
+            self._receive(peer, out, tag, deadline)
+
+    def _receive(self, peer: int, out: Array, tag: int, deadline: float) -> None:
+        hub = self._hub
+        with hub.changed:
+            box = hub.mail.setdefault((peer, self.rank, tag), deque())
+            while not box:
+                self._check_alive()
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise CommTimeout(
+                        f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes "
+                        f"from rank {peer}"
+                    )
+                hub.changed.wait(remaining)
+            message = box.popleft()
+        if message.nbytes != out.nbytes:
+            raise CommMismatch(
+                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, "
+                f"which sent {message.nbytes}"
+            )
+        out.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)
+
+    def split(self, color: int, key: int) -> Transport:
+        """See `Transport.split`."""
+        table = np.empty((self.size, 2), np.int64)
+        self.allgather(np.array([color, key], np.int64), table)
+        members = sorted(
+            (rank for rank in range(self.size) if table[rank, 0] == color),
+            key=lambda rank: (table[rank, 1], rank),
+        )
+        place = (self._splits, color)
+        self._splits += 1
+        with self._hub.changed:
+            child = self._hub.children.setdefault(place, Hub(len(members)))
+        return LocalTransport(child, members.index(self.rank), timeout_s=self.timeout_s)
+
+    def abort(self, exit_code: int = 1) -> None:
+        """Wake all ranks; they raise `CommAborted`."""
+        self._hub.abort(f"rank {self.rank} aborted")
+
+    def _check_alive(self) -> None:
+        if self._hub.aborted is not None:
+            raise CommAborted(self._hub.aborted)

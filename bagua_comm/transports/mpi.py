@@ -1,0 +1,221 @@
+"""Host arrays over MPI, through mpi4py. Importing this module starts MPI.
+
+Messages travel as bytes, so every dtype does. Small allreduces, broadcasts and barriers of dtypes that
+MPI knows go to MPI's own non-blocking collectives; everything else is derived from `exchange`, whose
+direct algorithms are at least as fast for large arrays and reduce in rank order. Every wait polls, with
+a timeout: a rank that waits sleeps between polls, and leaves its core to the backward pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ..arrays import Array
+from ..errors import (
+    CommAborted,
+    CommError,
+    CommMismatch,
+    CommTimeout,
+    RankFailed,
+    UnsupportedError,
+)
+from ..kernels import host
+from .base import POINT_TO_POINT, Message, Transport
+
+NATIVE_BYTES = 16384
+"""Up to this size MPI's own allreduce is used, beyond it the derived one."""
+
+MESSAGE_BYTES = 1 << 30
+"""Larger messages are split; MPI counts with 32 bits."""
+
+_SPIN_S = 0.0005
+"""How long a wait polls without sleeping."""
+
+_NAP_S = 0.00005
+"""How long it sleeps between polls then."""
+
+_NATIVE_DTYPES = frozenset(
+    {f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)} | {"float32", "float64"}
+)
+_OPS = {
+    "sum": MPI.SUM,
+    "avg": MPI.SUM,
+    "prod": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
+
+
+class MPITransport(Transport):
+    """One rank of an MPI communicator, which it owns: pass a duplicate."""
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, *, timeout_s: float = 300.0) -> None:
+        super().__init__()
+        self._comm = comm
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._broken: str | None = None
+        self._abandoned: list[Any] = []
+
+    def moves(self, x: Array) -> bool:
+        """Host arrays."""
+        return isinstance(x, np.ndarray)
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
+    ) -> None:
+        """All messages at once, non-blocking; see `Transport.exchange`."""
+        with self._translated():
+            requests, expected = [], []
+            for peer, out in recvs:
+                for piece in _pieces(out):
+                    requests.append(self._comm.Irecv([piece, MPI.BYTE], peer, tag))
+                    expected.append((peer, piece.nbytes))
+            for peer, x in sends:
+                for piece in _pieces(x):
+                    requests.append(self._comm.Isend([piece, MPI.BYTE], peer, tag))
+                self.sent_bytes += x.nbytes if peer != self.rank else 0
+            statuses = [MPI.Status() for _ in requests]
+            self._wait(requests, (sends, recvs), statuses)
+        for (peer, nbytes), status in zip(expected, statuses, strict=False):
+            if status.Get_count(MPI.BYTE) != nbytes:
+                raise CommMismatch(
+                    f"rank {self.rank} expected {nbytes} bytes from rank {peer}, "
+                    f"which sent {status.Get_count(MPI.BYTE)}"
+                )
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """MPI's own where the array is small and of a dtype MPI can reduce; see `Transport`."""
+        if x.nbytes > NATIVE_BYTES or x.dtype.name not in _NATIVE_DTYPES:
+            super().allreduce(x, out, op)
+            return
+        send = MPI.IN_PLACE if x is out else x
+        with self._translated():
+            self._wait([self._comm.Iallreduce(send, out, _OPS[op])], (x, out))
+        if op == "avg":
+            host.divide(out, self.size)
+        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    def broadcast(self, x: Array, root: int) -> None:
+        """MPI's own up to its count limit; see `Transport`."""
+        if x.nbytes > MESSAGE_BYTES:
+            super().broadcast(x, root)
+            return
+        with self._translated():
+            self._wait([self._comm.Ibcast([x, MPI.BYTE], root)], x)
+        self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 else 0
+
+    def barrier(self) -> None:
+        """MPI's own."""
+        with self._translated():
+            self._wait([self._comm.Ibarrier()], None)
+
+    def split(self, color: int, key: int) -> Transport:
+        """See `Transport.split`."""
+        return self._made(lambda: self._comm.Split(color, key))
+
+    def dup(self) -> Transport:
+        """See `Transport.dup`."""
+        return self._made(self._comm.Dup)
+
+    def shrink(self) -> Transport:
+        """A transport over the survivors, with ULFM (`mpirun --with-ft ulfm`)."""
+        if self._broken is None:
+            self._break("shrunk")
+        try:
+            if not self._comm.Is_revoked():
+                self._comm.Revoke()
+            return MPITransport(self._comm.Shrink(), timeout_s=self.timeout_s)
+        except (MPI.Exception, NotImplementedError) as exc:
+            raise UnsupportedError(
+                "mpi: this MPI cannot go on without the ranks that died; "
+                "Open MPI 5 can: mpirun --with-ft ulfm"
+            ) from exc
+
+    def abort(self, exit_code: int = 1) -> None:
+        """End all processes of the MPI job with `exit_code`."""
+        self._comm.Abort(exit_code)
+
+    def close(self) -> None:
+        """Free the MPI communicator, unless unfinished calls still use it."""
+        if self._broken is None and not MPI.Is_finalized():
+            self._break("closed")
+            self._comm.Free()
+
+    def _made(self, make: Callable[[], MPI.Intracomm]) -> MPITransport:
+        # These calls of MPI have no timeout; once all ranks have arrived they don't wait long.
+        self.barrier()
+        with self._translated():
+            comm = make()
+        return MPITransport(comm, timeout_s=self.timeout_s)
+
+    def _wait(
+        self, requests: list[MPI.Request], buffers: object, statuses: list[MPI.Status] | None = None
+    ) -> None:
+        try:
+            if MPI.Request.Testall(requests, statuses):
+                return
+            start = time.monotonic()
+            while not MPI.Request.Testall(requests, statuses):
+                waited = time.monotonic() - start
+                if waited > self.timeout_s:
+                    raise CommTimeout(
+                        f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
+                    )
+                if waited > _SPIN_S:
+                    time.sleep(_NAP_S)
+        except BaseException as exc:
+            # MPI may still write to these arrays: they must outlive the requests.
+            self._abandoned.append((requests, buffers))
+            self._break(f"a call failed earlier ({type(exc).__name__})")
+            raise
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn MPI's errors into ours."""
+        if self._broken is not None:
+            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
+        try:
+            yield
+        except MPI.Exception as exc:
+            raise self._translate(exc) from exc
+
+    def _translate(self, exc: MPI.Exception) -> CommError:
+        code, text = exc.Get_error_class(), exc.Get_error_string()
+        if code == MPI.ERR_TRUNCATE:
+            return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
+        if code == MPI.ERR_REVOKED:
+            return CommAborted(f"rank {self.rank}: a peer gave this communicator up ({text})")
+        if code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
+            return RankFailed(f"rank {self.rank}: a peer died ({text})", self._failed())
+        return CommError(f"rank {self.rank}: MPI failed: {text}")
+
+    def _failed(self) -> list[int]:
+        """The ranks known to be dead."""
+        dead = self._comm.Get_failed()
+        try:
+            return list(dead.Translate_ranks(range(dead.Get_size()), self._comm.Get_group()))
+        finally:
+            dead.Free()
+
+
+def _pieces(x: Array) -> Iterator[Array]:
+    """View `x` as bytes, in messages that MPI can count."""
+    flat = x.reshape(-1).view(np.uint8)
+    for start in range(0, max(flat.size, 1), MESSAGE_BYTES):
+        yield flat[start : start + MESSAGE_BYTES]

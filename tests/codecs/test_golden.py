@@ -1,0 +1,72 @@
+"""The codec against bytes worked out separately from it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bagua_comm import MinMaxUInt8, quantized_allreduce
+from bagua_comm.arrays import dtype_named
+from bagua_comm.testing import run_ranks
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = json.loads((GOLDEN / "minmax.json").read_text())
+
+
+def cases(kind):
+    return [pytest.param(case, id=case["name"]) for case in CASES if case["kind"] == kind]
+
+
+def load(case, part, shape, dtype):
+    data = (GOLDEN / case["files"][part]).read_bytes()
+    return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+def codec_of(case):
+    return MinMaxUInt8(block=case["block"], eps=case["eps"])
+
+
+def test_golden_files_are_what_their_generator_computes():
+    script = GOLDEN / "make_minmax.py"
+    result = subprocess.run([sys.executable, script, "--check"], timeout=60)
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("case", cases("codec"))
+def test_encode_and_decode(case):
+    n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    codec = codec_of(case)
+    x = load(case, "input", (n, m), dtype)
+    wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
+    decoded = load(case, "decoded", (n, m), dtype)
+
+    assert wire.tobytes() == codec.encode(x).tobytes()
+    assert decoded.tobytes() == codec.decode(wire, np.empty_like(x)).tobytes()
+
+
+@pytest.mark.parametrize("case", cases("combine"))
+def test_combine(case):
+    n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    codec = codec_of(case)
+    wire = load(case, "wire", (n, codec.wire_nbytes(m, dtype)), np.uint8)
+    combined = load(case, "combined", (1, wire.shape[1]), np.uint8)
+
+    actual = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+
+    assert combined.tobytes() == actual.tobytes()
+
+
+@pytest.mark.parametrize("case", cases("allreduce"))
+def test_allreduce(case):
+    p, count, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    x = load(case, "input", (p, count), dtype)
+    expected = load(case, "output", (count,), dtype)
+
+    def body(comm):
+        return quantized_allreduce(comm, x[comm.rank], codec=codec_of(case), op=case["op"])
+
+    for actual in run_ranks(p, body):
+        assert expected.tobytes() == actual.tobytes()
