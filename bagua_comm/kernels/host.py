@@ -348,7 +348,7 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
         r = max(1, SPAN // (full * block))
         for row in range(0, n, r):
             for start in range(0, full, k):
-                at = (slice(row, row + r), slice(start, start + k))
+                at = (slice(row, row + r), slice(start, min(start + k, full)))
                 yield x3[at], header[at], c3[at]
     if full * block < m:
         r = max(1, SPAN // (m - full * block))

@@ -1,0 +1,198 @@
+"""The command line: `python -m bagua_comm run -n 4 train.py`, `python -m bagua_comm info`.
+
+`run` is mpirun with what this machine needs; it replaces its own process by mpirun's, so signals and the
+exit code are mpirun's. Environment variables are read here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__, arrays
+from .bootstrap import device_count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m bagua_comm", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="start a Python script on several ranks")
+    run.add_argument("-n", "--ranks", type=_positive, default=os.cpu_count() or 1, metavar="N")
+    run.add_argument("--host", help="hosts to run on, as mpirun's --host")
+    run.add_argument(
+        "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
+    )
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    run.add_argument("--dry-run", action="store_true", help="print the command instead")
+    run.add_argument("script")
+    run.add_argument("args", nargs=argparse.REMAINDER)
+
+    info = commands.add_parser("info", help="print versions, MPI, devices and what can be carried")
+    info.add_argument("--json", action="store_true", help="as JSON")
+
+    options = parser.parse_args(argv)
+    return _run(options) if options.command == "run" else _info(options)
+
+
+# ---------------------------------------------------------------------------------------------------
+# run
+# ---------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    mpirun = find_mpirun()
+    if mpirun is None:
+        print(
+            "bagua_comm run: there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI",
+            file=sys.stderr,
+        )
+        return 127
+    if not options.module and not Path(options.script).is_file():
+        print(f"bagua_comm run: there is no file {options.script}", file=sys.stderr)
+        return 2
+    python = [sys.executable, *(["-m"] if options.module else []), options.script, *options.args]
+    flags, variables = launch_settings(mpirun, options.ranks, local=options.host is None)
+    hosts = ["--host", options.host] if options.host else []
+    command = [mpirun, "-n", str(options.ranks), *hosts, *flags, *options.mpirun, *python]
+    if options.dry_run:
+        print(*(f"{key}={value}" for key, value in variables.items()), *command)
+        return 0
+    sys.stdout.flush()
+    os.execve(mpirun, command, {**os.environ, **variables})  # nothing below runs
+
+
+def find_mpirun() -> str | None:
+    """The mpirun that belongs to this Python, else the one on the PATH."""
+    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def launch_settings(mpirun: str, ranks: int, *, local: bool) -> tuple[list[str], dict[str, str]]:
+    """The arguments and environment variables that mpirun needs for `ranks` ranks on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    variables = {}
+    if "OMP_NUM_THREADS" not in os.environ and local:
+        # Every rank would start a thread per core, and they would stand in each other's way.
+        variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    if "Open MPI" not in _version_of(mpirun):
+        return [], variables
+    # Ranks have several threads (the lane beside the caller), so they are not bound to a core.
+    flags = ["--bind-to", "none"]
+    if local and ranks > cores:
+        flags += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        variables["OMPI_ALLOW_RUN_AS_ROOT"] = variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return flags, variables
+
+
+def _version_of(mpirun: str) -> str:
+    try:
+        result = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return result.stdout
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------
+# info
+# ---------------------------------------------------------------------------------------------------
+
+
+def _info(options: argparse.Namespace) -> int:
+    facts = collect_info()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for title, entries in facts.items():
+        print(title)
+        for name, value in entries.items():
+            print(f"  {name:<22}{value}")
+    return 0
+
+
+def collect_info() -> dict[str, dict[str, Any]]:
+    """What `info` prints: section -> name -> value."""
+    return {
+        "versions": {
+            "bagua_comm": __version__,
+            "python": platform.python_version(),
+            **{name: _installed(name) for name in ("numpy", "mpi4py", "ml_dtypes", "torch")},
+            "cupy": _installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+        },
+        "MPI": _mpi_facts(),
+        "devices": {
+            "CPU cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "CUDA devices": device_count(),
+            "NCCL": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+        },
+        "transports carry": {
+            "local": "NumPy arrays between threads of one process",
+            "mpi": "NumPy arrays between processes and machines",
+            "dtypes": ", ".join(sorted(arrays.MOVABLE)),
+        },
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OMPI_COMM_WORLD_", "OMPI_ALLOW", "PMI", "OMP_NUM", "NCCL_"))
+        },
+    }
+
+
+def _installed(*distributions: str) -> str:
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if len(distributions) == 1 else f"{version} ({name})"
+    return "not installed"
+
+
+def _mpi_facts() -> dict[str, Any]:
+    facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
+    if importlib.util.find_spec("mpi4py") is None:
+        return {**facts, "library": "mpi4py is not installed"}
+    # In a process of its own: starting MPI can end the process where the machine has none.
+    code = (
+        "from mpi4py import MPI;"
+        "print(MPI.Get_library_version().split(',')[0].strip());"
+        "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
+    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        return {**facts, "library": "did not start within 60 s"}
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        return {**facts, "library": f"cannot be loaded: {reason}"}
+    library, multiple = result.stdout.strip().splitlines()[-2:]
+    level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
+    return {**facts, "library": library, "thread level": level}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
