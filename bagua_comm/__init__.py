@@ -1,7 +1,7 @@
 """Communication primitives for data-parallel training: exact, quantized and relaxed averaging of arrays.
 
-    with bagua_comm.connect() as comm:                  # all ranks under mpirun, else one
-        comm.allreduce(x, out=x, op="avg")              # x: NumPy or CuPy
+with bagua_comm.connect() as comm:                  # all ranks under mpirun, else one
+comm.allreduce(x, out=x, op="avg")              # x: NumPy or CuPy
 """
 
 from . import topology

@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         print(*(f"{key}={value}" for key, value in variables.items()), *command)
         return 0
     sys.stdout.flush()
-    os.execve(mpirun, command, {**os.environ, **variables})  # nothing below runs
+    return os.execve(mpirun, command, {**os.environ, **variables})
 
 
 def find_mpirun() -> str | None:
@@ -141,9 +141,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
         },
         "MPI": _mpi_facts(),
         "devices": {
-            "CPU cores": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "CUDA devices": device_count(),
             "NCCL": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         },
@@ -181,9 +179,7 @@ def _mpi_facts() -> dict[str, Any]:
         "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
     )
     try:
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        )
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return {**facts, "library": "did not start within 60 s"}
     if result.returncode != 0:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from types import ModuleType
@@ -31,7 +32,8 @@ def bfloat16() -> DType:
     """NumPy's dtype for bfloat16, from ml_dtypes."""
     import ml_dtypes
 
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: DType = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def dtype_named(name: str) -> DType:
@@ -50,9 +52,7 @@ def library(x: Array) -> str:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
-    raise UnsupportedError(
-        f"expected a NumPy or CuPy array, got {type(x).__module__}.{type(x).__qualname__}"
-    )
+    raise UnsupportedError(f"expected a NumPy or CuPy array, got {type(x).__module__}.{type(x).__qualname__}")
 
 
 def namespace(x: Array) -> ModuleType:
@@ -87,9 +87,7 @@ def as_array(x: Any) -> Array:
         if device == 1:  # kDLCPU
             return np.from_dlpack(x)
         if device == 2:  # kDLCUDA
-            import cupy  # type: ignore[no-redef, import-not-found, unused-ignore]
-
-            return cupy.from_dlpack(x)
+            return importlib.import_module("cupy").from_dlpack(x)
     except Exception as exc:
         raise UnsupportedError(f"cannot view this {kind} through DLPack: {exc}") from exc
     raise UnsupportedError(

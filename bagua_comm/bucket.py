@@ -136,9 +136,7 @@ class Plan:
             tuple(
                 BucketSpec(
                     bucket["dtype"],
-                    tuple(
-                        TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]
-                    ),
+                    tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]),
                     bucket["size"],
                 )
                 for bucket in data["buckets"]
@@ -190,9 +188,7 @@ def make_buckets(plan: Plan, storage: Sequence[Array]) -> list[Bucket]:
     """
     if len(storage) != len(plan.buckets):
         raise ArrayError(f"storage has {len(storage)} arrays, expected {len(plan.buckets)}")
-    return [
-        Bucket(i, spec, flat) for i, (spec, flat) in enumerate(zip(plan.buckets, storage, strict=True))
-    ]
+    return [Bucket(i, spec, flat) for i, (spec, flat) in enumerate(zip(plan.buckets, storage, strict=True))]
 
 
 def _aligned(tensors: list[TensorSpec], alignment: int) -> int:

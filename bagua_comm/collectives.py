@@ -103,7 +103,7 @@ class Hierarchical:
         is_owner = comm.local_rank < owners
         # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
         across = self.inner.bind(inter)
-        nodes = len({label for label in comm.allgather(np.array(comm.node)).tolist()})
+        nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
         weight = comm.local_size * nodes / comm.size
 
         def average(x: Array) -> Array:
@@ -207,4 +207,3 @@ def _padded(comm: Communicator, flat: Array, rows: int, length: int) -> Array:
     padded[: flat.size] = flat
     padded[flat.size :] = 0
     return padded.reshape(rows, length)
-

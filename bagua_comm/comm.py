@@ -119,9 +119,7 @@ class Communicator:
             transport.allreduce(arrays.contiguous(send), target, op)
         return finished(out, target)
 
-    def reduce(
-        self, x: Array, out: Array | None = None, *, root: int, op: str = "sum"
-    ) -> Array | None:
+    def reduce(self, x: Array, out: Array | None = None, *, root: int, op: str = "sum") -> Array | None:
         """Reduce `x` over all ranks; only `root` gets the result, the others None.
 
         Collective. `x` has the same shape and dtype on every rank. `out` matters on `root` alone, and
@@ -312,8 +310,7 @@ class Communicator:
         self._check_counts(call, "counts", counts)
         if send.size != counts[self.rank]:
             raise ArrayError(
-                f"{call}: x has {send.size} elements, expected counts[{self.rank}] = "
-                f"{counts[self.rank]}"
+                f"{call}: x has {send.size} elements, expected counts[{self.rank}] = {counts[self.rank]}"
             )
         out, target = self.landing(call, out, (sum(counts),), send, any_shape=True)
         send = arrays.contiguous(send).reshape(-1)
@@ -323,14 +320,10 @@ class Communicator:
             if not arrays.same_memory(send, parts[self.rank]):
                 parts[self.rank][...] = send
             others = self._others()
-            transport.exchange(
-                [(r, send) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE
-            )
+            transport.exchange([(r, send) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE)
         return finished(out, target)
 
-    def alltoallv(
-        self, x: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int]
-    ) -> Array:
+    def alltoallv(self, x: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int]) -> Array:
         """Send counts[j] elements of `x` to rank j; out_counts[i] elements come from rank i.
 
         Collective. The parts lie one behind the other in `x` and in `out`, in the order of the ranks.
@@ -448,11 +441,11 @@ class Communicator:
         """
         self._exchange("exchange", sends, recvs)
 
-    def _exchange(
-        self, call: str, sends: Sequence[Message], recvs: Sequence[Message], **peers: int
-    ) -> None:
-        outgoing, incoming, landings = [], [], []
-        transports = []
+    def _exchange(self, call: str, sends: Sequence[Message], recvs: Sequence[Message], **peers: int) -> None:
+        outgoing: list[Message] = []
+        incoming: list[Message] = []
+        landings: list[tuple[Array, Array]] = []
+        transports: list[Transport] = []
         for name, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
             self._check_peer(call, f"a peer in {name}" if not peers else "peer", peer)
             value, transport = self.accept(call, name, x)
@@ -697,15 +690,12 @@ class Communicator:
 
     def _check_counts(self, call: str, name: str, counts: Sequence[int]) -> None:
         if len(counts) != self.size or any(count < 0 for count in counts):
-            raise ArrayError(
-                f"{call}: {name} is {list(counts)}, expected {self.size} numbers of elements"
-            )
+            raise ArrayError(f"{call}: {name} is {list(counts)}, expected {self.size} numbers of elements")
 
     def _even_chunk(self, call: str, x: Array) -> int:
         if x.ndim == 0 or x.shape[0] % self.size:
             raise ArrayError(
-                f"{call}: x has shape {x.shape}, expected a first dimension divisible by "
-                f"{self.size} ranks"
+                f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks"
             )
         return int(x.shape[0]) // self.size
 
@@ -834,4 +824,3 @@ def _parts(x: Array, counts: Sequence[int]) -> list[Array]:
     """Cut `x` into consecutive parts of these sizes."""
     flat, ends = x.reshape(-1), np.cumsum(counts)
     return [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]
-

@@ -160,8 +160,7 @@ class Engine:
             "plan": self.plan.to_json(),
             "steps": [bucket.step for bucket in self.buckets],
             "states": [
-                {name: value.copy() for name, value in _arrays_of(state).items()}
-                for state in self._states
+                {name: value.copy() for name, value in _arrays_of(state).items()} for state in self._states
             ],
         }
 

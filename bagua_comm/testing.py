@@ -76,8 +76,7 @@ def run_ranks(
             hub.abort(f"rank {rank} failed: {type(exc).__name__}: {exc}")
 
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(size)
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
     ]
     for thread in threads:
         thread.start()

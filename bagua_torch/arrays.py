@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from bagua_comm import UnsupportedError, arrays
 from bagua_comm.arrays import Array
@@ -70,5 +71,5 @@ def as_tensor(array: Array) -> torch.Tensor:
     array([1., 1.])
     """
     if array.dtype.name == "bfloat16":
-        return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
-    return torch.from_dlpack(array)
+        return from_dlpack(array.view("int16")).view(torch.bfloat16)
+    return from_dlpack(array)

@@ -103,9 +103,7 @@ class DistributedDataParallel(nn.Module):
         alignment = ALIGNMENT * self.comm.size
         plan = Plan.pack(specs, bucket_bytes=bucket_bytes, alignment=alignment)
         flats = [
-            torch.zeros(
-                bucket.size, dtype=self._trained[bucket.tensors[0].name].dtype, device=self._device
-            )
+            torch.zeros(bucket.size, dtype=self._trained[bucket.tensors[0].name].dtype, device=self._device)
             for bucket in plan.buckets
         ]
         self.engine = Engine(self.comm, self.algorithm, plan, [as_array(flat) for flat in flats])
@@ -145,7 +143,7 @@ class DistributedDataParallel(nn.Module):
         if not self._trained:
             raise ArrayError("DistributedDataParallel: the module has no parameter to train")
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if nn.parameter.is_lazy(tensor):
                 raise ArrayError(
                     f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
                 )
@@ -164,10 +162,9 @@ class DistributedDataParallel(nn.Module):
 
     def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for name, parameter in self._trained.items():
-            self._hooks.append(parameter.register_hook(self._before_accumulation(name)))
-            self._hooks.append(
-                parameter.register_post_accumulate_grad_hook(self._after_accumulation(name))
-            )
+            hooked: Any = parameter  # torch leaves these two methods untyped
+            self._hooks.append(hooked.register_hook(self._before_accumulation(name)))
+            self._hooks.append(hooked.register_post_accumulate_grad_hook(self._after_accumulation(name)))
         self._hooks.append(
             torch.autograd.graph.register_multi_grad_hook(
                 tuple(self._trained.values()), self._all_gradients_known, mode="all"
@@ -271,7 +268,7 @@ def _broadcast_together(comm: Communicator, tensors: Sequence[torch.Tensor]) -> 
         group = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
         comm.broadcast(as_array(flat), root=0)
-        for tensor, values in zip(group, flat.split([t.numel() for t in group]), strict=True):
+        for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
 

@@ -17,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import bagua_comm
@@ -97,7 +97,7 @@ def main() -> None:
         mine = order[comm.rank :: comm.size]  # a shard of its own for every rank
         for step in range(steps):
             batch = mine[step * options.batch_size : (step + 1) * options.batch_size]
-            loss = F.cross_entropy(ddp(train_x[batch]), train_y[batch])
+            loss = cross_entropy(ddp(train_x[batch]), train_y[batch])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

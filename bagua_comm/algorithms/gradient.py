@@ -45,7 +45,7 @@ class GradientAllReduce:
         return _Bound(self.average.bind(comm))
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
-        """g <- mean of g. Collective."""
+        """G <- mean of g. Collective."""
         state.average(bucket.flat)
 
     def commit(self, bucket: Bucket, state: _Bound) -> None:

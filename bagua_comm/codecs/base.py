@@ -61,9 +61,7 @@ class Codec(ABC):
         self._decode(wire, out)
         return out
 
-    def combine(
-        self, wire: Array, out: Array | None = None, *, op: str, count: int, dtype: DType
-    ) -> Array:
+    def combine(self, wire: Array, out: Array | None = None, *, op: str, count: int, dtype: DType) -> Array:
         """Decode n chunks of `count` elements, reduce them, and encode the result as one chunk.
 
         `wire` is (n, w), `out` (1, w); a new array if None. The chunks are added in float32 in row
@@ -95,9 +93,7 @@ class Codec(ABC):
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
         if x.ndim != 2 or not arrays.is_contiguous(x):
-            raise ArrayError(
-                f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)"
-            )
+            raise ArrayError(f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)")
         self._check_dtype(call, x.dtype)
         n, m = x.shape
         return n, m

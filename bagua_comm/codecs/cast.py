@@ -29,9 +29,7 @@ class _Cast(Codec):
 
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
         out[:, 2 * count :] = 0
-        kernels.of(wire).cast_combine(
-            self._elements(wire, count), self._elements(out, count), dtype, op
-        )
+        kernels.of(wire).cast_combine(self._elements(wire, count), self._elements(out, count), dtype, op)
 
     def _elements(self, wire: Array, count: int) -> Array:
         return wire[:, : 2 * count].view(arrays.dtype_named(self.wire_dtype))

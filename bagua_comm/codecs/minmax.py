@@ -80,9 +80,7 @@ class MinMaxUInt8(Codec):
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
         header, codes = self._parts(wire, count, dtype)
         out_header, out_codes = self._parts(out, count, dtype, clear_padding=True)
-        kernels.of(wire).minmax_combine(
-            header, codes, out_header, out_codes, self._size(count), self.eps, op
-        )
+        kernels.of(wire).minmax_combine(header, codes, out_header, out_codes, self._size(count), self.eps, op)
 
     def _size(self, count: int) -> int:
         return max(1, count) if self.block is None else self.block

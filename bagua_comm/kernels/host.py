@@ -157,14 +157,14 @@ def cast_combine(wire: Array, out: Array, dtype: DType, op: str) -> None:
             cast_saturating(acc.astype(dtype, copy=False), out[0, piece])
 
 
-def largest_finite(dtype: DType) -> np.float32:
+def largest_finite(dtype: DType) -> float:
     """The largest finite value of a float dtype of at most 32 bits."""
     if dtype.name == "bfloat16":
-        return np.array(0x7F7F0000, np.uint32).view(np.float32)[()]  # type: ignore[no-any-return]
-    return np.float32(np.finfo(dtype).max)
+        return 2.0**127 * (2 - 2.0**-7)
+    return float(np.finfo(dtype).max)
 
 
-def _clamp_finite(x: Array, limit: np.float32) -> None:
+def _clamp_finite(x: Array, limit: float) -> None:
     """Bring finite values of float32 `x` into [-limit, limit], in place; NaN and inf stay."""
     if x.size == 0:
         return
@@ -255,9 +255,7 @@ def minmax_combine(
                 _encode_blocks(x, ends, code, np.float32(eps), term, wide)
 
 
-def _encode_blocks(
-    x: Array, ends: Array, code: Array, eps: np.float32, value: Array, wide: Array
-) -> None:
+def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: Array, wide: Array) -> None:
     """Encode whole blocks: x (r, k, b) -> ends (r, k, 2) and code (r, k, b)."""
     if x.dtype != np.float32:
         widened = _shaped(wide, x.shape)
@@ -304,7 +302,7 @@ class _Decoding:
         self.any_special = bool(self.special.any())
 
     def decode(self, code: Array, out: Array, at: tuple[slice, slice, slice]) -> None:
-        """x' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
+        """X' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
         np.copyto(out, code)
         np.add(out, self.lower[at[:2]], out=out)
         np.divide(out, self.factor[at[:2]], out=out)
@@ -324,7 +322,7 @@ def _levels(low: Array, high: Array, eps: np.float32) -> tuple[Array, Array]:
 def _min_max(x: Array) -> tuple[Array, Array]:
     """Min and max of each block, (r, k, 1); zeros are +0.0 and NaN spreads."""
     low, high = np.empty((2, *x.shape[:2], 1), np.float32)
-    for at in _parts(x.shape[:2] + (1,), weight=x.shape[2]):
+    for at in _parts((*x.shape[:2], 1), weight=x.shape[2]):
         x[at[:2]].min(axis=-1, keepdims=True, out=low[at[:2]])
         x[at[:2]].max(axis=-1, keepdims=True, out=high[at[:2]])
     low += _ZERO
@@ -353,8 +351,8 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
     if full * block < m:
         r = max(1, SPAN // (m - full * block))
         for row in range(0, n, r):
-            at = (slice(row, row + r), None, slice(full * block, m))
-            yield x[at], header[row : row + r, full:], codes[at]
+            tail = (slice(row, row + r), None, slice(full * block, m))
+            yield x[tail], header[row : row + r, full:], codes[tail]
 
 
 def _parts(shape: tuple[int, ...], weight: int = 1) -> Iterator[tuple[slice, slice, slice]]:

@@ -84,8 +84,7 @@ class LocalTransport(Transport):
             message = box.popleft()
         if message.nbytes != out.nbytes:
             raise CommMismatch(
-                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, "
-                f"which sent {message.nbytes}"
+                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}"
             )
         out.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)
 

@@ -60,7 +60,7 @@ class MPITransport(Transport):
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm, *, timeout_s: float = 300.0) -> None:
+    def __init__(self, comm: MPI.Comm, *, timeout_s: float = 300.0) -> None:
         super().__init__()
         self._comm = comm
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -87,8 +87,7 @@ class MPITransport(Transport):
                 for piece in _pieces(x):
                     requests.append(self._comm.Isend([piece, MPI.BYTE], peer, tag))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
-            statuses = [MPI.Status() for _ in requests]
-            self._wait(requests, (sends, recvs), statuses)
+            statuses = self._wait(requests, (sends, recvs))
         for (peer, nbytes), status in zip(expected, statuses, strict=False):
             if status.Get_count(MPI.BYTE) != nbytes:
                 raise CommMismatch(
@@ -154,19 +153,19 @@ class MPITransport(Transport):
             self._break("closed")
             self._comm.Free()
 
-    def _made(self, make: Callable[[], MPI.Intracomm]) -> MPITransport:
+    def _made(self, make: Callable[[], MPI.Comm]) -> MPITransport:
         # These calls of MPI have no timeout; once all ranks have arrived they don't wait long.
         self.barrier()
         with self._translated():
             comm = make()
         return MPITransport(comm, timeout_s=self.timeout_s)
 
-    def _wait(
-        self, requests: list[MPI.Request], buffers: object, statuses: list[MPI.Status] | None = None
-    ) -> None:
+    def _wait(self, requests: list[MPI.Request], buffers: object) -> list[MPI.Status]:
+        """Poll until all requests are complete; returns their statuses."""
+        statuses = [MPI.Status() for _ in requests]
         try:
             if MPI.Request.Testall(requests, statuses):
-                return
+                return statuses
             start = time.monotonic()
             while not MPI.Request.Testall(requests, statuses):
                 waited = time.monotonic() - start
@@ -176,10 +175,14 @@ class MPITransport(Transport):
                     )
                 if waited > _SPIN_S:
                     time.sleep(_NAP_S)
+            return statuses
         except BaseException as exc:
             # MPI may still write to these arrays: they must outlive the requests.
             self._abandoned.append((requests, buffers))
             self._break(f"a call failed earlier ({type(exc).__name__})")
+            if isinstance(exc, MPI.Exception) and exc.Get_error_class() == MPI.ERR_IN_STATUS:
+                codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
+                raise MPI.Exception(next(iter(codes), MPI.ERR_OTHER)) from exc
             raise
 
     def _break(self, reason: str) -> None:
