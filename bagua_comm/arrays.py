@@ -24,6 +24,8 @@ FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 REDUCED_PRECISION = frozenset({"float16", "bfloat16"})
 MOVABLE = INTEGERS | FLOATS | {"bool", "complex64", "complex128"}
 
+_NAMES = {np.dtype(name): name for name in sorted(MOVABLE - {"bfloat16"})}
+
 ARITHMETIC_OPS = ("sum", "avg", "prod", "min", "max")
 BITWISE_OPS = ("band", "bor", "bxor")
 
@@ -39,6 +41,16 @@ def bfloat16() -> DType:
 def dtype_named(name: str) -> DType:
     """The dtype called `name`, "bfloat16" included."""
     return bfloat16() if name == "bfloat16" else np.dtype(name)
+
+
+def is_movable(dtype: DType) -> bool:
+    """Whether arrays of this dtype can be sent: numbers in native byte order."""
+    return dtype in _NAMES or (dtype.name == "bfloat16" and dtype.isnative)
+
+
+def dtype_name(dtype: DType) -> str:
+    """The name of a dtype; NumPy works `dtype.name` out anew each time, which takes microseconds."""
+    return _NAMES.get(dtype) or dtype.name
 
 
 def library(x: Array) -> str:
@@ -112,8 +124,8 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array
 
 def overlap(a: Array, b: Array) -> bool:
     """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
-    if a is b:
-        return True
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.may_share_memory(a, b)
     if library(a) != library(b):
         return False
     return bool(namespace(a).may_share_memory(a, b))
@@ -146,7 +158,7 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     if op not in ARITHMETIC_OPS and op not in BITWISE_OPS:
         wanted = ", ".join(ARITHMETIC_OPS + BITWISE_OPS)
         raise ArrayError(f"{call}: op is {op!r}, expected one of {wanted}")
-    name = dtype.name
+    name = dtype_name(dtype)
     if name in INTEGERS or (name in FLOATS and op in ARITHMETIC_OPS):
         return
     if name in ("complex64", "complex128"):

@@ -565,10 +565,12 @@ def _combined(codec: Codec, wire: Array, op: str, count: int, dtype: np.dtype[An
 # ---------------------------------------------------------------------------------------------------
 
 
-def check_algorithm(algorithm: Algorithm, *, sizes: Sequence[int] = (1, 2, 3, 4)) -> None:
+def check_algorithm(
+    algorithm: Algorithm, *, comm: Communicator | None = None, sizes: Sequence[int] = (1, 2, 3, 4)
+) -> None:
     """Check that an algorithm keeps its contract: settings, window, same bytes, no leak between buckets.
 
-    Runs it in an `Engine` for several steps with worlds of each of `sizes`.
+    Runs it in an `Engine` for several steps: over `comm` (collective), or in worlds of each of `sizes`.
 
     >>> check_algorithm(bagua_comm.ByteGrad(), sizes=(2,))
     """
@@ -578,6 +580,9 @@ def check_algorithm(algorithm: Algorithm, *, sizes: Sequence[int] = (1, 2, 3, 4)
     points = list(Point)
     assert algorithm.window.opens in points
     assert algorithm.window.closes in points
+    if comm is not None:
+        _train(comm, algorithm)
+        return
     for size in sizes:
         run_ranks(size, lambda comm: _train(comm, algorithm))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ import bagua_comm
 from bagua_comm import (
     Algorithm,
     ArrayError,
+    CommMismatch,
     Communicator,
     Engine,
     GradientAllReduce,
@@ -47,7 +49,8 @@ class DistributedDataParallel(nn.Module):
     tied, frozen, at the module's root, unused in a step, or of several dtypes are handled; buffers
     (BatchNorm statistics) follow rank 0 at every training forward pass.
 
-    `module` is the wrapped module; attributes that are missing here are looked up there.
+    `module` is the wrapped module; attributes that are missing here are looked up there. As with PyTorch's
+    own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises.
 
     Args:
         module: What to train. Its parameters stay the same objects.
@@ -92,6 +95,7 @@ class DistributedDataParallel(nn.Module):
         # remove_duplicate, the default, names a tied parameter once.
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._check_module()
+        self._check_ranks()
         for parameter in module.parameters():
             self.comm.broadcast(as_array(parameter), root=0)
         _broadcast_together(self.comm, list(module.buffers()))
@@ -157,6 +161,18 @@ class DistributedDataParallel(nn.Module):
                 f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
             )
         self._device = devices.pop()
+
+    def _check_ranks(self) -> None:
+        """Compare the modules of all ranks, before anything of them is sent."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+        for rank, theirs in enumerate(self.comm.allgather_object(mine)):
+            if theirs != mine:
+                different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
+                raise CommMismatch(
+                    f"DistributedDataParallel: rank {self.comm.rank} and rank {rank} have different modules; "
+                    f"rank {rank} has {different} where rank {self.comm.rank} has something else"
+                )
 
     # Hooks, in the order in which they run in a backward pass ------------------------------------------
 

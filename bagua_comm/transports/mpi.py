@@ -8,15 +8,14 @@ a timeout: a rank that waits sleeps between polls, and leaves its core to the ba
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array
+from ..arrays import INTEGERS, Array
 from ..errors import (
     CommAborted,
     CommError,
@@ -40,9 +39,7 @@ _SPIN_S = 0.0005
 _NAP_S = 0.00005
 """How long it sleeps between polls then."""
 
-_NATIVE_DTYPES = frozenset(
-    {f"{s}int{b}" for s in ("", "u") for b in (8, 16, 32, 64)} | {"float32", "float64"}
-)
+_NATIVE_DTYPES = frozenset(np.dtype(name) for name in INTEGERS | {"float32", "float64"})
 _OPS = {
     "sum": MPI.SUM,
     "avg": MPI.SUM,
@@ -67,7 +64,6 @@ class MPITransport(Transport):
         self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._broken: str | None = None
-        self._abandoned: list[Any] = []
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""
@@ -77,32 +73,37 @@ class MPITransport(Transport):
         self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
     ) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
-        with self._translated():
-            requests, expected = [], []
+        self._check_usable()
+        requests: list[MPI.Request] = []
+        statuses: list[MPI.Status] = []
+        expected: list[Message] = []
+        try:
             for peer, out in recvs:
                 for piece in _pieces(out):
                     requests.append(self._comm.Irecv([piece, MPI.BYTE], peer, tag))
-                    expected.append((peer, piece.nbytes))
+                    expected.append((peer, piece))
             for peer, x in sends:
                 for piece in _pieces(x):
                     requests.append(self._comm.Isend([piece, MPI.BYTE], peer, tag))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
-            statuses = self._wait(requests, (sends, recvs))
-        for (peer, nbytes), status in zip(expected, statuses, strict=False):
-            if status.Get_count(MPI.BYTE) != nbytes:
+            statuses += [MPI.Status() for _ in requests]
+            self._poll(lambda: MPI.Request.Testall(requests, statuses))
+        except BaseException as exc:
+            raise self._given_up(exc, (requests, sends, recvs), statuses) from exc
+        for (peer, piece), status in zip(expected, statuses, strict=False):
+            if status.Get_count(MPI.BYTE) != piece.nbytes:
                 raise CommMismatch(
-                    f"rank {self.rank} expected {nbytes} bytes from rank {peer}, "
+                    f"rank {self.rank} expected {piece.nbytes} bytes from rank {peer}, "
                     f"which sent {status.Get_count(MPI.BYTE)}"
                 )
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """MPI's own where the array is small and of a dtype MPI can reduce; see `Transport`."""
-        if x.nbytes > NATIVE_BYTES or x.dtype.name not in _NATIVE_DTYPES:
+        if x.nbytes > NATIVE_BYTES or x.dtype not in _NATIVE_DTYPES:
             super().allreduce(x, out, op)
             return
         send = MPI.IN_PLACE if x is out else x
-        with self._translated():
-            self._wait([self._comm.Iallreduce(send, out, _OPS[op])], (x, out))
+        self._complete(lambda: self._comm.Iallreduce(send, out, _OPS[op]), (x, out))
         if op == "avg":
             host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
@@ -112,14 +113,12 @@ class MPITransport(Transport):
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
-        with self._translated():
-            self._wait([self._comm.Ibcast([x, MPI.BYTE], root)], x)
+        self._complete(lambda: self._comm.Ibcast([x, MPI.BYTE], root), x)
         self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 else 0
 
     def barrier(self) -> None:
         """MPI's own."""
-        with self._translated():
-            self._wait([self._comm.Ibarrier()], None)
+        self._complete(self._comm.Ibarrier, None)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
@@ -156,47 +155,55 @@ class MPITransport(Transport):
     def _made(self, make: Callable[[], MPI.Comm]) -> MPITransport:
         # These calls of MPI have no timeout; once all ranks have arrived they don't wait long.
         self.barrier()
-        with self._translated():
-            comm = make()
-        return MPITransport(comm, timeout_s=self.timeout_s)
-
-    def _wait(self, requests: list[MPI.Request], buffers: object) -> list[MPI.Status]:
-        """Poll until all requests are complete; returns their statuses."""
-        statuses = [MPI.Status() for _ in requests]
         try:
-            if MPI.Request.Testall(requests, statuses):
-                return statuses
-            start = time.monotonic()
-            while not MPI.Request.Testall(requests, statuses):
-                waited = time.monotonic() - start
-                if waited > self.timeout_s:
-                    raise CommTimeout(
-                        f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
-                    )
-                if waited > _SPIN_S:
-                    time.sleep(_NAP_S)
-            return statuses
+            return MPITransport(make(), timeout_s=self.timeout_s)
+        except MPI.Exception as exc:
+            raise self._given_up(exc, None) from exc
+
+    def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
+        """Start a non-blocking call of MPI and wait for it."""
+        self._check_usable()
+        request = None
+        try:
+            request = start()
+            self._poll(request.Test)
         except BaseException as exc:
-            # MPI may still write to these arrays: they must outlive the requests.
-            self._abandoned.append((requests, buffers))
-            self._break(f"a call failed earlier ({type(exc).__name__})")
-            if isinstance(exc, MPI.Exception) and exc.Get_error_class() == MPI.ERR_IN_STATUS:
-                codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
-                raise MPI.Exception(next(iter(codes), MPI.ERR_OTHER)) from exc
-            raise
+            raise self._given_up(exc, (request, buffers)) from exc
+
+    def _poll(self, done: Callable[[], bool]) -> None:
+        """Wait until `done`; first without sleeping, since most answers come at once."""
+        if done():
+            return
+        start = time.monotonic()
+        while not done():
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
+                raise CommTimeout(
+                    f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
+                )
+            if waited > _SPIN_S:
+                time.sleep(_NAP_S)
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
 
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn MPI's errors into ours."""
-        if self._broken is not None:
-            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
-        try:
-            yield
-        except MPI.Exception as exc:
-            raise self._translate(exc) from exc
+    def _given_up(
+        self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
+    ) -> BaseException:
+        """What to raise for `exc`, in the middle of a call: nothing can be sent after it."""
+        # MPI may write to the arrays of an unfinished call until the process ends: never free them.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(in_flight))
+        self._break(f"a call failed earlier ({type(exc).__name__})")
+        if not isinstance(exc, MPI.Exception):
+            return exc
+        if exc.Get_error_class() == MPI.ERR_IN_STATUS:
+            codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
+            exc = MPI.Exception(next(iter(codes), MPI.ERR_OTHER))
+        return self._translate(exc)
 
     def _translate(self, exc: MPI.Exception) -> CommError:
         code, text = exc.Get_error_class(), exc.Get_error_string()

@@ -1,0 +1,402 @@
+"""DistributedDataParallel on threads, against models trained side by side in a plain loop."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import bagua_comm
+from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, Point, UnsupportedError
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel, as_array
+
+
+class Everything(nn.Module):
+    """Parameters at the root, tied, frozen, unused, of two dtypes, and buffers."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.scale = nn.Parameter(torch.empty(3))
+        self.inner = nn.Linear(4, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.square = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.square.weight
+        self.frozen = nn.Linear(4, 3)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.wide = nn.Linear(3, 2).double()
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x):
+        y = self.square(torch.tanh(self.norm(self.inner(x))))
+        y = self.tied(torch.tanh(y)) * self.scale + self.frozen(x)
+        return self.wide(torch.tanh(y).double())
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=generator)
+
+
+def loss_of(model, x):
+    return model(x).square().sum()
+
+
+def train_side_by_side(ranks, steps):
+    """The reference: the ranks' models in one loop, their gradients averaged as plain tensors."""
+    models = [Everything() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models]
+    for step in range(steps):
+        for buffers in zip(*(m.buffers() for m in models), strict=True):
+            for buffer in buffers[1:]:
+                buffer.copy_(buffers[0])
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+        for parameters in zip(*(m.parameters() for m in models), strict=True):
+            if parameters[0].grad is not None:
+                mean = torch.stack([p.grad for p in parameters]).mean(0)
+                for parameter in parameters:
+                    parameter.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return [{n: t.detach().clone() for n, t in m.state_dict().items()} for m in models]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
+@pytest.mark.parametrize("zero_grad", ["none before", "none between", "zeros"])
+def test_trains_as_models_side_by_side(ranks, bucket_bytes, zero_grad):
+    expected = train_side_by_side(ranks, steps=4)
+
+    def body(comm):
+        model = Everything(seed=comm.rank)  # rank 0's weights go to all
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm, bucket_bytes=bucket_bytes)
+        for step in range(4):
+            if zero_grad != "none between":
+                optimizer.zero_grad(set_to_none=zero_grad == "none before")
+            loss = loss_of(ddp, batch(comm.rank, step))
+            if zero_grad == "none between":
+                optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        ddp.close()
+        return model.state_dict()
+
+    for rank, actual in enumerate(run_ranks(ranks, body)):
+        for name, value in expected[rank].items():
+            torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_live_in_the_buckets():
+    def body(comm):
+        model = Everything()
+        ddp = DistributedDataParallel(model, comm=comm)
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            loss_of(ddp, batch(0, 0)).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    bucket = next(b for b in ddp.engine.buckets if name in b.views)
+                    assert np.shares_memory(as_array(parameter.grad), bucket.flat)
+                    address = bucket.views[name].__array_interface__["data"][0]
+                    assert address == parameter.grad.data_ptr()
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_autograd_accumulates_into_the_bucket_without_a_copy():
+    """No copy_ operation runs in a backward pass, whatever zero_grad did."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operations(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def body(comm):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+        ddp = DistributedDataParallel(model, comm=comm)
+        for set_to_none in (True, False):
+            model.zero_grad(set_to_none=set_to_none)
+            loss = ddp(torch.ones(3, 4)).sum()
+            with Operations() as operations:
+                loss.backward()
+            assert "aten.add_.Tensor" in operations.seen
+            assert not any("copy_" in name or "clone" in name for name in operations.seen)
+        ddp.close()
+
+    run_ranks(1, body)
+
+
+def test_the_first_bucket_leaves_before_the_backward_pass_ends():
+    def body(comm):
+        model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(12)))
+        ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=200_000)
+        for _ in range(3):
+            ddp(torch.ones(64, 200)).sum().backward()
+        spans = comm.tracer.spans()
+        ddp.close()
+        return [
+            (
+                [s for s in spans if s.name == "backward"][-1],
+                [s for s in spans if s.name == "exchange" and s.args["step"] == 2],
+            )
+        ][0]
+
+    for backward, exchanges in run_ranks(2, body):
+        assert [span.args["bucket"] for span in exchanges] == list(range(len(exchanges)))
+        assert len(exchanges) > 4
+        assert exchanges[0].thread != backward.thread
+        assert backward.start_ns < exchanges[0].start_ns < backward.end_ns
+
+
+def test_unused_parameters_get_the_mean_of_the_ranks_that_use_them():
+    def body(comm):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
+        used = model[comm.rank % 2]  # another one on every other rank
+        ddp.engine.at(Point.FORWARD)
+        used(torch.ones(1, 1)).sum().backward()
+        ddp.close()
+        return [layer.weight.grad.item() for layer in model]
+
+    assert run_ranks(2, body) == [[0.5, 0.5], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_parameters_that_no_rank_uses(find_unused):
+    def body(comm):
+        model = Everything()
+        ddp = DistributedDataParallel(model, comm=comm, find_unused_parameters=find_unused)
+        loss_of(ddp, batch(comm.rank, 0)).backward()
+        ddp.close()
+        assert model.square.bias.grad.abs().sum() > 0
+        return model.unused.bias.grad
+
+    for gradient in run_ranks(2, body):
+        assert gradient is None if find_unused else gradient.tolist() == [0, 0, 0]
+
+
+def test_gradients_accumulated_before_are_kept_for_parameters_unused_later():
+    def body(comm):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        ddp = DistributedDataParallel(model, comm=comm)
+        model[0](torch.full((1, 1), 1.0 + comm.rank)).sum().backward()
+        model[1](torch.full((1, 1), 3.0 + comm.rank)).sum().backward()
+        ddp.close()
+        return [layer.weight.grad.item() for layer in model]
+
+    assert run_ranks(2, body) == [[1.5, 3.5], [1.5, 3.5]]
+
+
+def test_a_rank_whose_loss_reaches_no_parameter_does_not_hang_the_others():
+    def body(comm):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.fill_(1)
+        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
+        loss = ddp(torch.ones(1, 1)).sum() if comm.rank == 0 else (ddp(torch.ones(1, 1)) * 0).detach().sum()
+        if comm.rank == 0:
+            loss.backward()
+        optimizer.step()
+        ddp.close()
+        return model.weight.item()
+
+    assert run_ranks(2, body) == [0.5, 0.5]
+
+
+def test_a_forward_pass_after_backward_does_not_disturb_the_step():
+    def body(comm):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with torch.no_grad():
+            model.weight.fill_(1)
+        ddp = DistributedDataParallel(model, [optimizer], comm=comm)
+        ddp(torch.ones(1, 1)).sum().backward()
+        ddp(torch.ones(1, 1))
+        optimizer.step()
+        ddp.close()
+        return model.weight.item()
+
+    assert run_ranks(2, body) == [0.0, 0.0]
+
+
+def test_double_backward_keeps_gradients_in_the_bucket():
+    def body(comm):
+        model = nn.Linear(1, 1, bias=False)
+        ddp = DistributedDataParallel(model, comm=comm)
+        with pytest.warns(UserWarning, match="create_graph"):
+            ddp(torch.full((1, 1), 1.0 + comm.rank)).square().sum().backward(create_graph=True)
+        bucket = ddp.engine.buckets[0]
+        assert np.shares_memory(as_array(model.weight.grad), bucket.flat)
+        ddp.close()
+        return model.weight.grad.item() / model.weight.item()
+
+    assert run_ranks(1, body) == [2.0]
+
+
+def test_gradients_of_inputs_do_not_disturb_the_next_pass():
+    def body(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
+        x = torch.full((3, 2), 1.0 + comm.rank, requires_grad=True)
+        (gradient,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()  # reaches all parameters but the last bias
+        assert [bucket.step for bucket in ddp.engine.buckets] == [1] * 4
+        for parameter in model.parameters():
+            comm.check_consistency(as_array(parameter.grad))
+        assert model[0].weight.grad.abs().sum() > 0
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_autograd_grad_of_parameters_is_refused():
+    def body(comm):
+        ddp = DistributedDataParallel(nn.Linear(1, 1), comm=comm)
+        with pytest.raises(RuntimeError, match="not supported"):
+            torch.autograd.grad(ddp(torch.ones(1, 1)).sum(), list(ddp.parameters()))
+        ddp.close()
+
+    run_ranks(1, body)
+
+
+def test_buffers_follow_rank_0():
+    def body(comm):
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        ddp = DistributedDataParallel(model, comm=comm)
+        for step in range(3):
+            ddp(torch.randn(4, 2, generator=torch.Generator().manual_seed(comm.rank + step)))
+        ddp(torch.zeros(4, 2))
+        ddp.close()
+        return model[0].running_mean.clone(), int(model[0].num_batches_tracked)
+
+    (first, batches), (second, _) = run_ranks(2, body)
+    assert torch.equal(first, second)
+    assert batches == 4
+
+
+def test_evaluation_communicates_nothing():
+    def body(comm):
+        ddp = DistributedDataParallel(nn.BatchNorm1d(2), comm=comm)
+        before = comm.counters.total().calls
+        ddp.eval()
+        ddp(torch.zeros(4, 2))
+        ddp.train()
+        with torch.no_grad():
+            ddp(torch.zeros(4, 2))
+        assert comm.counters.total().calls == before
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), bagua_comm.ByteGrad()], ids=["exact", "bytegrad"])
+def test_reduced_precision_parameters(dtype, algorithm):
+    def body(comm):
+        model = nn.Linear(4, 2).to(dtype)
+        ddp = DistributedDataParallel(model, algorithm=algorithm, comm=comm)
+        ddp(torch.full((3, 4), 1.0 + comm.rank, dtype=dtype)).sum().backward()
+        comm.check_consistency(as_array(model.weight.grad))
+        ddp.close()
+        return model.weight.grad.float()
+
+    for gradient in run_ranks(2, body):
+        torch.testing.assert_close(gradient, torch.full((2, 4), 4.5), rtol=0.01, atol=0)
+
+
+def test_attributes_of_the_module_are_found():
+    def body(comm):
+        ddp = DistributedDataParallel(nn.Linear(3, 2), comm=comm)
+        assert ddp.in_features == 3
+        assert ddp.module.out_features == 2
+        with pytest.raises(AttributeError, match="no_such_thing"):
+            ddp.no_such_thing  # noqa: B018
+        ddp.close()
+
+    run_ranks(1, body)
+
+
+def test_without_a_communicator_the_default_one_is_used():
+    with bagua_comm.connect() as comm:
+        ddp = DistributedDataParallel(nn.Linear(1, 1))
+        assert ddp.comm is comm
+        ddp.close()
+
+
+# Refusals: a clear error on every rank, before the first step ---------------------------------------------
+
+
+def refused(module_of, error, match, algorithm=None, ranks=2):
+    def body(comm):
+        with pytest.raises(error, match=match):
+            DistributedDataParallel(module_of(comm.rank), algorithm=algorithm, comm=comm)
+        assert comm.allreduce(np.array(1)) == comm.size
+
+    run_ranks(ranks, body)
+
+
+def test_a_module_without_trainable_parameters():
+    refused(lambda _: nn.ReLU(), ArrayError, "no parameter to train")
+    refused(lambda _: nn.Linear(1, 1).requires_grad_(False), ArrayError, "no parameter to train")
+
+
+def test_a_parameter_on_another_device():
+    refused(lambda _: nn.Linear(1, 1, device="meta"), UnsupportedError, "'weight'.*on meta")
+
+
+def test_a_lazy_module():
+    refused(lambda _: nn.LazyLinear(1), ArrayError, "'weight' is lazy")
+
+
+def test_a_dtype_the_codec_does_not_take():
+    refused(lambda _: nn.Linear(1, 1).double(), UnsupportedError, "'bias'.*float64", bagua_comm.ByteGrad())
+
+
+def test_a_dtype_without_arrays():
+    module = nn.Linear(1, 1)
+    module.weight = nn.Parameter(torch.zeros(2, 2).to(torch.float8_e4m3fn), requires_grad=False)
+    refused(lambda _: module, UnsupportedError, "'weight'.*float8", ranks=1)
+
+
+def test_models_that_differ_between_ranks():
+    refused(lambda rank: nn.Linear(2, 2, bias=rank == 0), bagua_comm.CommError, "differ|different")
+
+
+def test_algorithms_that_differ_between_ranks():
+    def body(comm):
+        algorithm = bagua_comm.ByteGrad() if comm.rank else GradientAllReduce(Exact())
+        with pytest.raises(CommMismatch, match="different algorithms"):
+            DistributedDataParallel(nn.Linear(1, 1), algorithm=algorithm, comm=comm)
+
+    run_ranks(2, body)
+
+
+def test_closing_removes_every_hook():
+    model = nn.Linear(1, 1)
+    before = threading.active_count()
+
+    def body(comm):
+        ddp = DistributedDataParallel(model, comm=comm)
+        ddp.close()
+        model(torch.ones(1, 1)).sum().backward()
+        assert [bucket.step for bucket in ddp.engine.buckets] == [0]
+
+    run_ranks(1, body)
+    assert not model.weight._post_accumulate_grad_hooks
+    assert threading.active_count() <= before + 1

@@ -1,0 +1,357 @@
+"""The arithmetic under codecs and reductions, against NumPy taken one step at a time."""
+
+import json
+from fractions import Fraction
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bagua_comm import MinMaxUInt8
+from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, FLOATS, INTEGERS, dtype_named
+from bagua_comm.kernels import host
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CODED = ("float32", "float16", "bfloat16")
+TINY = [(1, 1), (1, 100), (7, 64), (64, 100), (100, 7)]  # PIECE, SPAN
+REDUCTIONS = [(name, op) for name in sorted(FLOATS) for op in ARITHMETIC_OPS] + [
+    (name, op) for name in sorted(INTEGERS) for op in ARITHMETIC_OPS + BITWISE_OPS
+]
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 65504.0, 65519.0, 65520.0, -7e4, 1e-8, 3.4e38, -3.4e38]
+SPECIAL += [np.inf, -np.inf, np.nan]
+
+
+def values(shape, dtype, seed=0):
+    random = np.random.default_rng(seed)
+    if dtype in INTEGERS:
+        info = np.iinfo(dtype)
+        return random.integers(info.min, info.max, shape, dtype, endpoint=True)
+    return (random.standard_normal(shape) * 100).astype(dtype_named(dtype))
+
+
+def same_bytes(expected, actual):
+    return (expected.dtype, expected.shape, expected.tobytes()) == (
+        actual.dtype,
+        actual.shape,
+        actual.tobytes(),
+    )
+
+
+# Reductions
+
+
+def reduced(rows, op):
+    """((row 0 + row 1) + row 2) + ...: 16-bit floats in float32 and rounded once, integers truncated."""
+    function = {
+        "sum": np.add,
+        "avg": np.add,
+        "prod": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }[op]
+    narrow = rows.dtype.name in ("float16", "bfloat16")
+    with np.errstate(over="ignore"):
+        total = reduce(function, rows.astype(np.float32) if narrow else rows)
+        if op == "avg" and rows.dtype.kind in "iu":
+            total = np.array([int(Fraction(int(t), len(rows))) for t in total], rows.dtype)
+        elif op == "avg":
+            total = total / total.dtype.type(len(rows))
+        return total.astype(rows.dtype)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
+def test_reduce_rows_adds_in_row_order_and_rounds_once(dtype, op):
+    for p in (1, 2, 3, 5):
+        rows = values((p, 50), dtype, seed=p)
+        out = np.empty(50, rows.dtype)
+        host.reduce_rows(rows.copy(), out, op)
+        assert same_bytes(reduced(rows, op), out)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
+def test_reduce_rows_may_write_to_any_one_of_its_rows(dtype, op, monkeypatch):
+    monkeypatch.setattr(host, "PIECE", 7)
+    rows = values((4, 20), dtype)
+    expected = reduced(rows, op)
+    for target in range(4):
+        work = rows.copy()
+        host.reduce_rows(work, work[target], op)
+        assert same_bytes(expected, work[target])
+        others = [r for r in range(4) if r != target]
+        assert same_bytes(rows[others], work[others])
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64])
+@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "avg"), ("float32", "sum"), ("int8", "avg")])
+def test_reduce_rows_does_not_depend_on_the_size_of_its_pieces(dtype, op, piece, monkeypatch):
+    monkeypatch.setattr(host, "PIECE", piece)
+    rows = values((3, 130), dtype)
+    out = np.empty(130, rows.dtype)
+    host.reduce_rows(rows, out, op)
+    assert same_bytes(reduced(rows, op), out)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_floats_are_added_in_float32(dtype):
+    rows = np.array([[1.0]] + [[2.0**-12]] * 64, dtype_named(dtype))  # 1 + 2**-12 rounds to 1 in both
+    out = np.empty(1, rows.dtype)
+    host.reduce_rows(rows, out, "sum")
+    assert out.astype(float).tolist() == [1 + 2.0**-6]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_rows_are_added_from_the_first_to_the_last(dtype):
+    # float32 cannot hold 2**15 + 2**-10, so what the small number adds is lost unless it comes last.
+    first = np.array([[2.0**15], [2.0**-10], [-(2.0**15)]], dtype_named(dtype))
+    out = np.empty(1, first.dtype)
+    host.reduce_rows(first, out, "sum")
+    assert out.astype(float).tolist() == [0.0]
+    host.reduce_rows(first[[0, 2, 1]], out, "sum")
+    assert out.astype(float).tolist() == [2.0**-10]
+
+
+def test_average_of_integers_is_truncated_towards_zero():
+    rows = np.array([[-7, 7, -1, 1, -128], [0, 0, 0, 0, 0]], np.int8)
+    out = np.empty(5, np.int8)
+    host.reduce_rows(rows, out, "avg")
+    assert out.tolist() == [-3, 3, 0, 0, -64]
+
+
+def test_reductions_of_floats_spread_nan():
+    for name in sorted(FLOATS):
+        rows = np.array([[1.0, np.nan], [np.nan, 2.0]], dtype_named(name))
+        for op in ARITHMETIC_OPS:
+            out = np.empty(2, rows.dtype)
+            host.reduce_rows(rows, out, op)
+            assert np.isnan(out.astype(float)).all()
+
+
+def test_reduce_rows_of_no_elements():
+    for name in ("float32", "float16", "int64"):
+        out = np.empty(0, name)
+        host.reduce_rows(np.empty((3, 0), name), out, "avg")
+        assert out.size == 0
+
+
+@pytest.mark.parametrize("dtype", sorted(INTEGERS))
+def test_divide_truncates_integers_towards_zero(dtype):
+    x = values(100, dtype)
+    for divisor in (1, 2, 3, 100):
+        expected = [int(Fraction(int(value), divisor)) for value in x]
+        quotient = x.copy()
+        host.divide(quotient, divisor)
+        assert expected == quotient.tolist()
+
+
+def test_scale_multiplies_in_place():
+    for name in sorted(FLOATS):
+        x = np.array([2.0, -3.0, 0.0], dtype_named(name))
+        host.scale(x, 1.5)
+        assert x.astype(float).tolist() == [3.0, -4.5, 0.0]
+
+
+# Casts
+
+
+def test_widen_reads_every_bfloat16_as_the_upper_half_of_a_float32():
+    bits = np.arange(2**16, dtype=np.uint32)
+    wide = np.empty(2**16, np.float32)
+    host.widen(bits.astype(np.uint16).view(dtype_named("bfloat16")), wide)
+    assert same_bytes(bits << 16, wide.view(np.uint32))
+
+
+def test_widen_reads_every_finite_float16_by_its_formula():
+    bits = np.arange(2**16)
+    sign, exponent, fraction = 1 - 2 * (bits >> 15), (bits >> 10) & 31, bits & 1023
+    normal = exponent > 0
+    expected = sign * np.ldexp(fraction + 1024.0 * normal, np.maximum(exponent, 1) - 25)
+    wide = np.empty(2**16, np.float32)
+    host.widen(bits.astype(np.uint16).view(np.float16), wide)
+    finite = exponent < 31
+    assert same_bytes(expected[finite].astype(np.float32), wide[finite])
+    assert not np.isfinite(wide[~finite]).any()
+
+
+def test_widen_copies_float32():
+    x = np.array(SPECIAL, np.float32)
+    wide = np.empty_like(x)
+    host.widen(x, wide)
+    assert same_bytes(x, wide)
+
+
+def saturated(x, dtype):
+    """Finite values brought within what `dtype` can hold, then rounded to it."""
+    limit = np.float32(host.largest_finite(dtype))
+    wide = x.astype(np.float32)
+    return np.where(np.isfinite(wide), np.clip(wide, -limit, limit), wide).astype(dtype)
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 16])
+@pytest.mark.parametrize("target", CODED)
+@pytest.mark.parametrize("source", CODED)
+def test_cast_saturating_keeps_finite_values_finite(source, target, piece, monkeypatch):
+    monkeypatch.setattr(host, "PIECE", piece)
+    wide = np.array(SPECIAL + values(41, "float32").tolist(), np.float32)
+    x = saturated(wide, dtype_named(source))
+    expected = saturated(x, dtype_named(target))
+    out = np.empty(x.shape, dtype_named(target))
+
+    host.cast_saturating(x, out)
+
+    assert same_bytes(expected, out)
+    assert np.isfinite(x.astype(float)).tolist() == np.isfinite(out.astype(float)).tolist()
+
+
+def test_cast_saturating_takes_any_shape():
+    x = values((3, 4, 5), "float32")
+    out = np.empty(x.shape, np.float16)
+    host.cast_saturating(x, out)
+    assert same_bytes(x.astype(np.float16), out)
+    host.cast_saturating(np.empty((2, 0), np.float32), np.empty((2, 0), np.float16))
+
+
+@pytest.mark.parametrize(
+    ("name", "largest"),
+    [("float16", 65504.0), ("bfloat16", 255 * 2.0**120), ("float32", 2.0**128 - 2.0**104)],
+)
+def test_largest_finite_is_followed_by_infinity(name, largest):
+    dtype = dtype_named(name)
+    bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
+    above = np.array(largest, dtype).view(bits) + bits(1)
+    assert largest == host.largest_finite(dtype)
+    assert np.inf == float(above.view(dtype))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("element", CODED)
+@pytest.mark.parametrize("wire", ["float16", "bfloat16"])
+def test_cast_combine_adds_in_float32_and_rounds_to_the_element_dtype_first(wire, element, op, monkeypatch):
+    monkeypatch.setattr(host, "PIECE", 7)
+    rows = values((3, 40), wire)
+    total = (rows[0].astype(np.float32) + rows[1].astype(np.float32)) + rows[2].astype(np.float32)
+    mean = total / np.float32(3) if op == "avg" else total
+    expected = saturated(mean.astype(dtype_named(element)), dtype_named(wire))
+    out = np.empty((1, 40), rows.dtype)
+
+    host.cast_combine(rows, out, dtype_named(element), op)
+
+    assert same_bytes(expected, out[0])
+
+
+def test_cast_combine_saturates_a_float32_sum_but_not_a_float16_one():
+    rows = np.full((2, 1), 65504, np.float16)
+    out = np.empty((1, 1), np.float16)
+    host.cast_combine(rows, out, np.dtype("float32"), "sum")
+    assert out.tolist() == [[65504.0]]
+    host.cast_combine(rows, out, np.dtype("float16"), "sum")  # the sum itself is infinite
+    assert [[np.inf]] == out.tolist()
+
+
+# MinMaxUInt8
+
+
+def encoded(x, block, eps):
+    n, m = x.shape
+    header, codes = np.empty((n, -(-m // block), 2), x.dtype), np.empty((n, m), np.uint8)
+    host.minmax_encode(x, header, codes, block, eps)
+    return header, codes
+
+
+def decoded(header, codes, block, eps):
+    out = np.empty(codes.shape, header.dtype)
+    host.minmax_decode(header, codes, out, block, eps)
+    return out
+
+
+def combined(header, codes, block, eps, op):
+    out_header, out_codes = np.empty_like(header[:1]), np.empty_like(codes[:1])
+    host.minmax_combine(header, codes, out_header, out_codes, block, eps, op)
+    return out_header, out_codes
+
+
+def block_by_block(x, block, eps, op):
+    """Encode, decode and combine with every block as a chunk of its own; whole arrays are returned."""
+    parts = [np.ascontiguousarray(x[:, start : start + block]) for start in range(0, x.shape[1], block)]
+    ends = [encoded(part, part.shape[1], eps) for part in parts]
+    sums = [combined(header, codes, codes.shape[1], eps, op) for header, codes in ends]
+    back = [decoded(header, codes, codes.shape[1], eps) for header, codes in ends]
+    return [
+        np.concatenate(arrays, axis=1)
+        for arrays in (*zip(*ends, strict=True), back, *zip(*sums, strict=True))
+    ]
+
+
+def all_at_once(x, block, eps, op):
+    header, codes = encoded(x, block, eps)
+    return [header, codes, decoded(header, codes, block, eps), *combined(header, codes, block, eps, op)]
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", CODED)
+def test_a_block_does_not_depend_on_the_others_of_its_span(dtype, op):
+    block = 1000  # does not divide SPAN
+    x = values((3, 2 * host.SPAN + 3 * block + 17), dtype)  # three spans, and a short last block
+    x[1, host.SPAN + 5] = np.nan
+    x[2, : 2 * block] = 1.5
+    for expected, actual in zip(
+        block_by_block(x, block, 0.0, op), all_at_once(x, block, 0.0, op), strict=True
+    ):
+        assert same_bytes(expected, actual)
+
+
+@pytest.mark.parametrize("dtype", CODED)
+def test_a_block_longer_than_a_span_does_not_depend_on_the_other_rows(dtype):
+    block = host.SPAN + host.PIECE + 3
+    x = values((2, block + 5), dtype)
+    for expected, actual in zip(
+        block_by_block(x, block, 1e-7, "sum"), all_at_once(x, block, 1e-7, "sum"), strict=True
+    ):
+        assert same_bytes(expected, actual)
+
+
+@pytest.mark.parametrize(("piece", "span"), TINY)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 512), (3, 70, 8), (2, 250, 100), (5, 33, 33), (4, 40, 40), (2, 0, 8)]
+)
+def test_minmax_does_not_depend_on_pieces_and_spans(shape, piece, span, monkeypatch):
+    n, m, block = shape
+    xs = [values((n, m), dtype) for dtype in CODED]
+    if m > 60:
+        xs[0][1, 60] = np.nan
+    expected = [all_at_once(x, block, 0.0, "avg") for x in xs]
+
+    monkeypatch.setattr(host, "PIECE", piece)
+    monkeypatch.setattr(host, "SPAN", span)
+    actual = [all_at_once(x, block, 0.0, "avg") for x in xs]
+
+    for before, after in zip(expected, actual, strict=True):
+        assert [a.tobytes() for a in before] == [a.tobytes() for a in after]
+
+
+@pytest.mark.parametrize(("piece", "span"), TINY)
+def test_golden_bytes_do_not_depend_on_pieces_and_spans(piece, span, monkeypatch):
+    monkeypatch.setattr(host, "PIECE", piece)
+    monkeypatch.setattr(host, "SPAN", span)
+    cases = json.loads((GOLDEN / "minmax.json").read_text())
+
+    wrong = [case["name"] for case in cases if not golden_case_holds(case)]
+
+    assert wrong == []
+
+
+def golden_case_holds(case):
+    n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    codec = MinMaxUInt8(case["block"], case["eps"])
+    data = {part: (GOLDEN / name).read_bytes() for part, name in case["files"].items()}
+    if case["kind"] == "allreduce":
+        return True  # made of the other two
+    wire = np.frombuffer(data["wire"], np.uint8).reshape(n, -1)
+    if case["kind"] == "combine":
+        return data["combined"] == codec.combine(wire, op=case["op"], count=m, dtype=dtype).tobytes()
+    x = np.frombuffer(data["input"], dtype).reshape(n, m)
+    back = codec.decode(wire, np.empty_like(x))
+    return data["wire"] == codec.encode(x).tobytes() and data["decoded"] == back.tobytes()

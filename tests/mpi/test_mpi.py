@@ -1,0 +1,119 @@
+"""The same contracts as over threads, over MPI processes. Run by tests/test_mpirun.py."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bagua_comm
+from bagua_comm import CommMismatch, Exact, GradientAllReduce, Hierarchical, MinMaxUInt8, Quantized
+from bagua_comm.arrays import dtype_named
+from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
+from bagua_comm.transports import mpi as mpi_transport
+
+pytestmark = pytest.mark.mpi
+
+
+def test_conformance(comm):
+    assert comm.transports[0].name == "mpi"
+    check_transport(comm)
+
+
+def test_conformance_with_every_message_split(comm, monkeypatch):
+    monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 101)
+    monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
+    check_transport(comm)
+
+
+@pytest.mark.parametrize("colors", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2], list(range(8))])
+def test_conformance_on_emulated_nodes(comm, colors):
+    with bagua_comm.connect(timeout_s=30, node=f"node {colors[comm.rank]}") as nodes:
+        assert nodes.node == colors[comm.rank]
+        assert nodes.local_size == colors[: comm.size].count(colors[comm.rank])
+        check_transport(nodes)
+
+
+def test_ranks_on_one_machine_share_a_node(comm):
+    assert (comm.node, comm.local_rank, comm.local_size) == (0, comm.rank, comm.size)
+
+
+@pytest.mark.parametrize(
+    "average",
+    [Exact(), Quantized(), Hierarchical(), Hierarchical(Quantized(MinMaxUInt8.bagua()))],
+    ids=repr,
+)
+def test_algorithm_conformance(comm, average):
+    check_algorithm(GradientAllReduce(average), comm=comm)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantized_allreduce_gives_the_bytes_that_threads_give(comm, dtype):
+    def body(world):
+        x = sample(world.rank, (3, 1001), dtype)
+        return bagua_comm.quantized_allreduce(world, x, op="avg")
+
+    expected = run_ranks(comm.size, body)[comm.rank]
+
+    assert expected.tobytes() == body(comm).tobytes()
+
+
+def test_allreduce_in_reduced_precision_gives_the_bytes_that_threads_give(comm):
+    def body(world):
+        return world.allreduce(sample(world.rank, (5000,), "bfloat16"))
+
+    assert run_ranks(comm.size, body)[comm.rank].tobytes() == body(comm).tobytes()
+
+
+def test_golden_allreduce(comm):
+    golden = Path(__file__).parent.parent / "golden"
+    cases = json.loads((golden / "minmax.json").read_text())
+    for case in cases:
+        if case["kind"] != "allreduce" or case["n"] != comm.size:
+            continue
+        dtype = dtype_named(case["dtype"])
+        inputs = np.frombuffer((golden / case["files"]["input"]).read_bytes(), dtype).reshape(comm.size, -1)
+        codec = MinMaxUInt8(block=case["block"], eps=case["eps"])
+
+        actual = bagua_comm.quantized_allreduce(comm, inputs[comm.rank], codec=codec, op=case["op"])
+
+        assert (golden / case["files"]["output"]).read_bytes() == actual.tobytes(), case["name"]
+
+
+def test_call_check_names_both_calls(comm):
+    with bagua_comm.connect(timeout_s=30, check=True) as checked:
+        assert checked.allreduce(np.ones(3))[0] == comm.size
+        if comm.size > 1:
+            x = np.ones(3 if comm.rank == 0 else 4)
+            with pytest.raises(CommMismatch, match=r"rank 0 called .*float64\[3\].* rank 1 called .*\[4\]"):
+                checked.allreduce(x)
+            with pytest.raises(CommMismatch, match=r"rank 0 called broadcast.* rank 1 called allreduce"):
+                checked.broadcast(x, root=0) if comm.rank == 0 else checked.allreduce(x)
+
+
+def test_trace_has_every_rank(comm, tmp_path_factory):
+    path = comm.broadcast_object(str(tmp_path_factory.mktemp("trace") / "trace.json"), root=0)
+    comm.allreduce(np.ones(10))
+
+    comm.trace(path)
+
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    assert set(range(comm.size)) == {event["pid"] for event in events}
+    assert {event["pid"] for event in events if event["name"] == "allreduce"} == set(range(comm.size))
+
+
+@pytest.mark.timeout(200)
+def test_more_than_two_to_the_31_elements(comm):
+    if comm.size != 2:
+        return  # one world of processes is enough for eight gigabytes
+    count = 2**31 + 3
+    x = np.zeros(count, np.uint8)
+    if comm.rank == 0:
+        x[:3] = 1, 2, 3
+        x[-3:] = 4, 5, 6
+
+    comm.broadcast(x, root=0)
+    assert x[:3].tolist() + x[-3:].tolist() == [1, 2, 3, 4, 5, 6]
+
+    comm.allreduce(x, out=x)
+    assert x[:3].tolist() + x[-3:].tolist() == [2, 4, 6, 8, 10, 12]

@@ -1,0 +1,101 @@
+"""The command line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import run_python
+
+from bagua_comm import __main__ as cli
+
+
+def test_run_passes_arguments_and_exit_codes_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    result = run_python(1, script, "-x", "--epochs", "2")
+    assert result.returncode == 3
+    assert "['-x', '--epochs', '2']" in result.stdout
+
+
+def test_run_passes_signals_on(tmp_path):
+    script = tmp_path / "script.py"
+    pids = tmp_path / "pids"
+    script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)")
+    command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (not pids.exists() or len(pids.read_text().split()) < 2):
+        time.sleep(0.05)
+    ranks = [int(pid) for pid in pids.read_text().split()]
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(timeout=30) != 0
+    assert len(ranks) == 2
+    while time.monotonic() < deadline and any(_runs(pid) for pid in ranks):
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in ranks)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_run_needs_a_script_that_exists(capsys):
+    assert cli.main(["run", "-n", "2", "no_such_file.py"]) == 2
+    assert "there is no file no_such_file.py" in capsys.readouterr().err
+
+
+def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_mpirun", lambda: None)
+    assert cli.main(["run", __file__]) == 127
+    assert "bagua-comm[mpi]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_run_needs_a_positive_number_of_ranks(ranks, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", ranks, __file__])
+    assert "-n" in capsys.readouterr().err
+
+
+def test_more_ranks_than_cores_are_oversubscribed_and_yield(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(cli, "_version_of", lambda _: "mpirun (Open MPI) 5.0.11")
+
+    flags, variables = cli.launch_settings("mpirun", 4, local=True)
+    assert "--oversubscribe" in flags
+    assert "mpi_yield_when_idle" in flags
+    assert variables["OMP_NUM_THREADS"] == "1"
+
+    flags, variables = cli.launch_settings("mpirun", 1, local=True)
+    assert "--oversubscribe" not in flags
+    assert variables["OMP_NUM_THREADS"] == "2"
+
+
+def test_other_mpis_get_no_flags_of_open_mpi(monkeypatch):
+    monkeypatch.setattr(cli, "_version_of", lambda _: "HYDRA build details")
+    assert cli.launch_settings("mpirun", 64, local=True)[0] == []
+
+
+def test_info_prints_versions_mpi_and_transports():
+    command = [sys.executable, "-m", "bagua_comm", "info"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    facts = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=90, check=True).stdout
+    )
+    assert facts["MPI"]["thread level"] == "MPI_THREAD_MULTIPLE"
+    assert facts["versions"]["numpy"] in text
+    assert "Open MPI" in facts["MPI"]["library"]
+    assert "bfloat16" in facts["transports carry"]["dtypes"]
+    assert facts["devices"]["CUDA devices"] == 0
