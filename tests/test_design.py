@@ -1,0 +1,192 @@
+"""The rules that hold for the whole library: layers, imports, docstrings, names."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bagua_comm
+from bagua_comm import Communicator, errors
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
+
+LAYERS = [
+    {"errors", "arrays", "trace", "lane"},
+    {"kernels"},
+    {"codecs", "transports"},
+    {"comm", "topology"},
+    {"collectives", "bucket"},
+    {"algorithms", "optim"},
+    {"engine"},
+    {"costmodel", "tuner", "elastic", "bootstrap", "data", "net", "testing", "__main__", "__init__"},
+    {"bagua_torch"},
+]
+LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}
+
+ALLOWED = {
+    "cupy": {"arrays", "kernels/device", "transports/nccl", "transports/staged", "lane"},
+    "mpi4py": {"transports/mpi", "bootstrap", "elastic"},
+    "torch": {"bagua_torch"},
+    "lightning": {"bagua_torch"},
+}
+
+
+def module_of(path):
+    """The unit that a file belongs to in `LAYERS`: its package or its own name."""
+    package, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return package if package == "bagua_torch" else rest[0]
+
+
+def imports_of(path):
+    """(module, line) of every import in a file, relative ones made absolute."""
+    package = list(path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield module, node.lineno
+            yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_from_its_own_layer_and_those_above(path):
+    mine = module_of(path)
+    for name, line in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "bagua_torch":
+            assert mine == "bagua_torch", f"{path}:{line} imports {name}"
+        if parts[0] != "bagua_comm" or len(parts) < 2 or mine == "bagua_torch":
+            continue
+        target = parts[1]
+        if target in LAYER_OF and target != mine:
+            assert LAYER_OF[target] <= LAYER_OF[mine], f"{path}:{line}: {mine} imports {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_heavy_libraries_are_imported_only_where_they_may_be(path):
+    place = str(path.relative_to(ROOT).with_suffix("")).removeprefix("bagua_comm/").split("/")
+    for name, line in imports_of(path):
+        library = name.split(".")[0]
+        if library in ALLOWED:
+            assert {"/".join(place), place[0]} & ALLOWED[library], f"{path}:{line} imports {library}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_environment_variables_are_read_only_where_they_may_be(path):
+    if module_of(path) in {"bootstrap", "net", "__main__"}:
+        return
+    source = path.read_text()
+    assert "os.environ" not in source
+    assert "getenv" not in source
+
+
+def test_importing_the_library_imports_numpy_and_nothing_heavier():
+    code = (
+        "import sys; before = set(sys.modules); import numpy; numpys = set(sys.modules);"
+        "import bagua_comm, bagua_comm.testing;"
+        "new = {name.split('.')[0] for name in set(sys.modules) - numpys};"
+        "print(sorted(new - set(sys.stdlib_module_names)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "['bagua_comm']\n", result.stderr
+
+
+def test_public_names_are_exactly_those_listed():
+    names = {name for name in vars(bagua_comm) if not name.startswith("_")}
+    modules = {module.name for module in pkgutil.iter_modules(bagua_comm.__path__)}
+    assert names - (modules - set(bagua_comm.__all__)) == set(bagua_comm.__all__)
+
+
+def test_everything_public_has_a_docstring():
+    for name in bagua_comm.__all__:
+        value = getattr(bagua_comm, name)
+        assert inspect.getdoc(value), name
+        if inspect.isclass(value):
+            for method, function in inspect.getmembers(value, inspect.isfunction):
+                if not method.startswith("_"):
+                    assert inspect.getdoc(function), f"{name}.{method}"
+
+
+COLLECTIVE = [
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "alltoall",
+    "allgatherv",
+    "alltoallv",
+    "barrier",
+    "broadcast_object",
+    "allgather_object",
+    "split",
+    "dup",
+    "by_node",
+    "lane",
+    "check_consistency",
+    "trace",
+    "shrink",
+    "close",
+]
+
+
+@pytest.mark.parametrize("name", COLLECTIVE)
+def test_collective_methods_say_so_on_the_second_line_of_their_docstring(name):
+    lines = [line for line in inspect.getdoc(getattr(Communicator, name)).splitlines() if line]
+    assert lines[1].startswith("Collective")
+
+
+@pytest.mark.parametrize("name", ["send", "recv", "sendrecv", "exchange", "abort"])
+def test_other_methods_do_not(name):
+    assert "Collective" not in inspect.getdoc(getattr(Communicator, name))
+
+
+def test_every_error_is_drawn_in_the_tree_of_the_module():
+    classes = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, errors.BaguaError)]
+    assert len(classes) == 9
+    for cls in classes:
+        assert cls.__name__ in errors.__doc__
+
+
+def test_the_version_is_that_of_the_package():
+    metadata = importlib.import_module("importlib.metadata")
+    assert metadata.version("bagua-comm") == bagua_comm.__version__
+
+
+def test_the_wheel_is_pure_and_holds_both_packages(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    import zipfile
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {str(path.relative_to(ROOT)) for path in FILES} | {
+        "bagua_comm/py.typed",
+        "bagua_torch/py.typed",
+    }
+    assert expected <= names
+    assert not any(name.startswith(("tests/", "benchmarks/")) for name in names)
+
+
+def test_ruff_and_mypy_are_clean():
+    for command in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]):
+        result = subprocess.run(
+            [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=110
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
