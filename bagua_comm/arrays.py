@@ -125,6 +125,8 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array
 def overlap(a: Array, b: Array) -> bool:
     """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        if a.base is None and b.base is None:  # both own their memory
+            return a is b
         return np.may_share_memory(a, b)
     if library(a) != library(b):
         return False

@@ -115,7 +115,7 @@ class Communicator:
         check_reduction(call, op, send.dtype)
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send, op=op):
+        with _Operation(self, call, transport, send, {"op": op}):
             transport.allreduce(arrays.contiguous(send), target, op)
         return finished(out, target)
 
@@ -134,12 +134,12 @@ class Communicator:
         self._check_peer(call, "root", root)
         check_reduction(call, op, send.dtype)
         if self.rank != root:
-            with _Operation(self, call, transport, send, op=op, root=root):
+            with _Operation(self, call, transport, send, {"op": op, "root": root}):
                 transport.reduce(arrays.contiguous(send), None, root, op)
             return None
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send, op=op, root=root):
+        with _Operation(self, call, transport, send, {"op": op, "root": root}):
             transport.reduce(arrays.contiguous(send), target, root, op)
         return finished(out, target)
 
@@ -158,7 +158,7 @@ class Communicator:
         if self.rank != root:
             _check_writable(call, "x", value)
         target = arrays.contiguous(value)
-        with _Operation(self, call, transport, target, root=root):
+        with _Operation(self, call, transport, target, {"root": root}):
             transport.broadcast(target, root)
         if target is not value and self.rank != root:
             value[...] = target
@@ -183,7 +183,7 @@ class Communicator:
         out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
         send = arrays.contiguous(send)
         self._check_overlap(call, send, target, arrays.rows(target, self.size)[self.rank])
-        with _Operation(self, call, transport, send):
+        with _Operation(self, call, transport, send, {}):
             transport.allgather(send, target)
         return finished(out, target)
 
@@ -212,7 +212,7 @@ class Communicator:
         out, target = self.landing(call, out, (m, *send.shape[1:]), send)
         send = arrays.contiguous(send)
         self._check_overlap(call, send, target, arrays.rows(send, self.size)[self.rank])
-        with _Operation(self, call, transport, send, op=op):
+        with _Operation(self, call, transport, send, {"op": op}):
             transport.reduce_scatter(send, target, op)
         return finished(out, target)
 
@@ -231,13 +231,13 @@ class Communicator:
         self._check_peer(call, "root", root)
         send = arrays.contiguous(send)
         if self.rank != root:
-            with _Operation(self, call, transport, send, root=root):
+            with _Operation(self, call, transport, send, {"root": root}):
                 transport.exchange([(root, send)], [], tag=COLLECTIVE)
             return None
         out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
         table = arrays.rows(target, self.size)
         self._check_overlap(call, send, target, table[root])
-        with _Operation(self, call, transport, send, root=root):
+        with _Operation(self, call, transport, send, {"root": root}):
             if not arrays.same_memory(send, table[root]):
                 table[root] = send.reshape(-1)
             transport.exchange([], [(r, table[r]) for r in self._others()], tag=COLLECTIVE)
@@ -260,7 +260,7 @@ class Communicator:
                 raise ArrayError("scatter: out is None; ranks other than root must give it")
             like, transport = self.accept(call, "out", out)
             out, target = self.landing(call, out, like.shape, like)
-            with _Operation(self, call, transport, target, root=root):
+            with _Operation(self, call, transport, target, {"root": root}):
                 transport.exchange([], [(root, target)], tag=COLLECTIVE)
             return finished(out, target)
         if x is None:
@@ -271,7 +271,7 @@ class Communicator:
         out, target = self.landing(call, out, send.shape[1:], send)
         send = arrays.contiguous(send)
         self._check_overlap(call, send, target, send[root])
-        with _Operation(self, call, transport, target, root=root):
+        with _Operation(self, call, transport, target, {"root": root}):
             if not arrays.same_memory(send[root], target):
                 target[...] = send[root]
             transport.exchange([(r, send[r]) for r in self._others()], [], tag=COLLECTIVE)
@@ -291,7 +291,7 @@ class Communicator:
         self._even_chunk(call, send)
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send):
+        with _Operation(self, call, transport, send, {}):
             transport.alltoall(arrays.contiguous(send), target)
         return finished(out, target)
 
@@ -316,7 +316,7 @@ class Communicator:
         send = arrays.contiguous(send).reshape(-1)
         parts = _parts(target, counts)
         self._check_overlap(call, send, target, parts[self.rank])
-        with _Operation(self, call, transport, send, counts=list(counts)):
+        with _Operation(self, call, transport, send, {"counts": list(counts)}):
             if not arrays.same_memory(send, parts[self.rank]):
                 parts[self.rank][...] = send
             others = self._others()
@@ -350,7 +350,7 @@ class Communicator:
         if arrays.overlap(send, target):
             raise ArrayError(f"{call}: out overlaps x")
         source, parts = _parts(send, counts), _parts(target, out_counts)
-        with _Operation(self, call, transport, send, compare=False):
+        with _Operation(self, call, transport, send, {}, compare=False):
             parts[self.rank][...] = source[self.rank]
             others = self._others()
             transport.exchange(
@@ -363,7 +363,7 @@ class Communicator:
 
         Collective.
         """
-        with _Operation(self, "barrier", self._host_transport(), _NOTHING):
+        with _Operation(self, "barrier", self._host_transport(), _NOTHING, {}):
             self._host_transport().barrier()
 
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
@@ -465,7 +465,7 @@ class Communicator:
             raise UnsupportedError(f"{call}: host and device arrays in one call")
         first = outgoing[0][1] if outgoing else incoming[0][1]
         payload = sum(x.nbytes for _, x in outgoing)
-        with _Operation(self, call, transports[0], first, compare=False, payload=payload, **peers):
+        with _Operation(self, call, transports[0], first, dict(peers), compare=False, payload=payload):
             transports[0].exchange(outgoing, incoming)
         for value, target in landings:
             finished(value, target)
@@ -483,7 +483,7 @@ class Communicator:
         if not isinstance(color, (int, np.integer)) or not 0 <= color < 2**31:
             raise ArrayError(f"split: color is {color!r}, expected an integer >= 0")
         order = self.rank if key is None else key
-        with _Operation(self, "split", self._host_transport(), _NOTHING):
+        with _Operation(self, "split", self._host_transport(), _NOTHING, {}):
             parts = [transport.split(int(color), int(order)) for transport in self.transports]
         return self._derived(parts)
 
@@ -492,7 +492,7 @@ class Communicator:
 
         Collective.
         """
-        with _Operation(self, "dup", self._host_transport(), _NOTHING):
+        with _Operation(self, "dup", self._host_transport(), _NOTHING, {}):
             parts = [transport.dup() for transport in self.transports]
         return self._derived(parts)
 
@@ -653,14 +653,15 @@ class Communicator:
         if out is None:
             target = arrays.empty(shape, like.dtype, like=like)
             return target, target
-        value, _ = self.accept(call, "out", out)
+        # An array of the same kind as the input needs no closer look than its dtype below.
+        value = out if type(out) is type(like) else self.accept(call, "out", out)[0]
         fits = value.size == math.prod(shape) if any_shape else value.shape == shape
         if not fits:
             wanted = f"{math.prod(shape)} elements" if any_shape else f"{shape}"
             raise ArrayError(f"{call}: out has shape {value.shape}, expected {wanted}")
         if value.dtype != like.dtype:
             raise ArrayError(f"{call}: out has dtype {value.dtype}, expected {like.dtype}")
-        if arrays.library(value) != arrays.library(like):
+        if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
             raise ArrayError(
                 f"{call}: out is a {arrays.library(value)} array, expected {arrays.library(like)}"
             )
@@ -744,10 +745,10 @@ class _Operation:
         name: str,
         transport: Transport,
         x: Array,
+        detail: dict[str, Any],
         *,
         compare: bool = True,
         payload: int | None = None,
-        **detail: Any,
     ) -> None:
         self._comm, self._name, self._transport, self._x = comm, name, transport, x
         self._compare, self._payload, self._detail = compare, payload, detail
@@ -768,19 +769,18 @@ class _Operation:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        comm, end = self._comm, time.perf_counter_ns()
+        end = time.perf_counter_ns()
+        comm, name, detail = self._comm, self._name, self._detail
         wire = self._transport.sent_bytes - self._sent
         payload = self._x.nbytes if self._payload is None else self._payload
-        detail = self._detail
+        detail["bytes"], detail["wire_bytes"] = payload, wire
         detail["dtype"] = arrays.dtype_name(self._x.dtype)
-        detail["bytes"] = payload
-        detail["wire_bytes"] = wire
         if kind is not None:
             detail["error"] = kind.__name__
-        comm.tracer.add(self._name, self._start, end, detail)
+        comm.tracer.add(name, self._start, end, detail)
         if error is None:
-            comm.counters[self._name].add(payload, wire)
-            comm._last_call = self._name
+            comm.counters[name].add(payload, wire)
+            comm._last_call = name
         elif isinstance(error, CommError) and error.args:
             call = self._describe()
             before = f"{comm._last_call} #{comm._calls - 1}" if comm._calls > 1 else "nothing"

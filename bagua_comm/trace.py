@@ -59,6 +59,13 @@ class SpanContext:
         self._tracer.add(self._name, self._start, time.perf_counter_ns(), self._args)
 
 
+class _ThreadName(threading.local):
+    """The calling thread's name, looked up once per thread."""
+
+    def __init__(self) -> None:
+        self.name = threading.current_thread().name
+
+
 class Recorder:
     """A tracer that keeps the last `capacity` spans of all threads.
 
@@ -72,6 +79,7 @@ class Recorder:
     def __init__(self, capacity: int = 16384) -> None:
         self._ring: deque[tuple[str, str, int, int, dict[str, Any]]] = deque(maxlen=capacity)
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
+        self._thread = _ThreadName()
 
     def span(self, name: str, **args: Any) -> SpanContext:
         """Time the body of a `with` statement."""
@@ -79,7 +87,7 @@ class Recorder:
 
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Keep one span of the calling thread."""
-        self._ring.append((name, threading.current_thread().name, start_ns, end_ns, args))
+        self._ring.append((name, self._thread.name, start_ns, end_ns, args))
 
     def spans(self) -> list[Span]:
         """What was kept, oldest first."""
@@ -131,10 +139,10 @@ class Counters:
     by_operation: dict[str, Counter] = field(default_factory=dict)
 
     def __getitem__(self, operation: str) -> Counter:
-        counter = self.by_operation.get(operation)
-        if counter is None:
-            counter = self.by_operation[operation] = Counter()
-        return counter
+        try:
+            return self.by_operation[operation]
+        except KeyError:
+            return self.by_operation.setdefault(operation, Counter())
 
     def total(self) -> Counter:
         """The sum over all operations."""

@@ -1,9 +1,9 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype does. Small allreduces, broadcasts and barriers of dtypes that
-MPI knows go to MPI's own non-blocking collectives; everything else is derived from `exchange`, whose
-direct algorithms are at least as fast for large arrays and reduce in rank order. Every wait polls, with
-a timeout: a rank that waits sleeps between polls, and leaves its core to the backward pass.
+Messages travel as bytes, so every dtype does. Small arrays go to MPI's own non-blocking collectives, whose
+latency is lower; large ones, and reductions of dtypes that MPI does not know, to those derived from
+`exchange`, which are at least as fast for them and reduce in rank order. Every wait polls, with a timeout: a
+rank that waits long sleeps between polls, and leaves its core to the backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import INTEGERS, Array
+from ..arrays import INTEGERS, Array, overlap
 from ..errors import (
     CommAborted,
     CommError,
@@ -28,7 +28,7 @@ from ..kernels import host
 from .base import POINT_TO_POINT, Message, Transport
 
 NATIVE_BYTES = 16384
-"""Up to this size MPI's own allreduce is used, beyond it the derived one."""
+"""Up to this size MPI's own collectives are used, beyond it the derived ones."""
 
 MESSAGE_BYTES = 1 << 30
 """Larger messages are split; MPI counts with 32 bits."""
@@ -97,23 +97,61 @@ class MPITransport(Transport):
                     f"which sent {status.Get_count(MPI.BYTE)}"
                 )
 
+    # MPI's own collectives, where they are better than those derived from `exchange` ----------------
+
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """MPI's own where the array is small and of a dtype MPI can reduce; see `Transport`."""
-        if x.nbytes > NATIVE_BYTES or x.dtype not in _NATIVE_DTYPES:
+        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
+        if not _natively_reduced(x):
             super().allreduce(x, out, op)
             return
         send = MPI.IN_PLACE if x is out else x
         self._complete(lambda: self._comm.Iallreduce(send, out, _OPS[op]), (x, out))
-        if op == "avg":
-            host.divide(out, self.size)
+        self._divide(out, op)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
+        if not _natively_reduced(x):
+            super().reduce(x, out, root, op)
+            return
+        send = MPI.IN_PLACE if x is out else x
+        self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
+        if out is not None:
+            self._divide(out, op)
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+
+    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
+        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
+        if not _natively_reduced(x) or overlap(x, out):
+            super().reduce_scatter(x, out, op)
+            return
+        self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
+        self._divide(out, op)
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+
+    def allgather(self, x: Array, out: Array) -> None:
+        """MPI's own for small arrays; see `Transport`."""
+        if out.nbytes > NATIVE_BYTES:
+            super().allgather(x, out)
+            return
+        send = MPI.IN_PLACE if overlap(x, out) else [_bytes(x), MPI.BYTE]
+        self._complete(lambda: self._comm.Iallgather(send, [_bytes(out), MPI.BYTE]), (x, out))
+        self.sent_bytes += x.nbytes * (self.size - 1)
+
+    def alltoall(self, x: Array, out: Array) -> None:
+        """MPI's own for small arrays; see `Transport`."""
+        if out.nbytes > NATIVE_BYTES or overlap(x, out):
+            super().alltoall(x, out)
+            return
+        self._complete(lambda: self._comm.Ialltoall([_bytes(x), MPI.BYTE], [_bytes(out), MPI.BYTE]), (x, out))
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
-        self._complete(lambda: self._comm.Ibcast([x, MPI.BYTE], root), x)
+        self._complete(lambda: self._comm.Ibcast([_bytes(x), MPI.BYTE], root), x)
         self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 else 0
 
     def barrier(self) -> None:
@@ -184,6 +222,11 @@ class MPITransport(Transport):
             if waited > _SPIN_S:
                 time.sleep(_NAP_S)
 
+    def _divide(self, total: Array, op: str) -> None:
+        """MPI has no average: its sum is divided."""
+        if op == "avg":
+            host.divide(total, self.size)
+
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
@@ -224,8 +267,16 @@ class MPITransport(Transport):
             dead.Free()
 
 
+def _natively_reduced(x: Array) -> bool:
+    return x.nbytes <= NATIVE_BYTES and x.dtype in _NATIVE_DTYPES
+
+
+def _bytes(x: Array) -> Array:
+    return x.reshape(-1).view(np.uint8)
+
+
 def _pieces(x: Array) -> Iterator[Array]:
     """View `x` as bytes, in messages that MPI can count."""
-    flat = x.reshape(-1).view(np.uint8)
+    flat = _bytes(x)
     for start in range(0, max(flat.size, 1), MESSAGE_BYTES):
         yield flat[start : start + MESSAGE_BYTES]

@@ -1,0 +1,501 @@
+"""Quantized allreduce and the averages, over ranks that are threads."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bagua_comm
+from bagua_comm import (
+    ArrayError,
+    BFloat16,
+    CommMismatch,
+    Exact,
+    Float16,
+    Hierarchical,
+    MinMaxUInt8,
+    Quantized,
+    UnsupportedError,
+    quantized_allreduce,
+)
+from bagua_comm.arrays import FLOATS, dtype_named
+from bagua_comm.testing import Recording, run_ranks
+
+SIZES = (1, 2, 3, 4, 8)
+SHAPES = [(), (0,), (3, 0), (1,), (2,), (7,), (16,), (1000,), (2, 3, 5), (1, 4, 2)]
+CODECS = [MinMaxUInt8(), MinMaxUInt8(block=5), MinMaxUInt8.bagua(), Float16(), BFloat16()]
+
+examples = settings(deadline=None, derandomize=True, max_examples=25)
+each_size = pytest.mark.parametrize("p", SIZES)
+
+
+def normal(p, shape, dtype="float32", seed=0):
+    """An array for each of p ranks."""
+    random = np.random.default_rng(seed)
+    return [np.asarray(random.standard_normal(shape)).astype(dtype_named(dtype)) for _ in range(p)]
+
+
+def allreduced(xs, codec, op):
+    """What every rank should hold: the steps of the quantized allreduce on a list of float32 arrays."""
+    p, shape, size = len(xs), xs[0].shape, xs[0].size
+    if p == 1 or size == 0:
+        return xs[0]
+    m = -(-size // p)
+    wires = []  # of each rank: its p chunks, encoded
+    for x in xs:
+        padded = np.zeros(p * m, np.float32)
+        padded[:size] = x.reshape(-1)
+        wires.append(codec.encode(padded.reshape(p, m)))
+    chunks = []
+    for r in range(p):  # the owner of chunk r
+        parts = [codec.decode(wire[r : r + 1], np.empty((1, m), np.float32)) for wire in wires]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        if op == "avg":
+            total = total / np.float32(p)
+        chunks.append(codec.decode(codec.encode(total), np.empty((1, m), np.float32)))
+    return np.concatenate(chunks).reshape(-1)[:size].reshape(shape)
+
+
+def assert_same_bytes(expected, actual):
+    assert (expected.shape, expected.dtype) == (actual.shape, actual.dtype)
+    assert expected.tobytes() == actual.tobytes()
+
+
+# Quantized allreduce: values
+
+
+@each_size
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_quantized_allreduce_of_any_shape_is_its_steps_in_numpy(p, op, codec):
+    inputs = [normal(p, shape, seed=i) for i, shape in enumerate(SHAPES)]
+
+    def body(comm):
+        return [quantized_allreduce(comm, xs[comm.rank], codec=codec, op=op) for xs in inputs]
+
+    expected = [allreduced(xs, codec, op) for xs in inputs]
+    for results in run_ranks(p, body):
+        for wanted, actual in zip(expected, results, strict=True):
+            assert_same_bytes(wanted, actual)
+
+
+@examples
+@given(
+    p=st.sampled_from(SIZES),
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    block=st.sampled_from([1, 3, 64, None]),
+    op=st.sampled_from(["sum", "avg"]),
+    seed=st.integers(0, 1000),
+)
+def test_quantized_allreduce_is_its_steps_in_numpy(p, shape, block, op, seed):
+    xs, codec = normal(p, shape, seed=seed), MinMaxUInt8(block=block)
+    expected = allreduced(xs, codec, op)
+    for actual in run_ranks(p, lambda comm: quantized_allreduce(comm, xs[comm.rank], codec=codec, op=op)):
+        assert_same_bytes(expected, actual)
+
+
+@each_size
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantized_allreduce_is_near_the_exact_result(p, dtype, op):
+    xs = normal(p, (999,), dtype)
+    wide = np.stack(xs).astype(float)
+    exact = wide.mean(axis=0) if op == "avg" else wide.sum(axis=0)
+    # Half a step for what each rank sends, half a step for what the owner sends; rounding of values.
+    widest = max(np.ptp(x) for x in wide)
+    rounding = {"float32": 1e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    bound = (widest / 255 + rounding * np.abs(wide).max()) * (p if op == "sum" else 1)
+
+    def body(comm):
+        result = quantized_allreduce(comm, xs[comm.rank], op=op)
+        comm.check_consistency(result)
+        return result
+
+    for actual in run_ranks(p, body):
+        assert (actual.shape, actual.dtype) == ((999,), dtype_named(dtype))
+        assert np.abs(actual.astype(float) - exact).max() <= bound
+
+
+def test_quantized_allreduce_by_hand():
+    # Both chunks have whole numbers from 0 to 255 as levels on both ranks, and so has their mean.
+    xs = [np.array([0, 1, 255, 0, 7, 255], np.float32), np.array([0, 3, 255, 0, 9, 255], np.float32)]
+    results = run_ranks(2, lambda comm: quantized_allreduce(comm, xs[comm.rank], op="avg"))
+    assert [x.tolist() for x in results] == [[0, 2, 255, 0, 8, 255]] * 2
+
+
+def test_what_is_left_in_scratch_by_a_longer_array_is_not_read():
+    longer, shorter = normal(3, (1000,)), normal(3, (10,), seed=1)  # 3 ranks pad 10 elements to 12
+
+    def body(comm):
+        quantized_allreduce(comm, longer[comm.rank])
+        return quantized_allreduce(comm, shorter[comm.rank])
+
+    for actual in run_ranks(3, body):
+        assert_same_bytes(allreduced(shorter, MinMaxUInt8(), "sum"), actual)
+
+
+def test_a_nan_of_one_rank_is_seen_by_all_in_its_block_alone():
+    codec = MinMaxUInt8(block=4)
+    xs = normal(3, (24,))  # chunks of 8: two blocks each
+    expected = allreduced(xs, codec, "avg")
+    expected[12:16] = np.nan
+    xs[1][13] = np.nan
+    for actual in run_ranks(3, lambda comm: quantized_allreduce(comm, xs[comm.rank], codec=codec, op="avg")):
+        np.testing.assert_array_equal(expected, actual)
+
+
+def test_a_single_rank_gets_its_array_back_unrounded():
+    x = normal(1, (100,))[0]
+    (actual,) = run_ranks(1, lambda comm: quantized_allreduce(comm, x, op="avg"))
+    assert_same_bytes(x, actual)
+    assert not np.shares_memory(x, actual)
+
+
+# Quantized allreduce: where the result goes
+
+
+@each_size
+@pytest.mark.parametrize("shape", [(7,), (16, 3), ()])
+def test_out_may_be_the_array_itself_or_another(p, shape):
+    xs = normal(p, shape)
+    expected = allreduced(xs, MinMaxUInt8(), "sum")
+
+    def body(comm):
+        x = xs[comm.rank].copy()
+        apart = np.full_like(x, 7)
+        assert quantized_allreduce(comm, x, out=apart) is apart
+        assert_same_bytes(xs[comm.rank], x)
+        assert quantized_allreduce(comm, x, out=x) is x
+        return apart, x
+
+    for apart, in_place in run_ranks(p, body):
+        assert_same_bytes(expected, apart)
+        assert_same_bytes(expected, in_place)
+
+
+@each_size
+def test_arrays_that_are_not_contiguous(p):
+    xs = normal(p, (6, 5))
+    expected = allreduced([np.ascontiguousarray(x.T) for x in xs], MinMaxUInt8(), "sum")
+
+    def body(comm):
+        table = np.zeros((5, 12), np.float32)
+        strided = table[:, ::2]
+        fresh = quantized_allreduce(comm, xs[comm.rank].T)
+        assert quantized_allreduce(comm, xs[comm.rank].T, out=strided) is strided
+        first = strided.copy()
+        strided[...] = xs[comm.rank].T
+        quantized_allreduce(comm, strided, out=strided)
+        assert not table[:, 1::2].any()
+        return fresh, first, strided.copy()
+
+    for results in run_ranks(p, body):
+        for actual in results:
+            assert_same_bytes(expected, actual)
+
+
+# Quantized allreduce: what it costs
+
+
+@each_size
+@pytest.mark.parametrize("count", [3, 4096, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_each_rank_sends_two_p_minus_one_chunks_on_the_wire(p, count, dtype):
+    codec = MinMaxUInt8()
+    chunk = -(-count // p)
+    w = codec.wire_nbytes(chunk, dtype_named(dtype))  # an encoded chunk; an encoded array is p of them
+
+    def body(comm):
+        quantized_allreduce(comm, np.ones(count, dtype), codec=codec)
+        return comm.counters.total().wire_bytes
+
+    assert run_ranks(p, body) == [2 * (p - 1) * w] * p
+
+
+def test_bytes_on_the_wire_by_hand():
+    # 4 ranks, 4096 elements: chunks of 1024, two pairs in the header. An exact ring sends 24576 bytes.
+    def body(comm):
+        quantized_allreduce(comm, np.ones(4096, np.float32))
+        return comm.counters["alltoall"].wire_bytes, comm.counters["allgather"].wire_bytes
+
+    assert run_ranks(4, body) == [(3 * (32 + 1024), 3 * (32 + 1024))] * 4
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_it_is_one_alltoall_and_one_allgather(p):
+    w = MinMaxUInt8().wire_nbytes(-(-1000 // p), np.dtype("float32"))
+
+    def body(comm):
+        quantized_allreduce(comm, np.ones(1000, np.float32))
+        return comm.transports[0].calls
+
+    assert run_ranks(p, body, wrap=Recording) == [[("alltoall", p * w), ("allgather", w)]] * p
+
+
+@pytest.mark.parametrize(("p", "count"), [(1, 1000), (4, 0)])
+def test_nothing_moves_where_there_is_nothing_to_do(p, count):
+    def body(comm):
+        quantized_allreduce(comm, np.ones(count, np.float32))
+        return comm.transports[0].calls
+
+    assert run_ranks(p, body, wrap=Recording) == [[]] * p
+
+
+@pytest.mark.parametrize("count", [2**22, 2**22 - 1])
+def test_repeated_calls_keep_no_memory_and_copy_no_array(count):
+    p = 2
+
+    def body(comm):
+        x = np.ones(count, np.float32)
+        quantized_allreduce(comm, x, out=x, op="avg")
+        comm.barrier()
+        if comm.rank == 0:
+            tracemalloc.start()
+        comm.barrier()
+        for _ in range(2):
+            quantized_allreduce(comm, x, out=x, op="avg")
+        comm.barrier()
+        traced = tracemalloc.get_traced_memory() if comm.rank == 0 else None
+        comm.barrier()
+        if comm.rank == 0:
+            tracemalloc.stop()
+        return traced
+
+    kept, peak = run_ranks(p, body)[0]
+
+    # At most three messages of half an array, a byte an element, and pieces that do not grow with it.
+    assert kept < 100_000
+    assert peak < 1.5 * count + 3_000_000
+
+
+# Quantized allreduce: refusals
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int32", "bool", "complex64"])
+def test_dtypes_that_the_codec_does_not_take_are_refused(dtype):
+    message = (
+        f"quantized_allreduce: MinMaxUInt8(block=512, eps=0.0) cannot code {dtype}, "
+        "only bfloat16, float16, float32"
+    )
+    x = np.ones(4, dtype)
+    assert refusals(UnsupportedError, lambda comm: quantized_allreduce(comm, x)) == [message] * 2
+
+
+@pytest.mark.parametrize("op", ["prod", "min", "band", "mean", None])
+def test_ops_other_than_sum_and_avg_are_refused(op):
+    message = f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"'
+    x = np.ones(4, np.float32)
+    assert refusals(ArrayError, lambda comm: quantized_allreduce(comm, x, op=op)) == [message] * 2
+
+
+def test_an_out_that_does_not_fit_is_refused():
+    x = np.ones(4, np.float32)
+    for out, complaint in (
+        (np.ones(5, np.float32), "out has shape (5,), expected (4,)"),
+        (np.ones((2, 2), np.float32), "out has shape (2, 2), expected (4,)"),
+        (np.ones(4, np.float16), "out has dtype float16, expected float32"),
+        (np.broadcast_to(np.float32(0), 4), "out is read-only"),
+    ):
+        found = refusals(ArrayError, lambda comm, out=out: quantized_allreduce(comm, x, out=out))
+        assert found == [f"quantized_allreduce: {complaint}"] * 2
+    y = np.ones(5, np.float32)
+    found = refusals(ArrayError, lambda comm: quantized_allreduce(comm, y[:-1], out=y[1:]))
+    assert found == ["quantized_allreduce: out overlaps x; pass out=x or memory apart from it"] * 2
+
+
+def test_a_list_is_refused():
+    found = refusals(UnsupportedError, lambda comm: quantized_allreduce(comm, [1.0, 2.0]))
+    assert all(message.startswith("quantized_allreduce: x: expected a NumPy") for message in found)
+
+
+def refusals(error, call):
+    """The messages with which 2 ranks refuse; they send nothing, and work as before."""
+
+    def body(comm):
+        with pytest.raises(error) as caught:
+            call(comm)
+        assert comm.transports[0].calls == []
+        assert comm.allreduce(np.array(1)) == 2
+        return str(caught.value)
+
+    return run_ranks(2, body, wrap=Recording)
+
+
+# Averages
+
+
+def averaged(average, xs, nodes=None):
+    """Average the arrays in place, one for each rank; returns them, after checking that they are equal."""
+
+    def body(comm):
+        x = xs[comm.rank].copy()
+        mean = average.bind(comm)
+        assert mean(x) is x
+        comm.check_consistency(x)
+        return x
+
+    return run_ranks(len(xs), body, nodes=nodes)
+
+
+@each_size
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_exact_is_the_mean_rounded_once(p, dtype):
+    xs = normal(p, (101,), dtype)
+    total = xs[0].astype(np.float64 if dtype == "float64" else np.float32)
+    for x in xs[1:]:
+        total = total + x.astype(total.dtype)
+    expected = (total / total.dtype.type(p)).astype(xs[0].dtype)
+    for actual in averaged(Exact(), xs):
+        assert_same_bytes(expected, actual)
+
+
+def test_quantized_is_the_average_of_quantized_allreduce():
+    xs, codec = normal(4, (5, 3)), MinMaxUInt8(block=8)
+    for actual in averaged(Quantized(codec), xs):
+        assert_same_bytes(allreduced(xs, codec, "avg"), actual)
+
+
+LAYOUTS = {
+    "one node": [0, 0, 0, 0],
+    "a node for each rank": [0, 1, 2, 3],
+    "equal nodes": [0, 0, 1, 1],
+    "equal nodes, interleaved": ["a", "b", "a", "b"],
+    "3 and 1": [0, 0, 0, 1],
+    "1 and 3": [0, 1, 1, 1],
+    "1, 2 and 1": [0, 1, 1, 2],
+    "3, 2 and 3, interleaved": [0, 1, 2, 0, 2, 1, 2, 0],
+    "4 and 4": [0, 0, 0, 0, 1, 1, 1, 1],
+    "one rank": [0],
+}
+each_layout = pytest.mark.parametrize("nodes", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+@each_layout
+@pytest.mark.parametrize("dtype", sorted(FLOATS))
+def test_hierarchical_is_the_true_mean(nodes, dtype):
+    rounding = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    for shape in SHAPES:
+        xs = normal(len(nodes), shape, dtype)
+        wide = np.stack(xs).astype(float)
+        largest = np.abs(wide).max(initial=0)
+        for actual in averaged(Hierarchical(), xs, nodes):
+            assert (actual.shape, actual.dtype) == (shape, xs[0].dtype)
+            error = np.abs(actual.astype(float) - wide.mean(axis=0)).max(initial=0)
+            assert error <= 8 * rounding * largest
+
+
+@each_layout
+def test_hierarchical_is_exact_for_numbers_that_divide(nodes):
+    random = np.random.default_rng(0)
+    xs = [288.0 * random.integers(-100, 100, 50) for _ in nodes]  # by 2, 3 or 4, times n / 8, by 3 or 2
+    expected = np.mean(xs, axis=0)
+    for dtype in (np.float32, np.float64):
+        for actual in averaged(Hierarchical(), [x.astype(dtype) for x in xs], nodes):
+            assert expected.tolist() == actual.tolist()
+
+
+@each_layout
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(block=4), Float16()], ids=repr)
+def test_hierarchical_quantized_is_near_the_mean_and_equal_on_all_ranks(nodes, codec):
+    xs = normal(len(nodes), (201,))
+    exact = np.mean(xs, axis=0, dtype=float)
+    heaviest = max(nodes.count(node) for node in nodes) * len(set(nodes)) / len(nodes)
+    bound = heaviest * max(np.ptp(x) for x in xs) / 255 + 1e-5
+    for actual in averaged(Hierarchical(Quantized(codec)), xs, nodes):
+        assert np.abs(actual - exact).max() <= bound
+
+
+def test_one_bound_average_serves_arrays_of_any_size():
+    inputs = [normal(4, (size,), seed=size) for size in (1000, 3, 0, 10, 1000)]
+
+    def body(comm):
+        mean = Hierarchical().bind(comm)
+        return [mean(xs[comm.rank].copy()) for xs in inputs]
+
+    for results in run_ranks(4, body, nodes=[0, 0, 0, 1]):
+        for xs, actual in zip(inputs, results, strict=True):
+            np.testing.assert_allclose(actual, np.mean(xs, axis=0), rtol=1e-6, atol=1e-6)
+
+
+def test_hierarchies_nest():
+    xs = normal(4, (33,))
+    (first, *others) = averaged(Hierarchical(Hierarchical(Exact())), xs, nodes=[0, 0, 1, 1])
+    np.testing.assert_allclose(first, np.mean(xs, axis=0), rtol=1e-6, atol=1e-6)
+    assert len(others) == 3
+
+
+def stage_bytes(average):
+    """What each of 2 x 2 ranks sends inside its node and across nodes, averaging 4096 float32."""
+
+    def body(comm):
+        mean = average.bind(comm)
+        intra, inter = comm.by_node()
+        before = intra.counters.total().wire_bytes, inter.counters.total().wire_bytes
+        outside = comm.counters.total().wire_bytes
+        mean(np.ones(4096, np.float32))
+        assert comm.counters.total().wire_bytes == outside
+        after = intra.counters.total().wire_bytes, inter.counters.total().wire_bytes
+        return after[0] - before[0], after[1] - before[1]
+
+    return run_ranks(4, body, nodes=[0, 0, 1, 1])
+
+
+def test_a_codec_inside_a_hierarchy_shrinks_only_what_crosses_nodes():
+    half, quarter = 2048 * 4, 1024 * 4  # of the array in bytes, and of that again
+    assert stage_bytes(Hierarchical(Exact())) == [(half + half, quarter + quarter)] * 4
+    encoded = 32 + 1024
+    assert stage_bytes(Hierarchical(Quantized())) == [(half + half, encoded + encoded)] * 4
+
+
+def test_averages_refuse_dtypes_by_name():
+    for average, dtype, message in (
+        (Exact(), "int32", "Exact() cannot average int32"),
+        (
+            Quantized(),
+            "float64",
+            f"{Quantized()!r} cannot average float64, only bfloat16, float16, float32",
+        ),
+        (
+            Hierarchical(Quantized()),
+            "float64",
+            f"{Quantized()!r} cannot average float64, only bfloat16, float16, float32",
+        ),
+        (Hierarchical(), "complex64", "Exact() cannot average complex64"),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            average.check(dtype)
+        assert message == str(caught.value)
+        average.check("float32")
+        average.check("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("average", "text"),
+    [
+        (Exact(), "Exact()"),
+        (Quantized(), "Quantized(codec=MinMaxUInt8(block=512, eps=0.0))"),
+        (Quantized(Float16()), "Quantized(codec=Float16())"),
+        (Hierarchical(), "Hierarchical(inner=Exact())"),
+        (
+            Hierarchical(Quantized(MinMaxUInt8(block=64))),
+            "Hierarchical(inner=Quantized(codec=MinMaxUInt8(block=64, eps=0.0)))",
+        ),
+    ],
+)
+def test_averages_are_values_and_nest(average, text):
+    assert repr(average) == text
+    assert eval(text, vars(bagua_comm)) == average
+    assert len({average, eval(text, vars(bagua_comm))}) == 1
+
+
+def test_ranks_with_different_sizes_are_told_so():
+    def body(comm):
+        with pytest.raises(CommMismatch):
+            quantized_allreduce(comm, np.ones(1000 * (comm.rank + 1), np.float32))
+        return "told"
+
+    assert run_ranks(2, body) == ["told", "told"]

@@ -1,0 +1,204 @@
+"""Lanes: work in order, beside the caller; failures and the end."""
+
+import threading
+
+import pytest
+
+from bagua_comm import CommAborted, CommTimeout
+from bagua_comm.lane import InlineLane, ThreadLane
+
+PATIENCE_S = 30
+
+
+class FakeComm:
+    """All that a lane wants of a communicator."""
+
+    def __init__(self, timeout_s=PATIENCE_S):
+        self.timeout_s = timeout_s
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+each_lane = pytest.mark.parametrize("make", [ThreadLane, InlineLane])
+
+
+def fail(error):
+    raise error
+
+
+# Order and results
+
+
+@each_lane
+def test_tasks_run_in_the_order_they_were_submitted(make):
+    done = []
+    with make(FakeComm()) as lane:
+        for i in range(100):
+            lane.submit(done.append, i)
+        lane.wait()
+        assert list(range(100)) == done
+
+
+@each_lane
+def test_arguments_go_in_and_results_come_out(make):
+    with make(FakeComm()) as lane:
+        future = lane.submit(divmod, 17, 5)
+        keyword = lane.submit(dict, [("a", 1)], b=2)
+        lane.wait()
+        assert future.done()
+        assert future.result() == (3, 2)
+        assert keyword.result() == {"a": 1, "b": 2}
+
+
+@each_lane
+def test_wait_without_tasks_returns_and_a_lane_goes_on_after_it(make):
+    with make(FakeComm()) as lane:
+        lane.wait()
+        first = lane.submit(int, "1")
+        lane.wait()
+        second = lane.submit(int, "2")
+        lane.wait()
+        assert (first.result(), second.result()) == (1, 2)
+
+
+def test_submit_returns_before_the_task_is_done():
+    go = threading.Event()
+    with ThreadLane(FakeComm()) as lane:
+        future = lane.submit(go.wait, PATIENCE_S)
+        assert not future.done()  # it waits for what comes next
+        go.set()
+        lane.wait()
+        assert future.result() is True
+
+
+def test_all_tasks_of_a_lane_run_on_one_thread_of_its_own():
+    with ThreadLane(FakeComm()) as a, ThreadLane(FakeComm()) as b:
+        futures = [lane.submit(threading.get_ident) for lane in (a, a, b)]
+        first, second, other = [future.result(PATIENCE_S) for future in futures]
+    assert first == second
+    assert len({first, other, threading.get_ident()}) == 3
+
+
+def test_the_inline_lane_works_on_the_callers_thread():
+    with InlineLane(FakeComm()) as lane:
+        future = lane.submit(threading.get_ident)
+        assert future.done()
+        assert threading.get_ident() == future.result()
+
+
+# Failures
+
+
+@each_lane
+def test_an_error_surfaces_at_wait_and_not_at_submit(make):
+    error = ValueError("in the task")
+    lane = make(FakeComm())
+    future = lane.submit(fail, error)
+    with pytest.raises(ValueError, match="in the task") as caught:
+        lane.wait()
+    assert caught.value is error
+    assert future.exception() is error
+    lane.close()
+
+
+@each_lane
+def test_tasks_behind_a_failure_do_not_run(make):
+    error, ran = ValueError("first"), []
+    lane = make(FakeComm())
+    before = lane.submit(ran.append, "before")
+    lane.submit(fail, error)
+    behind = lane.submit(ran.append, "behind")
+
+    with pytest.raises(ValueError, match="first"):
+        lane.wait()
+
+    aborted = behind.exception(PATIENCE_S)
+    assert before.exception() is None
+    assert type(aborted) is CommAborted
+    assert aborted.__cause__ is error
+    assert ran == ["before"]
+
+
+@each_lane
+def test_a_failed_lane_stays_failed(make):
+    lane = make(FakeComm())
+    lane.submit(fail, ValueError("once"))
+    with pytest.raises(ValueError, match="once"):
+        lane.wait()
+    lane.submit(print, "never")
+    with pytest.raises(CommAborted, match="an earlier task on this lane failed"):
+        lane.wait()
+
+
+@each_lane
+def test_a_timeout_error_of_a_task_is_its_own(make):
+    error = TimeoutError("the task's")
+    lane = make(FakeComm())
+    lane.submit(fail, error)
+    with pytest.raises(TimeoutError) as caught:
+        lane.wait()
+    assert caught.value is error
+
+
+def test_a_stuck_task_makes_wait_raise_a_timeout():
+    release, comm = threading.Event(), FakeComm(timeout_s=0.001)
+    lane = ThreadLane(comm)
+    try:
+        lane.submit(release.wait, PATIENCE_S)
+        with pytest.raises(CommTimeout) as caught:
+            lane.wait()
+    finally:
+        release.set()
+    assert str(caught.value) == "a task on this lane has run for more than 0.008 s"  # 8 calls of 1 ms
+
+
+# The end
+
+
+@each_lane
+def test_close_finishes_what_was_submitted_and_closes_the_communicator(make):
+    comm, done = FakeComm(), []
+    lane = make(comm)
+    for i in range(10):
+        lane.submit(done.append, i)
+    lane.close()
+    assert list(range(10)) == done
+    assert comm.closed == 1
+
+
+@each_lane
+def test_leaving_a_with_statement_closes(make):
+    comm = FakeComm()
+    with make(comm) as lane:
+        lane.submit(int)
+    assert comm.closed == 1
+
+
+@each_lane
+def test_an_error_in_a_with_statement_is_not_held_up_by_closing(make):
+    # Closing is collective: the other ranks may never come to it.
+    comm = FakeComm()
+    with pytest.raises(KeyError), make(comm):
+        raise KeyError
+    assert comm.closed == 0
+
+
+def test_close_ends_the_thread():
+    lane = ThreadLane(FakeComm())
+    thread = lane.submit(threading.current_thread).result(PATIENCE_S)
+    assert thread.is_alive()
+    lane.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_close_ends_the_thread_after_a_failure():
+    lane = ThreadLane(FakeComm())
+    thread = lane.submit(threading.current_thread).result(PATIENCE_S)
+    lane.submit(fail, ValueError("at the end"))
+    with pytest.raises(ValueError, match="at the end"):
+        lane.close()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()

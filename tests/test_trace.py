@@ -1,0 +1,195 @@
+"""Spans, counters, and the Chrome trace made of them."""
+
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from bagua_comm import Communicator, trace
+from bagua_comm.testing import run_ranks
+from bagua_comm.trace import Counter, Counters, Recorder, Span, chrome_trace
+from bagua_comm.transports import LocalTransport
+
+
+def names(recorder):
+    return [span.name for span in recorder.spans()]
+
+
+# Recorder
+
+
+def test_a_ring_keeps_the_last_spans_oldest_first():
+    recorder = Recorder(capacity=3)
+    for name in "abcde":
+        recorder.add(name, 0, 1, {})
+    assert names(recorder) == ["c", "d", "e"]
+
+
+def test_span_times_the_body_of_a_with_statement():
+    recorder = Recorder()
+    before = time.perf_counter_ns()
+    with recorder.span("encode", bucket=3):
+        inside = time.perf_counter_ns()
+    after = time.perf_counter_ns()
+
+    (span,) = recorder.spans()
+
+    shift = time.time_ns() - time.perf_counter_ns()
+    assert (span.name, span.args) == ("encode", {"bucket": 3})
+    assert span.start_ns <= span.end_ns
+    assert span.end_ns - span.start_ns <= after - before
+    assert abs(span.start_ns - shift - inside) < 10**9  # since the epoch, on this machine's clock
+
+
+def test_times_keep_their_differences():
+    recorder = Recorder()
+    recorder.add("a", 1000, 1500, {})
+    recorder.add("b", 1600, 1601, {})
+    a, b = recorder.spans()
+    assert (a.end_ns - a.start_ns, b.start_ns - a.end_ns, b.end_ns - b.start_ns) == (500, 100, 1)
+
+
+def test_nested_spans_are_kept_as_they_end():
+    recorder = Recorder()
+    with recorder.span("outer"), recorder.span("inner"):
+        pass
+    assert names(recorder) == ["inner", "outer"]
+
+
+def test_a_failure_is_named_in_its_span_and_raised():
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError), recorder.span("divide", by=0):
+        1 / 0  # noqa: B018
+    assert [span.args for span in recorder.spans()] == [{"by": 0, "error": "ZeroDivisionError"}]
+
+
+def test_spans_know_their_thread():
+    recorder = Recorder()
+
+    def work():
+        for _ in range(100):
+            with recorder.span("work"):
+                pass
+
+    threads = [threading.Thread(target=work, name=f"worker {i}") for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    found = [span.thread for span in recorder.spans()]
+    assert {f"worker {i}": 100 for i in range(4)} == {name: found.count(name) for name in found}
+
+
+# The null tracer
+
+
+def test_the_null_tracer_runs_the_body_and_hides_no_error():
+    ran = []
+    with trace.NULL.span("quiet", bytes=1):
+        ran.append("body")
+    with pytest.raises(KeyError), trace.NULL.span("loud"):
+        raise KeyError
+    assert ran == ["body"]
+
+
+def test_a_communicator_with_the_null_tracer_keeps_no_spans(tmp_path):
+    comm = Communicator([LocalTransport()], tracer=trace.NULL)
+    assert comm.allreduce(np.ones(3)).tolist() == [1, 1, 1]
+    comm.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["ph"] for event in events] == ["M"]  # the name of rank 0
+
+
+# Counters
+
+
+def test_counters_add_up_per_operation_and_in_total():
+    counters = Counters()
+    counters["allreduce"].add(8, 12)
+    counters["allreduce"].add(80, 120)
+    counters["barrier"].add(0, 2)
+    assert counters["allreduce"] == Counter(calls=2, payload_bytes=88, wire_bytes=132)
+    assert counters["barrier"] == Counter(calls=1, payload_bytes=0, wire_bytes=2)
+    assert counters.total() == Counter(calls=3, payload_bytes=88, wire_bytes=134)
+    assert list(counters.by_operation) == ["allreduce", "barrier"]
+
+
+def test_a_total_is_a_snapshot():
+    counters = Counters()
+    before = counters.total()
+    counters["send"].add(1, 1)
+    assert before == Counter()
+    assert counters.total() == Counter(1, 1, 1)
+
+
+def test_two_counters_share_nothing():
+    a, b = Counters(), Counters()
+    a["send"].add(1, 1)
+    assert b.by_operation == {}
+
+
+# Chrome trace
+
+
+def test_chrome_trace_by_hand():
+    spans = [
+        [Span("encode", "main", 5_000, 7_500, {"bucket": 0}), Span("send", "lane", 6_000, 6_250, {})],
+        [Span("encode", "main", 4_000, 4_001, {})],
+    ]
+    assert chrome_trace(spans) == {
+        "displayTimeUnit": "ms",
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": "rank 0"}},
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "main"}},
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "lane"}},
+            # Microseconds, from the start of rank 1's span on.
+            {
+                "ph": "X",
+                "name": "encode",
+                "pid": 0,
+                "tid": 0,
+                "ts": 1.0,
+                "dur": 2.5,
+                "args": {"bucket": 0},
+            },
+            {"ph": "X", "name": "send", "pid": 0, "tid": 1, "ts": 2.0, "dur": 0.25, "args": {}},
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 1"}},
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "main"}},
+            {"ph": "X", "name": "encode", "pid": 1, "tid": 0, "ts": 0.0, "dur": 0.001, "args": {}},
+        ],
+    }
+
+
+def test_chrome_trace_of_nothing():
+    assert [event["name"] for event in chrome_trace([[], []])["traceEvents"]] == ["process_name"] * 2
+    assert chrome_trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
+
+
+def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
+    path = tmp_path / "trace.json"
+
+    def body(comm):
+        comm.allreduce(np.ones(4), op="avg")
+        with comm.lane() as lane:
+            lane.submit(lane.comm.broadcast, np.ones(2), root=0)
+            lane.wait()
+        comm.trace(path)
+        assert path.exists()  # on every rank, when the call returns
+
+    run_ranks(3, body)
+
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    calls = {rank: [] for rank in range(3)}
+    for event in events:
+        if event["ph"] == "X":
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            calls[event["pid"]].append((event["name"], threads[event["pid"], event["tid"]].split("-")[0]))
+    for rank in range(3):
+        assert calls[rank] == [("allreduce", f"rank {rank}"), ("dup", f"rank {rank}"), ("broadcast", "lane")]
+    first = next(event for event in events if event["name"] == "allreduce")
+    assert first["args"] == {"op": "avg", "dtype": "float64", "bytes": 32, "wire_bytes": 48}
