@@ -316,7 +316,7 @@ class Communicator:
         send = arrays.contiguous(send).reshape(-1)
         parts = _parts(target, counts)
         self._check_overlap(call, send, target, parts[self.rank])
-        with _Operation(self, call, transport, send, {"counts": list(counts)}):
+        with _Operation(self, call, transport, target, {"counts": list(counts)}, payload=send.nbytes):
             if not arrays.same_memory(send, parts[self.rank]):
                 parts[self.rank][...] = send
             others = self._others()

@@ -1,0 +1,259 @@
+"""The engine: when buckets leave, what happens when things go wrong, and what is kept."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    ByteGrad,
+    CommAborted,
+    CommMismatch,
+    Engine,
+    GradientAllReduce,
+    Plan,
+    Point,
+    TensorSpec,
+    UnsupportedError,
+    Window,
+)
+from bagua_comm.testing import run_ranks
+
+SPECS = [TensorSpec(name, (2, 2), "float32") for name in "abc"]
+PLAN = Plan.pack(SPECS, bucket_bytes=16, alignment=4)  # a bucket for each
+
+
+@dataclass
+class Calls:
+    exchanged: list = field(default_factory=list)
+    committed: list = field(default_factory=list)
+    momentum: np.ndarray = field(default_factory=lambda: np.zeros(2))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """An algorithm that writes down when it is called."""
+
+    opens: Point
+    closes: Point
+    payload: str = "grad"
+
+    @property
+    def window(self):
+        return Window(self.opens, self.closes)
+
+    def check(self, dtype):
+        pass
+
+    def init(self, bucket, comm):
+        return Calls()
+
+    def exchange(self, bucket, comm, state):
+        state.exchanged.append(bucket.step)
+        state.momentum += 1
+
+    def commit(self, bucket, state):
+        state.committed.append(bucket.step)
+
+
+def make_engine(comm, algorithm=None, plan=PLAN):
+    return Engine(comm, algorithm or GradientAllReduce(), plan, plan.allocate())
+
+
+def fill(engine, value):
+    for bucket in engine.buckets:
+        for view in bucket.views.values():
+            view[...] = value
+
+
+def test_buckets_leave_in_plan_order_whatever_order_they_become_ready_in():
+    def body(comm):
+        with make_engine(comm) as engine:
+            fill(engine, comm.rank)
+            for name in "cba" if comm.rank else "abc":
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            order = [s.args["bucket"] for s in comm.tracer.spans() if s.name == "exchange"]
+            return order, [bucket.flat.tolist() for bucket in engine.buckets]
+
+    for order, flats in run_ranks(2, body):
+        assert order == [0, 1, 2]
+        assert flats == [[0.5] * 4] * 3
+
+
+def test_a_complete_bucket_leaves_before_the_others_are_complete():
+    def body(comm):
+        with make_engine(comm) as engine:
+            fill(engine, 2.0 * comm.rank)
+            engine.ready("a")
+            engine.flush()
+            early = engine.buckets[0].flat.tolist()
+            engine.ready("b")
+            engine.ready("c")
+            engine.at(Point.BACKWARD)
+            return early
+
+    assert run_ranks(2, body) == [[1.0] * 4] * 2
+
+
+def test_tensors_that_never_become_ready_are_sent_as_zeros():
+    def body(comm):
+        with make_engine(comm) as engine:
+            fill(engine, 6.0)
+            if comm.rank == 0:
+                engine.ready("b")
+            engine.at(Point.BACKWARD)
+            return [bucket.flat[0] for bucket in engine.buckets]
+
+    assert run_ranks(2, body) == [[0, 3, 0]] * 2
+
+
+def test_bytes_are_counted():
+    def body(comm):
+        with make_engine(comm, ByteGrad()) as engine:
+            for _ in range(2):
+                engine.at(Point.BACKWARD)
+            return engine.counter
+
+    counter = run_ranks(2, body)[0]
+    assert (counter.calls, counter.payload_bytes) == (6, 2 * 48)
+    assert counter.wire_bytes == 6 * 2 * 64  # a chunk is 2 elements: 32 bytes of header, 32 of codes
+
+
+@pytest.mark.parametrize(
+    ("opens", "closes"),
+    [(Point.FORWARD, Point.BACKWARD), (Point.STEP, Point.FORWARD), (Point.GRADIENT, Point.BACKWARD)],
+)
+def test_each_bucket_is_exchanged_and_committed_once_a_step(opens, closes):
+    def body(comm):
+        engine = make_engine(comm, Probe(opens, closes))
+        for _ in range(3):
+            engine.at(Point.FORWARD)
+            for name in "abc":
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+        engine.at(Point.FORWARD)
+        engine.flush()
+        states = engine._states
+        engine.close()
+        return states
+
+    for state in run_ranks(1, body)[0]:
+        # Opened at FORWARD, the fourth step's exchange has begun as well.
+        assert state.exchanged == list(range(4 if opens is Point.FORWARD else 3))
+        assert len(state.committed) == 3
+
+
+def test_an_error_in_an_exchange_surfaces_when_the_window_closes():
+    @dataclass(frozen=True)
+    class Broken(GradientAllReduce):
+        def exchange(self, bucket, comm, state):
+            raise ZeroDivisionError(bucket.index)
+
+    def body(comm):
+        engine = make_engine(comm, Broken())
+        with pytest.raises(ZeroDivisionError):
+            engine.at(Point.BACKWARD)
+        with pytest.raises(CommAborted, match="an earlier task on this lane failed"):
+            engine.flush()
+
+    run_ranks(1, body)
+
+
+def test_a_name_that_is_wrong_or_ready_twice_is_refused():
+    def body(comm):
+        specs = [TensorSpec("layer.weight", (1,), "float32"), TensorSpec("bias", (1,), "float32")]
+        plan = Plan.pack(specs)
+        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
+            with pytest.raises(ArrayError, match=r"no tensor 'layer.weigth'; did you mean 'layer.weight'\?"):
+                engine.ready("layer.weigth")
+            engine.ready("bias")
+            with pytest.raises(ArrayError, match="'bias' was complete already"):
+                engine.ready("bias")
+
+    run_ranks(1, body)
+
+
+def test_storage_must_fit_the_plan():
+    def body(comm):
+        with pytest.raises(ArrayError, match="storage has 2 arrays, expected 3"):
+            Engine(comm, GradientAllReduce(), PLAN, PLAN.allocate()[:2])
+        with pytest.raises(ArrayError, match="bucket 1: its storage is float64"):
+            Engine(comm, GradientAllReduce(), PLAN, [np.zeros(4, "f4"), np.zeros(4), np.zeros(4, "f4")])
+
+    run_ranks(1, body)
+
+
+def test_a_dtype_the_algorithm_does_not_take_is_refused_with_the_tensor():
+    plan = Plan.pack([TensorSpec("wide", (3,), "float64")])
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match=r"tensor 'wide': Quantized\(.*cannot average float64"):
+            Engine(comm, ByteGrad(), plan, plan.allocate())
+
+    run_ranks(2, body)
+
+
+def test_plans_that_differ_between_ranks_are_refused():
+    def body(comm):
+        plan = Plan.pack(SPECS, bucket_bytes=16 if comm.rank else 1000)
+        with pytest.raises(CommMismatch, match="have different plans"):
+            Engine(comm, GradientAllReduce(), plan, plan.allocate())
+
+    run_ranks(2, body)
+
+
+def test_replan_moves_the_values_along():
+    def body(comm):
+        with make_engine(comm) as engine:
+            for i, bucket in enumerate(engine.buckets):
+                bucket.flat[...] = i
+            plan = Plan.pack(reversed(SPECS), bucket_bytes=1000)
+            (flat,) = engine.replan(plan)
+            assert flat is engine.buckets[0].flat
+            before = flat.tolist()
+            for name in "abc":
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            with pytest.raises(ArrayError, match="other tensors"):
+                engine.replan(Plan.pack(SPECS[:2]))
+            return before, flat.tolist()
+
+    for before, after in run_ranks(2, body):
+        assert before == after == [2] * 4 + [1] * 4 + [0] * 4
+
+
+def test_state_survives_a_round_trip():
+    def body(comm):
+        with make_engine(comm, Probe(Point.GRADIENT, Point.BACKWARD)) as engine:
+            engine.at(Point.BACKWARD)
+            saved = engine.state_dict()
+            engine.at(Point.BACKWARD)
+        with make_engine(comm, Probe(Point.GRADIENT, Point.BACKWARD)) as again:
+            again.load_state_dict(saved)
+            assert [bucket.step for bucket in again.buckets] == [1, 1, 1]
+            assert again.state_dict()["states"][0]["momentum"].tolist() == [1, 1]
+            with pytest.raises(ArrayError, match="another plan"):
+                again.load_state_dict({**saved, "plan": Plan.pack(SPECS[:1]).to_json()})
+
+    run_ranks(2, body)
+
+
+def test_a_step_allocates_next_to_nothing_after_the_first():
+    """Beside the copies that threads leave each other: NumPy memory, by tracemalloc, on one rank."""
+    import tracemalloc
+
+    plan = Plan.pack([TensorSpec("w", (1 << 20,), "float32")])
+
+    def body(comm):
+        with Engine(comm, ByteGrad(), plan, plan.allocate()) as engine:
+            engine.at(Point.BACKWARD)
+            tracemalloc.start()
+            engine.at(Point.BACKWARD)
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            return peak
+
+    assert max(run_ranks(1, body)) < plan.nbytes / 16

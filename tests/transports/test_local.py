@@ -1,0 +1,84 @@
+"""Threads as ranks: timeouts, errors that wake everybody, messages that don't fit."""
+
+import time
+
+import numpy as np
+import pytest
+
+from bagua_comm import CommAborted, CommMismatch, CommTimeout
+from bagua_comm.testing import run_ranks
+from bagua_comm.transports import LocalTransport
+
+
+def test_a_wait_ends_with_a_timeout_that_names_the_call():
+    def body(comm):
+        if comm.rank == 0:
+            comm.barrier()
+            comm.allreduce(np.zeros(3))
+
+    start = time.monotonic()
+    with pytest.raises(CommTimeout, match=r"barrier\(\) #1: rank 0 waited 0.2 s for 1 bytes from rank 1"):
+        run_ranks(2, body, timeout_s=0.2)
+    assert time.monotonic() - start < 10
+
+
+def test_an_error_in_one_rank_wakes_the_others_and_is_the_one_raised():
+    def body(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        with pytest.raises(CommAborted, match="rank 1 failed: KeyError"):
+            comm.split(0).barrier()
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(3, body, timeout_s=60)
+    assert time.monotonic() - start < 10
+
+
+def test_abort_reaches_groups_split_off():
+    def body(comm):
+        group = comm.split(0)
+        if comm.rank == 0:
+            comm.abort()
+            return None
+        with pytest.raises(CommAborted, match="rank 0 aborted"):
+            group.barrier()
+        return True
+
+    assert run_ranks(2, body) == [None, True]
+
+
+def test_a_message_of_another_size_is_a_mismatch():
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(np.zeros(3), dest=1)
+            return
+        out = np.full(2, 7.0)
+        with pytest.raises(CommMismatch, match="expected 16 bytes from rank 0, which sent 24"):
+            comm.recv(out, source=0)
+        assert out.tolist() == [7, 7]
+
+    run_ranks(2, body)
+
+
+def test_what_is_sent_may_change_at_once():
+    def body(comm):
+        x = np.array([1.0])
+        comm.send(x, dest=comm.rank)
+        x[0] = 2
+        return comm.recv(np.empty(1), source=comm.rank)[0]
+
+    assert run_ranks(1, body) == [1.0]
+
+
+def test_alone_it_needs_no_hub():
+    transport = LocalTransport()
+    assert (transport.rank, transport.size) == (0, 1)
+    assert transport.agree(True)
+    assert not transport.agree(False)
+
+
+@pytest.mark.parametrize("dissenter", [None, 0, 2])
+def test_ranks_agree_only_if_all_do(dissenter):
+    results = run_ranks(3, lambda comm: comm.transports[0].agree(comm.rank != dissenter))
+    assert results == [dissenter is None] * 3
