@@ -32,9 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = commands.add_parser("run", help="start a Python script on several ranks")
     run.add_argument("-n", "--ranks", type=_positive, default=os.cpu_count() or 1, metavar="N")
     run.add_argument("--host", help="hosts to run on, as mpirun's --host")
-    run.add_argument(
-        "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
-    )
+    run.add_argument("--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun")
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
     run.add_argument("--dry-run", action="store_true", help="print the command instead")
     run.add_argument("script")

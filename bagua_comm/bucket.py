@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from .arrays import Array, dtype_named
-from .errors import ArrayError
+from .arrays import MOVABLE, Array, dtype_named
+from .errors import ArrayError, UnsupportedError
 
 DEFAULT_BUCKET_BYTES = 10 * 2**20
 """Bagua's default."""
@@ -28,6 +28,11 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
+        if self.dtype not in MOVABLE:
+            raise UnsupportedError(f"tensor {self.name!r}: there is no dtype {self.dtype!r} to carry")
 
     @property
     def size(self) -> int:
@@ -88,8 +93,7 @@ class Plan:
         """
         if bucket_bytes < 1 or alignment < 1:
             raise ArrayError(
-                f"Plan.pack: bucket_bytes is {bucket_bytes} and alignment {alignment}, expected "
-                "positive numbers"
+                f"Plan.pack: bucket_bytes is {bucket_bytes} and alignment {alignment}, expected positive numbers"
             )
         specs = list(specs)
         names = [spec.name for spec in specs]

@@ -88,9 +88,10 @@ class Quantized:
 class Hierarchical:
     """Average inside each node first, then across nodes through `inner`, then spread inside each node.
 
-    Each of the L owners of a node, L being the size of the smallest node, averages one chunk: reduce_scatter
-    within the node, `inner` among the owners of a chunk, allgather within the node. Node means are
-    weighted by the sizes of the nodes, so the result is the true mean on nodes of unequal size.
+    Each of the L owners in a node, L being the size of the smallest node, averages one chunk: reduce_scatter
+    within the node, `inner` among the owners of that chunk, allgather within the node. Node means are weighted
+    by the sizes of the nodes, so the result is the true mean on nodes of unequal size; there, where chunks and
+    ranks do not match, alltoallv and allgatherv take the place of the two.
     """
 
     inner: Average = field(default_factory=Exact)
@@ -98,30 +99,39 @@ class Hierarchical:
     def bind(self, comm: Communicator) -> InPlace:
         """See `Average.bind`."""
         intra, inter = comm.by_node()
-        sizes = comm.allgather(np.array(comm.local_size))
-        owners = int(sizes.min())
-        is_owner = comm.local_rank < owners
         # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
         across = self.inner.bind(inter)
+        sizes = comm.allgather(np.array(comm.local_size))
+        owners = int(sizes.min())
+        even = owners == int(sizes.max())
         nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
-        weight = comm.local_size * nodes / comm.size
+        # The mean of the ranks is the mean of the nodes, each times its size by the mean size. Weights of at
+        # most 1 keep what is finite finite.
+        weight = comm.local_size / int(sizes.max())
+        correction = int(sizes.max()) * nodes / comm.size
 
         def average(x: Array) -> Array:
-            if comm.size == 1:
+            value, _ = comm.accept("Hierarchical", "x", x)
+            if comm.size == 1 or value.size == 0:
                 return x
-            flat = x.reshape(-1)
-            length = -(-flat.size // owners)
-            # Row r belongs to local rank r; ranks beyond the owners get rows of padding.
-            rows = _padded(intra, flat, intra.size, length)
-            mine = rows[intra.rank]
-            intra.reduce_scatter(rows.reshape(-1), out=mine, op="avg")
-            if is_owner:
-                if weight != 1:
-                    kernels.of(x).scale(mine, weight)
+            flat = arrays.contiguous(value).reshape(-1)
+            chunks = _padded(intra, flat, owners, -(-flat.size // owners))
+            mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
+            if even:
+                intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
                 across(mine)
-            intra.allgather(mine, out=rows)
-            if not arrays.overlap(rows, flat):
-                flat[...] = rows.reshape(-1)[: flat.size]
+                intra.allgather(mine, out=chunks)
+            else:
+                counts = [chunks.shape[1] if r < owners else 0 for r in range(intra.size)]
+                parts = _exchanged(intra, chunks, counts)
+                if mine.size:
+                    kernels.of(mine).reduce_rows(parts, mine, "avg")
+                    kernels.of(mine).scale(mine, weight)
+                    across(mine)
+                    kernels.of(mine).scale(mine, correction)
+                intra.allgatherv(mine, chunks, counts)
+            if not arrays.overlap(chunks, value):
+                value[...] = chunks.reshape(-1)[: value.size].reshape(value.shape)
             return x
 
         return average
@@ -175,6 +185,8 @@ def quantized_allreduce(
         raise UnsupportedError(f"{call}: {codec} cannot code {send.dtype.name}, only {wanted}")
     out, target = comm.landing(call, out, send.shape, send)
     send = arrays.contiguous(comm.in_place(call, send, target))
+    if comm.check:
+        comm.compare_calls(f"{call}({send.dtype.name}{list(send.shape)}, codec={codec}, op={op})")
     if p == 1 or send.size == 0:
         target[...] = send
         return finished(out, target)
@@ -197,6 +209,14 @@ def quantized_allreduce(
             codec.decode(wire, chunks)
             target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
     return finished(out, target)
+
+
+def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
+    """Send chunk j to rank j, where counts[j] is not 0: this rank's own chunk from every rank, (p, m)."""
+    incoming = [counts[comm.rank]] * comm.size
+    parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
+    comm.alltoallv(chunks, counts, parts, incoming)
+    return parts
 
 
 def _padded(comm: Communicator, flat: Array, rows: int, length: int) -> Array:

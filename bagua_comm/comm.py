@@ -100,7 +100,8 @@ class Communicator:
             x: The array of this rank.
             out: Where to put the result.
             op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. The average
-                of integers is truncated towards zero. float16 and bfloat16 are reduced in float32.
+                of integers is added in 64 bits and truncated towards zero. float16 and bfloat16 are reduced in
+                float32.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
@@ -156,7 +157,7 @@ class Communicator:
         value, transport = self.accept(call, "x", x)
         self._check_peer(call, "root", root)
         if self.rank != root:
-            _check_writable(call, "x", value)
+            _check_writable(call, "x", x, value)
         target = arrays.contiguous(value)
         with _Operation(self, call, transport, target, {"root": root}):
             transport.broadcast(target, root)
@@ -353,9 +354,7 @@ class Communicator:
         with _Operation(self, call, transport, send, {}, compare=False):
             parts[self.rank][...] = source[self.rank]
             others = self._others()
-            transport.exchange(
-                [(r, source[r]) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE
-            )
+            transport.exchange([(r, source[r]) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE)
         return finished(out, target)
 
     def barrier(self) -> None:
@@ -454,7 +453,7 @@ class Communicator:
             if name == "sends":
                 outgoing.append((peer, target))
                 continue
-            _check_writable(call, name, value)
+            _check_writable(call, name, x, value)
             if any(arrays.overlap(target, other) for _, other in outgoing + incoming):
                 raise ArrayError(f"{call}: an array to receive into overlaps another array")
             incoming.append((peer, target))
@@ -559,12 +558,21 @@ class Communicator:
         """Write what all ranks did lately to `path`, as a Chrome trace that Perfetto opens.
 
         Collective. Rank 0 writes; a process in the picture is a rank, a row one of its threads.
+
+        Raises:
+            OSError: The file cannot be written.
         """
         recorded = self.tracer.spans() if isinstance(self.tracer, Recorder) else []
         spans = self.allgather_object(recorded)
+        failure = None
         if self.rank == 0:
-            Path(path).write_text(json.dumps(trace.chrome_trace(spans)))
-        self.barrier()
+            try:
+                Path(path).write_text(json.dumps(trace.chrome_trace(spans), default=str))
+            except OSError as exc:
+                failure = exc
+        failure = self.broadcast_object(failure, root=0)
+        if failure is not None:
+            raise failure
 
     # Failure and end --------------------------------------------------------------------------------
 
@@ -662,10 +670,8 @@ class Communicator:
         if value.dtype != like.dtype:
             raise ArrayError(f"{call}: out has dtype {value.dtype}, expected {like.dtype}")
         if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
-            raise ArrayError(
-                f"{call}: out is a {arrays.library(value)} array, expected {arrays.library(like)}"
-            )
-        _check_writable(call, "out", value)
+            raise ArrayError(f"{call}: out is a {arrays.library(value)} array, expected {arrays.library(like)}")
+        _check_writable(call, "out", out, value)
         if arrays.is_contiguous(value):
             return out, value
         return out, arrays.empty(value.shape, value.dtype, like=value)
@@ -708,8 +714,8 @@ class Communicator:
     def _host_transport(self) -> Transport:
         return next(transport for transport in self.transports if transport.moves(_NOTHING))
 
-    def _compare_calls(self, call: str) -> None:
-        """Raise `CommMismatch` on all ranks unless all are about to make the same call."""
+    def compare_calls(self, call: str) -> None:
+        """Raise `CommMismatch` on all ranks unless all are about to make the same call. Collective."""
         mine = np.zeros(_SIGNATURE_BYTES, np.uint8)
         text = call.encode()[:_SIGNATURE_BYTES]
         mine[: len(text)] = np.frombuffer(text, np.uint8)
@@ -759,7 +765,7 @@ class _Operation:
             raise CommError(f"{self._name}: this communicator is closed")
         comm._calls += 1
         if comm.check and self._compare:
-            comm._compare_calls(self._describe())
+            comm.compare_calls(self._describe())
         self._sent = self._transport.sent_bytes
         self._start = time.perf_counter_ns()
 
@@ -796,8 +802,10 @@ class _Operation:
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
-def _check_writable(call: str, name: str, x: Array) -> None:
-    if isinstance(x, np.ndarray) and not x.flags.writeable:
+def _check_writable(call: str, name: str, x: object, value: Array) -> None:
+    if isinstance(x, np.generic):
+        raise ArrayError(f"{call}: {name} is a NumPy scalar, which cannot be written to; use a 0-d array")
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
         raise ArrayError(f"{call}: {name} is read-only")
 
 

@@ -139,8 +139,7 @@ class Engine:
         if storage is None:
             like = self.buckets[0].flat
             storage = [
-                arrays.namespace(like).zeros(spec.size, arrays.dtype_named(spec.dtype))
-                for spec in plan.buckets
+                arrays.namespace(like).zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets
             ]
         buckets = make_buckets(plan, storage)
         for bucket in buckets:

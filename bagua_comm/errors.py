@@ -10,8 +10,9 @@
       UnsupportedError (TypeError)  a kind of array, dtype or operation nobody here can carry
       BootstrapError                the world could not be set up
 
-Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on
-all ranks and leave the communicator usable. After a `CommError` it can only be shrunk, aborted or closed.
+Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
+and leave the communicator usable, and so does a `CommMismatch` that all ranks raise. After any other `CommError`
+it can only be shrunk, aborted or closed.
 """
 
 from __future__ import annotations

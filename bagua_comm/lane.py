@@ -15,7 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
 from typing import Any, Protocol
 
-from .errors import CommAborted, CommTimeout
+from .errors import CommAborted, CommError, CommTimeout
 
 CALLS_PER_TASK = 8
 """How many communicator calls, each with its own timeout, a task is allowed before `wait` gives up."""
@@ -39,6 +39,7 @@ class Lane(ABC):
         self.comm: Any = comm
         self._pending: deque[Future[Any]] = deque()
         self._failure: BaseException | None = None
+        self._closed = False
 
     @abstractmethod
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
@@ -52,18 +53,45 @@ class Lane(ABC):
         """
         limit_s = self.comm.timeout_s * CALLS_PER_TASK
         while self._pending:
-            future = self._pending.popleft()
+            future = self._pending[0]
             try:
                 future.result(timeout=limit_s)
             except FutureTimeout as exc:
-                if future.done():
-                    raise
-                raise CommTimeout(f"a task on this lane has run for more than {limit_s:g} s") from exc
+                if not future.done():
+                    raise CommTimeout(f"a task on this lane has run for more than {limit_s:g} s") from exc
+                self._pending.popleft()
+                raise
+            except BaseException:
+                self._pending.popleft()
+                raise
+            self._pending.popleft()
 
     def close(self) -> None:
-        """Wait, then free the thread and the communicator. Collective."""
-        self.wait()
-        self.comm.close()
+        """Wait, then free the thread and the communicator; closing twice does nothing.
+
+        Collective.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._stop()
+            if all(future.done() for future in self._pending):
+                self.comm.close()
+
+    def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
+        """Free the thread, once it has done what it is doing."""
+
+    def _remember(self, future: Future[Any]) -> None:
+        while self._pending and self._pending[0].done() and self._pending[0].exception() is None:
+            self._pending.popleft()  # nothing left to wait for
+        self._pending.append(future)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CommError("this lane is closed")
 
     def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._failure is not None:
@@ -85,6 +113,9 @@ class Lane(ABC):
     ) -> None:
         if error is None:
             self.close()
+        else:
+            self._closed = True
+            self._stop()
 
 
 class ThreadLane(Lane):
@@ -98,16 +129,13 @@ class ThreadLane(Lane):
 
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Lane.submit`."""
+        self._check_open()
         future = self._executor.submit(self._run, task, args, kwargs)
-        self._pending.append(future)
+        self._remember(future)
         return future
 
-    def close(self) -> None:
-        """See `Lane.close`."""
-        try:
-            super().close()
-        finally:
-            self._executor.shutdown(wait=False)
+    def _stop(self) -> None:
+        self._executor.shutdown(wait=False)
 
 
 class InlineLane(Lane):
@@ -115,10 +143,11 @@ class InlineLane(Lane):
 
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the task now; see `Lane.submit`."""
+        self._check_open()
         future: Future[Any] = Future()
         try:
             future.set_result(self._run(task, args, kwargs))
         except Exception as exc:
             future.set_exception(exc)
-        self._pending.append(future)
+        self._remember(future)
         return future

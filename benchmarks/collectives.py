@@ -492,8 +492,7 @@ def _result(case: Case, s: Setting, measured: dict[str, dict[str, Measurement]])
         "op": s.op if case.reduces else "none",
         "root": s.root if case.rooted else -1,
         "forms": {
-            form: _form_result(case, nbytes, case.bus_factor(s.size), sides)
-            for form, sides in measured.items()
+            form: _form_result(case, nbytes, case.bus_factor(s.size), sides) for form, sides in measured.items()
         },
     }
 
@@ -657,9 +656,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("operations", nargs="*", metavar="operation", help=f"any of {', '.join(OPERATIONS)}")
     add_sweep_arguments(parser)
-    parser.add_argument(
-        "-d", "--datatype", choices=sorted(INTEGERS | FLOATS), default="float32", metavar="DTYPE"
-    )
+    parser.add_argument("-d", "--datatype", choices=sorted(INTEGERS | FLOATS), default="float32", metavar="DTYPE")
     parser.add_argument(
         "-o",
         "--op",
@@ -721,9 +718,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         under_mpi = comm.transports[0].name == "mpi"
         world = World(comm, Mpi4py() if under_mpi else None)
-        record = begin_record(
-            "collectives", options, ranks=comm.size, mpi=world.mpi.MPI if world.mpi else None
-        )
+        record = begin_record("collectives", options, ranks=comm.size, mpi=world.mpi.MPI if world.mpi else None)
         world.say(*header_lines(record), *_notes(world, options))
 
         results = []

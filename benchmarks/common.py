@@ -117,9 +117,7 @@ def _cpu() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def begin_record(
-    benchmark: str, options: argparse.Namespace, *, ranks: int, mpi: Any = None
-) -> dict[str, Any]:
+def begin_record(benchmark: str, options: argparse.Namespace, *, ranks: int, mpi: Any = None) -> dict[str, Any]:
     """What a JSON file says beside its `results`: the benchmark, machine, versions, ranks, arguments."""
     arguments = {key: value for key, value in vars(options).items() if key != "json"}
     return {
@@ -136,8 +134,7 @@ def header_lines(record: dict[str, Any]) -> list[str]:
     machine = record["machine"]
     return [
         f"# {record['benchmark']}",
-        f"# machine   : {machine['cpu']}, {machine['cores']} cores, "
-        f"{machine['cores_per_rank']} for each rank",
+        f"# machine   : {machine['cpu']}, {machine['cores']} cores, {machine['cores_per_rank']} for each rank",
         f"# versions  : {_listed(record['versions'])}",
         f"# ranks     : {record['ranks']}",
         f"# arguments : {_listed(record['arguments'])}",

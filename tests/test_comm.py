@@ -180,9 +180,7 @@ def test_different_sizes_are_noticed():
 
 def test_call_check_names_both_calls():
     def body(comm):
-        with pytest.raises(
-            CommMismatch, match=r"rank 0 called allreduce\(float64\[2\], op=sum\), but rank 1"
-        ):
+        with pytest.raises(CommMismatch, match=r"rank 0 called allreduce\(float64\[2\], op=sum\), but rank 1"):
             comm.allreduce(np.zeros(2), op="sum" if comm.rank == 0 else "max")
         with pytest.raises(CommMismatch, match=r"rank 0 called barrier\(\), but rank 1 called allgather"):
             comm.barrier() if comm.rank == 0 else comm.allgather(np.zeros(2))
@@ -285,3 +283,40 @@ def test_host_arrays_need_a_transport_that_moves_them():
 def test_shrinking_needs_help_from_below():
     with pytest.raises(UnsupportedError, match="local: cannot go on"):
         run_ranks(1, lambda comm: comm.shrink())
+
+
+# Found by trying: what used to go wrong
+
+
+def test_average_of_small_integers_does_not_overflow():
+    results = run_ranks(2, lambda comm: comm.allreduce(np.full(3, 100, np.int8), op="avg"))
+    assert results[0].tolist() == [100, 100, 100]
+
+
+def test_average_of_small_integers_over_more_ranks_than_they_can_count():
+    results = run_ranks(130, lambda comm: comm.allreduce(np.full(1, -128, np.int8), op="avg"))
+    assert results[0].tolist() == [-128]
+
+
+def test_numpy_scalars_are_read_but_never_written_to():
+    def body(comm):
+        assert comm.allreduce(np.float64(comm.rank)) == 1
+        for call in (
+            lambda: comm.allreduce(np.array(1.0), out=np.float64(0)),
+            lambda: comm.recv(np.float64(0), source=0),
+        ):
+            with pytest.raises(ArrayError, match="NumPy scalar, which cannot be written to"):
+                call()
+
+    run_ranks(2, body)
+
+
+def test_a_trace_can_hold_any_argument_and_every_rank_hears_of_a_bad_path(tmp_path):
+    def body(comm):
+        comm.broadcast(np.zeros(1), root=np.int64(0))
+        comm.trace(tmp_path / "trace.json")
+        with pytest.raises(OSError, match="no_such_folder"):
+            comm.trace(tmp_path / "no_such_folder" / "trace.json")
+
+    run_ranks(2, body)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

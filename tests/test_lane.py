@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from bagua_comm import CommAborted, CommTimeout
+from bagua_comm import CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
 
 PATIENCE_S = 30
@@ -74,11 +74,18 @@ def test_submit_returns_before_the_task_is_done():
 
 
 def test_all_tasks_of_a_lane_run_on_one_thread_of_its_own():
+    go = threading.Event()
+
+    def who():
+        assert go.wait(PATIENCE_S)
+        return threading.get_ident()
+
     with ThreadLane(FakeComm()) as a, ThreadLane(FakeComm()) as b:
-        futures = [lane.submit(threading.get_ident) for lane in (a, a, b)]
-        first, second, other = [future.result(PATIENCE_S) for future in futures]
-    assert first == second
-    assert len({first, other, threading.get_ident()}) == 3
+        futures = [lane.submit(who) for lane in (a, a, a, b)]
+        go.set()  # until now all were waiting
+        *mine, other = [future.result(PATIENCE_S) for future in futures]
+    assert len(set(mine)) == 1
+    assert len({mine[0], other, threading.get_ident()}) == 3
 
 
 def test_the_inline_lane_works_on_the_callers_thread():
@@ -202,3 +209,38 @@ def test_close_ends_the_thread_after_a_failure():
         lane.close()
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+# Found by trying: what used to go wrong
+
+
+def test_a_stuck_task_is_not_forgotten_and_its_communicator_not_closed():
+    comm, go_on = FakeComm(timeout_s=0.01), threading.Event()
+    lane = ThreadLane(comm)
+    try:
+        lane.submit(go_on.wait, 30)
+        for _ in range(2):
+            with pytest.raises(CommTimeout):
+                lane.wait()
+        with pytest.raises(CommTimeout):
+            lane.close()
+        assert not comm.closed
+    finally:
+        go_on.set()
+
+
+@pytest.mark.parametrize("lane_type", [ThreadLane, InlineLane])
+def test_nothing_is_submitted_to_a_closed_lane(lane_type):
+    lane = lane_type(FakeComm())
+    lane.close()
+    lane.close()
+    with pytest.raises(CommError, match="closed"):
+        lane.submit(print)
+
+
+@pytest.mark.parametrize("lane_type", [ThreadLane, InlineLane])
+def test_results_that_nobody_waits_for_are_not_kept(lane_type):
+    with lane_type(FakeComm()) as lane:
+        for i in range(100):
+            assert lane.submit(lambda i=i: i).result(timeout=10) == i
+        assert len(lane._pending) == 1

@@ -13,9 +13,7 @@ MPI_TESTS = Path(__file__).parent / "mpi"
 def test_mpi_suite(ranks):
     # Importing PyTorch eight times takes longer than everything else together.
     files = (
-        [MPI_TESTS]
-        if ranks in (2, 4)
-        else sorted(set(MPI_TESTS.glob("test_*.py")) - {MPI_TESTS / "test_ddp.py"})
+        [MPI_TESTS] if ranks in (2, 4) else sorted(set(MPI_TESTS.glob("test_*.py")) - {MPI_TESTS / "test_ddp.py"})
     )
 
     result = run_python(

@@ -40,7 +40,7 @@ def test_span_times_the_body_of_a_with_statement():
     assert (span.name, span.args) == ("encode", {"bucket": 3})
     assert span.start_ns <= span.end_ns
     assert span.end_ns - span.start_ns <= after - before
-    assert abs(span.start_ns - shift - inside) < 10**9  # since the epoch, on this machine's clock
+    assert abs(span.start_ns - shift - inside) < 10**9  # the same instant, since the epoch
 
 
 def test_times_keep_their_differences():

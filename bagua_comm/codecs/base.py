@@ -5,8 +5,7 @@ back. It is a frozen dataclass of its settings, and `eval(repr(codec)) == codec`
 by itself, so a chunk's bytes do not depend on its neighbours. Whatever a codec does not write of a
 chunk's w bytes is zero: no byte of old memory travels.
 
-A NaN or an infinity stays visible: what decodes from it is not finite. What is finite decodes to
-something finite.
+A NaN or an infinity stays visible: what decodes from it is not finite. What is finite does not become infinite.
 """
 
 from __future__ import annotations
@@ -74,6 +73,8 @@ class Codec(ABC):
         if op not in ("sum", "avg"):
             raise ArrayError(f'combine: op is {op!r}, expected "sum" or "avg"')
         self._check_dtype("combine", dtype)
+        if wire.ndim != 2 or len(wire) == 0:
+            raise ArrayError(f"combine: wire has shape {wire.shape}, expected (chunks, wire bytes)")
         w = self.wire_nbytes(count, dtype)
         self._check_wire("combine", "wire", wire, (len(wire), w))
         if out is None:
@@ -99,15 +100,13 @@ class Codec(ABC):
         return n, m
 
     def _check_dtype(self, call: str, dtype: DType) -> None:
-        if dtype.name not in self.dtypes:
+        if dtype.name not in self.dtypes or not dtype.isnative:
             wanted = ", ".join(sorted(self.dtypes))
-            raise UnsupportedError(f"{call}: {self} cannot code {dtype.name}, only {wanted}")
+            raise UnsupportedError(f"{call}: {self} cannot code {dtype}, only {wanted} in native byte order")
 
     def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
         if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
-            raise ArrayError(
-                f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}"
-            )
+            raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
 
 
 def padded(nbytes: int) -> int:

@@ -13,9 +13,10 @@ the quotient of `scale` in float64 rounded to float32, everything rounded half t
     range = max - min + eps    scale = 255 / range    upper = rint(max * scale)    lower = upper - 255
     code  = clip(min(rint(x * scale), upper) - lower, 0, 255)        x' = (code + lower) / scale
 
-* A zero inside the range decodes to an exact zero; the error is at most half a step (range / 255).
-* A zero range, or one so small that `scale` overflows: codes 0, decodes to min. So do an `upper` that
-  is not finite (only with eps > 0).
+* A zero inside the range decodes to an exact zero, and the error is at most half a step (range / 255), as long
+  as |max| is below 2^16 ranges; beyond, float32 cannot tell neighbouring levels apart.
+* A zero range, or one so small that `scale` overflows (below 7.5e-37): codes 0, decodes to min. So does a block
+  whose `upper` is not finite (only with eps > 0).
 * A block that holds a NaN or an infinity: NaN in its header, codes 0, decodes to NaN. A range that
   overflows float32 decodes to NaN as well.
 * Zeros in a header are +0.0, and NaNs the canonical quiet ones, so that bytes do not depend on the
@@ -27,9 +28,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .. import kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError
+from ..kernels.host import largest_finite
 from .base import Codec, padded
 
 
@@ -44,7 +48,6 @@ class MinMaxUInt8(Codec):
     Source: Bagua's MinMaxUInt8 compression (Gan et al., arXiv 2107.01499), with per-block ranges,
     clamped codes and NaN kept visible.
 
-    >>> import numpy as np
     >>> codec = MinMaxUInt8(block=4)
     >>> x = np.array([[0.0, 0.5, 1.0, 2.55, 7.0]], np.float32)
     >>> codec.decode(codec.encode(x), np.empty_like(x))
@@ -55,10 +58,10 @@ class MinMaxUInt8(Codec):
     eps: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.block is not None and (not isinstance(self.block, int) or self.block < 1):
-            raise ArrayError(f"MinMaxUInt8: block is {self.block!r}, expected None or at least 1")
-        if not 0 <= self.eps < float("inf"):
-            raise ArrayError(f"MinMaxUInt8: eps is {self.eps!r}, expected a finite number >= 0")
+        if self.block is not None and (type(self.block) is not int or self.block < 1):
+            raise ArrayError(f"MinMaxUInt8: block is {self.block!r}, expected None or an int of at least 1")
+        if not isinstance(self.eps, (int, float)) or not 0 <= self.eps <= largest_finite(np.dtype("f4")):
+            raise ArrayError(f"MinMaxUInt8: eps is {self.eps!r}, expected a finite float32 >= 0")
 
     @classmethod
     def bagua(cls) -> MinMaxUInt8:

@@ -42,46 +42,36 @@ _ZERO = np.float32(0)
 def reduce_rows(rows: Array, out: Array, op: str) -> None:
     """Reduce `rows`, (p, m), to `out`, (m,), in row order.
 
-    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p;
-    for integers the quotient is truncated towards zero. `out` may be any one of the rows.
+    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p; integers
+    are added in 64 bits for it, and the quotient is truncated towards zero. `out` may be any one of the rows.
     """
     p, m = rows.shape
+    dtype = out.dtype
+    wide: DType = dtype
+    if dtype.name in REDUCED_PRECISION:
+        wide = np.dtype(np.float32)
+    elif op == "avg" and dtype.kind in "iu":
+        wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
+    # Not if `out` is a row that is still to come.
+    grows_in_out = wide == dtype and not np.may_share_memory(out, rows)
+    total, term = (np.empty(min(m, PIECE), wide) for _ in range(2))
     with np.errstate(all="ignore"):
-        if out.dtype.name not in REDUCED_PRECISION:
-            for start in range(0, m, PIECE):
-                piece = slice(start, start + PIECE)
-                _reduce(rows[:, piece], out[piece], op)
-            return
-        accumulator, term = _scratch(2, m)
         for start in range(0, m, PIECE):
             piece = slice(start, min(start + PIECE, m))
-            acc, part = accumulator[: piece.stop - start], term[: piece.stop - start]
+            acc, part = total[: piece.stop - start], term[: piece.stop - start]
+            if grows_in_out:
+                acc = out[piece]
             widen(rows[0, piece], acc)
             for row in range(1, p):
-                widen(rows[row, piece], part)
-                _UFUNCS[op](acc, part, out=acc)
+                value = rows[row, piece]
+                if wide != dtype:
+                    widen(value, part)
+                    value = part
+                _UFUNCS[op](acc, value, out=acc)
             if op == "avg":
-                np.divide(acc, np.float32(p), out=acc)
-            np.copyto(out[piece], acc, casting="unsafe")
-
-
-def _reduce(rows: Array, out: Array, op: str) -> None:
-    p = len(rows)
-    ufunc = _UFUNCS[op]
-    if p == 1:
-        np.copyto(out, rows[0])
-        return
-    if np.may_share_memory(out, rows):  # `out` may be a later row: keep it until its turn has come
-        acc = ufunc(rows[0], rows[1])
-        for row in range(2, p):
-            ufunc(acc, rows[row], out=acc)
-        np.copyto(out, acc)
-    else:
-        ufunc(rows[0], rows[1], out=out)
-        for row in range(2, p):
-            ufunc(out, rows[row], out=out)
-    if op == "avg":
-        divide(out, p)
+                divide(acc, p)
+            if not grows_in_out:
+                np.copyto(out[piece], acc, casting="unsafe")
 
 
 _UFUNCS: dict[str, np.ufunc] = {
@@ -107,7 +97,8 @@ def divide(x: Array, divisor: int) -> None:
 
 def scale(x: Array, factor: float) -> None:
     """Multiply floating-point `x` in place."""
-    np.multiply(x, x.dtype.type(factor), out=x)
+    with np.errstate(all="ignore"):
+        np.multiply(x, x.dtype.type(factor), out=x)
 
 
 def cast_saturating(x: Array, out: Array) -> None:
@@ -128,8 +119,8 @@ def cast_saturating(x: Array, out: Array) -> None:
 
 
 def widen(x: Array, out: Array) -> None:
-    """Copy float16, bfloat16 or float32 `x` to float32 `out` of the same shape."""
-    if x.dtype.name == "bfloat16":  # the upper half of a float32
+    """Copy `x` to `out`, of the same shape and the same or a wider dtype."""
+    if x.dtype.name == "bfloat16" and out.dtype == np.float32:  # the upper half of a float32
         bits = out.view(np.uint32)
         np.copyto(bits, x.view(np.uint16))
         np.left_shift(bits, 16, out=bits)

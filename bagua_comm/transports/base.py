@@ -50,9 +50,7 @@ class Transport(ABC):
         """Whether arrays like `x` can be taken as they are."""
 
     @abstractmethod
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
-    ) -> None:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Send and receive all messages at once; returns when all `recvs` are filled.
 
         Between two ranks, messages of one tag match in order. Messages to oneself match as well.

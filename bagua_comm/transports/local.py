@@ -53,9 +53,7 @@ class LocalTransport(Transport):
         """Host arrays."""
         return isinstance(x, np.ndarray)
 
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
-    ) -> None:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
         hub = self._hub
         with hub.changed:
@@ -77,8 +75,7 @@ class LocalTransport(Transport):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise CommTimeout(
-                        f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes "
-                        f"from rank {peer}"
+                        f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes from rank {peer}"
                     )
                 hub.changed.wait(remaining)
             message = box.popleft()

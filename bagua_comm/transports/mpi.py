@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -30,6 +31,10 @@ from .base import POINT_TO_POINT, Message, Transport
 NATIVE_BYTES = 1 << 20
 """Up to this size MPI's own collectives are used, beyond it the derived ones: where the two are about
 equally fast, on shared memory and on Ethernet."""
+
+EAGER_BYTES = 2048
+"""Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
+that is longer than expected beyond the end of the receiver's array, unless it is short enough to go eagerly."""
 
 MESSAGE_BYTES = 1 << 30
 """Larger messages are split; MPI counts with 32 bits."""
@@ -70,39 +75,54 @@ class MPITransport(Transport):
         """Host arrays."""
         return isinstance(x, np.ndarray)
 
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT
-    ) -> None:
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         self._check_usable()
         requests: list[MPI.Request] = []
         statuses: list[MPI.Status] = []
-        expected: list[Message] = []
+        incoming: dict[int, deque[Array]] = {}  # by peer, in order
+        for peer, out in recvs:
+            incoming.setdefault(peer, deque()).extend(_pieces(out))
         try:
-            for peer, out in recvs:
-                for piece in _pieces(out):
-                    requests.append(self._comm.Irecv([piece, MPI.BYTE], peer, tag))
-                    expected.append((peer, piece))
             for peer, x in sends:
                 for piece in _pieces(x):
                     requests.append(self._comm.Isend([piece, MPI.BYTE], peer, tag))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
+            self._poll(lambda: self._receive(incoming, requests, tag))
             statuses += [MPI.Status() for _ in requests]
             self._poll(lambda: MPI.Request.Testall(requests, statuses))
+        except CommMismatch as exc:
+            if incoming or not MPI.Request.Testall(requests):
+                self._give_up(exc, (requests, sends, recvs))
+            raise
         except BaseException as exc:
-            raise self._given_up(exc, (requests, sends, recvs), statuses) from exc
-        for (peer, piece), status in zip(expected, statuses, strict=False):
-            if status.Get_count(MPI.BYTE) != piece.nbytes:
+            raise self._give_up(exc, (requests, sends, recvs), statuses) from exc
+
+    def _receive(self, incoming: dict[int, deque[Array]], requests: list[MPI.Request], tag: int) -> bool:
+        """Start to receive what has arrived and is of the right size; True if nothing is left to come."""
+        status = MPI.Status()
+        for peer in list(incoming):
+            message = self._comm.Improbe(peer, tag, status)
+            if message is None:
+                continue
+            out, nbytes = incoming[peer].popleft(), status.Get_count(MPI.BYTE)
+            if not incoming[peer]:
+                del incoming[peer]
+            if nbytes != out.nbytes:
+                # Take it all the same, so that the next message is the next.
+                self._poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
                 raise CommMismatch(
-                    f"rank {self.rank} expected {piece.nbytes} bytes from rank {peer}, "
-                    f"which sent {status.Get_count(MPI.BYTE)}"
+                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
                 )
+            requests.append(message.Irecv([out, MPI.BYTE]))
+        return not incoming
 
     # MPI's own collectives, where they are better than those derived from `exchange` ----------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if not _natively_reduced(x):
+        self._agree_on_size(x)
+        if not _natively_reduced(x, op):
             super().allreduce(x, out, op)
             return
         send = MPI.IN_PLACE if x is out else x
@@ -112,7 +132,8 @@ class MPITransport(Transport):
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if not _natively_reduced(x):
+        self._agree_on_size(x)
+        if not _natively_reduced(x, op):
             super().reduce(x, out, root, op)
             return
         send = MPI.IN_PLACE if x is out else x
@@ -123,7 +144,8 @@ class MPITransport(Transport):
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if not _natively_reduced(x) or overlap(x, out):
+        self._agree_on_size(x)
+        if not _natively_reduced(x, op) or overlap(x, out):
             super().reduce_scatter(x, out, op)
             return
         self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
@@ -132,6 +154,7 @@ class MPITransport(Transport):
 
     def allgather(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
+        self._agree_on_size(x)
         if out.nbytes > NATIVE_BYTES:
             super().allgather(x, out)
             return
@@ -141,6 +164,7 @@ class MPITransport(Transport):
 
     def alltoall(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
+        self._agree_on_size(x)
         if out.nbytes > NATIVE_BYTES or overlap(x, out):
             super().alltoall(x, out)
             return
@@ -149,6 +173,7 @@ class MPITransport(Transport):
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
+        self._agree_on_size(x)
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -177,8 +202,7 @@ class MPITransport(Transport):
             return MPITransport(self._comm.Shrink(), timeout_s=self.timeout_s)
         except (MPI.Exception, NotImplementedError) as exc:
             raise UnsupportedError(
-                "mpi: this MPI cannot go on without the ranks that died; "
-                "Open MPI 5 can: mpirun --with-ft ulfm"
+                "mpi: this MPI cannot go on without the ranks that died; Open MPI 5 can: mpirun --with-ft ulfm"
             ) from exc
 
     def abort(self, exit_code: int = 1) -> None:
@@ -197,7 +221,7 @@ class MPITransport(Transport):
         try:
             return MPITransport(make(), timeout_s=self.timeout_s)
         except MPI.Exception as exc:
-            raise self._given_up(exc, None) from exc
+            raise self._give_up(exc, None) from exc
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
@@ -207,7 +231,7 @@ class MPITransport(Transport):
             request = start()
             self._poll(request.Test)
         except BaseException as exc:
-            raise self._given_up(exc, (request, buffers)) from exc
+            raise self._give_up(exc, (request, buffers)) from exc
 
     def _poll(self, done: Callable[[], bool]) -> None:
         """Wait until `done`; first without sleeping, since most answers come at once."""
@@ -217,11 +241,19 @@ class MPITransport(Transport):
         while not done():
             waited = time.monotonic() - start
             if waited > self.timeout_s:
-                raise CommTimeout(
-                    f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
-                )
+                raise CommTimeout(f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers")
             if waited > _SPIN_S:
                 time.sleep(_NAP_S)
+
+    def _agree_on_size(self, x: Array) -> None:
+        """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""
+        if x.nbytes <= EAGER_BYTES or self.size == 1:
+            return
+        bounds = np.array([x.nbytes, -x.nbytes], np.int64)
+        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
+        low, high = int(bounds[0]), -int(bounds[1])
+        if low != high:
+            raise CommMismatch(f"rank {self.rank} gave {x.nbytes} bytes, where ranks give {low} to {high}")
 
     def _divide(self, total: Array, op: str) -> None:
         """MPI has no average: its sum is divided."""
@@ -235,7 +267,7 @@ class MPITransport(Transport):
     def _break(self, reason: str) -> None:
         self._broken = self._broken or reason
 
-    def _given_up(
+    def _give_up(
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
         """What to raise for `exc`, in the middle of a call: nothing can be sent after it."""
@@ -268,8 +300,10 @@ class MPITransport(Transport):
             dead.Free()
 
 
-def _natively_reduced(x: Array) -> bool:
-    return x.nbytes <= NATIVE_BYTES and x.dtype in _NATIVE_DTYPES
+def _natively_reduced(x: Array, op: str) -> bool:
+    """Whether MPI reduces such an array well; its sums of small integers overflow before they are divided."""
+    averages_integers = op == "avg" and x.dtype.kind in "iu"
+    return x.nbytes <= NATIVE_BYTES and x.dtype in _NATIVE_DTYPES and not averages_integers
 
 
 def _bytes(x: Array) -> Array:

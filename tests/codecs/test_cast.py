@@ -205,5 +205,5 @@ def test_padding_of_the_wire_is_zero(codec):
 def test_other_dtypes_are_refused(codec):
     with pytest.raises(UnsupportedError) as caught:
         codec.encode(np.zeros((1, 4), np.float64))
-    message = f"encode: {codec!r} cannot code float64, only bfloat16, float16, float32"
+    message = f"encode: {codec!r} cannot code float64, only bfloat16, float16, float32 in native byte order"
     assert message == str(caught.value)

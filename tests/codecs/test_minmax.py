@@ -381,18 +381,18 @@ def test_settings_are_a_value():
     assert MinMaxUInt8() == MinMaxUInt8(block=512, eps=0.0)
 
 
-@pytest.mark.parametrize("block", [0, -1, 1.5, "8"])
+@pytest.mark.parametrize("block", [0, -1, 1.5, "8", True])
 def test_block_must_be_a_positive_integer(block):
     with pytest.raises(ArrayError) as caught:
         MinMaxUInt8(block=block)
-    assert f"MinMaxUInt8: block is {block!r}, expected None or at least 1" == str(caught.value)
+    assert f"MinMaxUInt8: block is {block!r}, expected None or an int of at least 1" == str(caught.value)
 
 
-@pytest.mark.parametrize("eps", [-1e-7, float("inf"), float("nan")])
+@pytest.mark.parametrize("eps", [-1e-7, float("inf"), float("nan"), 1e39, "x"])
 def test_eps_must_be_finite_and_not_negative(eps):
     with pytest.raises(ArrayError) as caught:
         MinMaxUInt8(eps=eps)
-    assert f"MinMaxUInt8: eps is {eps!r}, expected a finite number >= 0" == str(caught.value)
+    assert f"MinMaxUInt8: eps is {eps!r}, expected a finite float32 >= 0" == str(caught.value)
 
 
 @pytest.mark.parametrize("codec", [MinMaxUInt8(), BFloat16()])
@@ -445,5 +445,5 @@ def test_other_dtypes_are_refused(dtype):
     ):
         with pytest.raises(UnsupportedError) as caught:
             call()
-        expected = f"{name}: {codec!r} cannot code {dtype}, only bfloat16, float16, float32"
+        expected = f"{name}: {codec!r} cannot code {dtype}, only bfloat16, float16, float32 in native byte order"
         assert expected == str(caught.value)

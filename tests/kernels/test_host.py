@@ -42,7 +42,7 @@ def same_bytes(expected, actual):
 
 
 def reduced(rows, op):
-    """((row 0 + row 1) + row 2) + ...: 16-bit floats in float32 and rounded once, integers truncated."""
+    """((row 0 + row 1) + row 2) + ...: 16-bit floats in float32 and rounded once, integer means in 64 bits."""
     function = {
         "sum": np.add,
         "avg": np.add,
@@ -53,9 +53,13 @@ def reduced(rows, op):
         "bor": np.bitwise_or,
         "bxor": np.bitwise_xor,
     }[op]
-    narrow = rows.dtype.name in ("float16", "bfloat16")
+    wide = rows.dtype
+    if rows.dtype.name in ("float16", "bfloat16"):
+        wide = np.dtype(np.float32)
+    elif op == "avg" and rows.dtype.kind in "iu":
+        wide = np.dtype(np.int64 if rows.dtype.kind == "i" else np.uint64)
     with np.errstate(over="ignore"):
-        total = reduce(function, rows.astype(np.float32) if narrow else rows)
+        total = reduce(function, rows.astype(wide))
         if op == "avg" and rows.dtype.kind in "iu":
             total = np.array([int(Fraction(int(t), len(rows))) for t in total], rows.dtype)
         elif op == "avg":
@@ -112,6 +116,14 @@ def test_rows_are_added_from_the_first_to_the_last(dtype):
     assert out.astype(float).tolist() == [0.0]
     host.reduce_rows(first[[0, 2, 1]], out, "sum")
     assert out.astype(float).tolist() == [2.0**-10]
+
+
+def test_the_sum_is_divided_and_not_multiplied_by_a_reciprocal():
+    rows = np.zeros((15, 1), np.float16)
+    rows[0], rows[1] = 1097 / 64, 11 / 2048  # 15 times a number half-way between two of float16
+    out = np.empty(1, np.float16)
+    host.reduce_rows(rows, out, "avg")
+    assert out.tolist() == [1170 / 1024]  # to even; times float32(1 / 15) gives 1171 / 1024
 
 
 def test_average_of_integers_is_truncated_towards_zero():
@@ -280,8 +292,7 @@ def block_by_block(x, block, eps, op):
     sums = [combined(header, codes, codes.shape[1], eps, op) for header, codes in ends]
     back = [decoded(header, codes, codes.shape[1], eps) for header, codes in ends]
     return [
-        np.concatenate(arrays, axis=1)
-        for arrays in (*zip(*ends, strict=True), back, *zip(*sums, strict=True))
+        np.concatenate(arrays, axis=1) for arrays in (*zip(*ends, strict=True), back, *zip(*sums, strict=True))
     ]
 
 
@@ -297,9 +308,7 @@ def test_a_block_does_not_depend_on_the_others_of_its_span(dtype, op):
     x = values((3, 2 * host.SPAN + 3 * block + 17), dtype)  # three spans, and a short last block
     x[1, host.SPAN + 5] = np.nan
     x[2, : 2 * block] = 1.5
-    for expected, actual in zip(
-        block_by_block(x, block, 0.0, op), all_at_once(x, block, 0.0, op), strict=True
-    ):
+    for expected, actual in zip(block_by_block(x, block, 0.0, op), all_at_once(x, block, 0.0, op), strict=True):
         assert same_bytes(expected, actual)
 
 
@@ -314,9 +323,7 @@ def test_a_block_longer_than_a_span_does_not_depend_on_the_other_rows(dtype):
 
 
 @pytest.mark.parametrize(("piece", "span"), TINY)
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 512), (3, 70, 8), (2, 250, 100), (5, 33, 33), (4, 40, 40), (2, 0, 8)]
-)
+@pytest.mark.parametrize("shape", [(1, 1, 512), (3, 70, 8), (2, 250, 100), (5, 33, 33), (4, 40, 40), (2, 0, 8)])
 def test_minmax_does_not_depend_on_pieces_and_spans(shape, piece, span, monkeypatch):
     n, m, block = shape
     xs = [values((n, m), dtype) for dtype in CODED]

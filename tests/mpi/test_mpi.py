@@ -91,8 +91,8 @@ def test_call_check_names_both_calls(comm):
                 checked.broadcast(x, root=0) if comm.rank == 0 else checked.allreduce(x)
 
 
-def test_trace_has_every_rank(comm, tmp_path_factory):
-    path = comm.broadcast_object(str(tmp_path_factory.mktemp("trace") / "trace.json"), root=0)
+def test_trace_has_every_rank(comm, shared_folder):
+    path = f"{shared_folder}/trace.json"
     comm.allreduce(np.ones(10))
 
     comm.trace(path)
