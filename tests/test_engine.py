@@ -239,21 +239,3 @@ def test_state_survives_a_round_trip():
                 again.load_state_dict({**saved, "plan": Plan.pack(SPECS[:1]).to_json()})
 
     run_ranks(2, body)
-
-
-def test_a_step_allocates_next_to_nothing_after_the_first():
-    """Beside the copies that threads leave each other: NumPy memory, by tracemalloc, on one rank."""
-    import tracemalloc
-
-    plan = Plan.pack([TensorSpec("w", (1 << 20,), "float32")])
-
-    def body(comm):
-        with Engine(comm, ByteGrad(), plan, plan.allocate()) as engine:
-            engine.at(Point.BACKWARD)
-            tracemalloc.start()
-            engine.at(Point.BACKWARD)
-            _, peak = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            return peak
-
-    assert max(run_ranks(1, body)) < plan.nbytes / 16

@@ -1,0 +1,163 @@
+"""How fast codecs encode, decode and combine on this machine, beside a plain copy in the same run.
+
+    python benchmarks/codecs.py -b 1M -e 64M -f 8 -n 20 --codec minmax bagua float16 bfloat16
+
+One process on one core. GB/s are bytes of elements a second (of the p chunks together for combine), in
+10**9; the figure of a codec is comparable with that of the copy beside it. Every result is checked: what
+decodes must be as close as the codec promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import common
+import numpy as np
+from common import Call, Column, Measurement, Spread, Table
+
+from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8
+from bagua_comm.arrays import Array, dtype_named
+from bagua_comm.testing import run_ranks
+
+CODECS: dict[str, Codec] = {
+    "minmax": MinMaxUInt8(),
+    "bagua": MinMaxUInt8.bagua(),
+    "float16": Float16(),
+    "bfloat16": BFloat16(),
+}
+
+CHUNKS = 4
+"""How many chunks are encoded, decoded and combined."""
+
+TABLE = Table(
+    (
+        Column("size", "(B)", 12),
+        Column("type", width=8),
+        Column("codec", width=9),
+        *(Column(title, "(GB/s)", 8) for title in ("copy", "encode", "decode", "combine")),
+        *(Column(title, "of copy", 8) for title in ("encode", "decode", "combine")),
+        Column("wire", "/element", 8),
+        Column("error", "rel. L2", 8),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one codec works on, at one size."""
+
+    chunks: Array
+    wire: Array
+    decoded: Array
+    combined: Array
+
+    @classmethod
+    def of(cls, codec: Codec, nbytes: int, dtype: str) -> Buffers:
+        """Normally distributed chunks of `nbytes` in all, and room for the results."""
+        kind = dtype_named(dtype)
+        count = max(1, nbytes // kind.itemsize // CHUNKS)
+        chunks = np.random.default_rng(0).standard_normal((CHUNKS, count), np.float32).astype(kind)
+        wire = np.zeros((CHUNKS, codec.wire_nbytes(count, kind)), np.uint8)
+        return cls(chunks, wire, np.zeros_like(chunks), np.zeros_like(wire[:1]))
+
+
+def main() -> None:
+    options = parse_arguments()
+    if hasattr(os, "sched_setaffinity"):  # one core, and the same one throughout
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    record = common.begin_record("codecs", options, ranks=1)
+    print(*common.header_lines(record), sep="\n")
+    print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy, encode, decode, combine")
+    print(*TABLE.header(), sep="\n")
+    record["results"] = []
+    for nbytes in common.sweep(options.minbytes, options.maxbytes, options.stepfactor):
+        for name in options.codec:
+            result = measured(name, nbytes, options)
+            record["results"].append(result)
+            print(TABLE.row(cells(result)), flush=True)
+    if options.json:
+        common.write_json(options.json, record)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    common.add_sweep_arguments(parser)
+    parser.add_argument("-d", "--datatype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
+    return parser.parse_args()
+
+
+def measured(name: str, nbytes: int, options: argparse.Namespace) -> dict[str, object]:
+    """Time one codec at one size."""
+    codec = CODECS[name]
+    buffers = Buffers.of(codec, nbytes, options.datatype)
+    chunks, wire, decoded, combined = buffers.chunks, buffers.wire, buffers.decoded, buffers.combined
+    copy = np.empty_like(chunks)
+
+    def combine() -> Array:
+        return codec.combine(wire, combined, op="avg", count=chunks.shape[1], dtype=chunks.dtype)
+
+    mean = chunks.mean(axis=0, dtype=np.float64, keepdims=True)
+    steps: dict[str, tuple[Callable[[], object], Array | None]] = {
+        "copy": (lambda: np.copyto(copy, chunks), None),
+        "encode": (lambda: codec.encode(chunks, wire), None),
+        "decode": (lambda: codec.decode(wire, decoded), chunks.astype(np.float64)),
+        "combine": (combine, None),
+    }
+    calls = [
+        Call(run=_returning(run, decoded), prepare=lambda: None, expected=expected, check=common.ERROR)
+        for run, expected in steps.values()
+    ]
+    (timings,) = run_ranks(
+        1,
+        lambda comm: common.measure(
+            comm, calls, barrier=lambda: None, warmup=options.warmup_iters, iterations=options.iters
+        ),
+    )
+    rates = {step: _gbs(chunks.nbytes, timing) for step, timing in zip(steps, timings, strict=True)}
+    return {
+        "codec": repr(codec),
+        "name": name,
+        "datatype": options.datatype,
+        "bytes": chunks.nbytes,
+        "gb_per_s": {step: asdict(rate) for step, rate in rates.items()},
+        "of_copy": {step: rates[step].median / rates["copy"].median for step in list(rates)[1:]},
+        "wire_bytes_per_element": wire.size / chunks.size,
+        "error": timings[2].fault,
+        "error_of_mean": common.relative_error(codec.decode(combine(), copy[:1]), mean),
+    }
+
+
+def _returning(run: Callable[[], object], result: Array) -> Callable[[], Array]:
+    def call() -> Array:
+        run()
+        return result
+
+    return call
+
+
+def _gbs(nbytes: int, timing: Measurement) -> Spread:
+    return Spread.of(nbytes / timing.seconds / 1e9)
+
+
+def cells(result: dict[str, object]) -> list[str]:
+    """One row of the table."""
+    rates, shares = result["gb_per_s"], result["of_copy"]
+    assert isinstance(rates, dict)
+    assert isinstance(shares, dict)
+    return [
+        str(result["bytes"]),
+        str(result["datatype"]),
+        str(result["name"]),
+        *(common.number(rate["median"]) for rate in rates.values()),
+        *(common.number(share) for share in shares.values()),
+        f"{result['wire_bytes_per_element']:.3f}",
+        f"{result['error']:.1e}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""benchmarks/codecs.py, run as its users would."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent.parent.parent / "benchmarks" / "codecs.py"
+
+
+def test_every_codec_has_a_row_with_figures_beside_a_copy(tmp_path):
+    path = tmp_path / "codecs.json"
+    command = [sys.executable, str(SCRIPT), "-b", "64K", "-e", "64K", "-n", "3", "-w", "1", "--json", str(path)]
+
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True).stdout
+
+    rows = [line.split() for line in printed.splitlines() if not line.startswith("#")]
+    assert [row[2] for row in rows] == ["minmax", "bagua", "float16", "bfloat16"]
+    assert all(len(row) == 12 for row in rows)
+    results = json.loads(path.read_text())["results"]
+    for result in results:
+        assert set(result["gb_per_s"]) == {"copy", "encode", "decode", "combine"}
+        assert result["gb_per_s"]["encode"]["median"] > 0
+        assert 0 < result["error"] < 0.05
+        assert 0 < result["error_of_mean"] < 0.05
+    assert results[0]["wire_bytes_per_element"] == 1 + 8 / 512
