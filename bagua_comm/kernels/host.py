@@ -265,7 +265,7 @@ def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: A
     np.copyto(ends[..., 1:2], high, casting="unsafe")
     # The code of the lowest element bounds the others from below, 255 from above while it is exact.
     first = np.rint(low * factor) - lower
-    inside = all_regular and first.min() >= 0 and -_EXACT < lower.min() and lower.max() < _EXACT
+    inside = all_regular and first.min() >= 0 and lower.min() > -_EXACT and lower.max() < _EXACT
     for at in _parts(x.shape):
         target = code[at]
         part = _shaped(value, target.shape)
