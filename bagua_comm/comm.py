@@ -630,10 +630,13 @@ class Communicator:
 
     def accept(self, call: str, name: str, x: Any) -> tuple[Array, Transport]:
         """View argument `name` of `call` as an array, and pick the transport that moves it."""
-        try:
-            value = as_array(x)
-        except UnsupportedError as exc:
-            raise UnsupportedError(f"{call}: {name}: {exc}") from exc
+        if isinstance(x, np.ndarray):
+            value = x
+        else:
+            try:
+                value = as_array(x)
+            except UnsupportedError as exc:
+                raise UnsupportedError(f"{call}: {name}: {exc}") from exc
         if not arrays.is_movable(value.dtype):
             raise UnsupportedError(
                 f"{call}: {name} has dtype {value.dtype}, expected integers, floats, bool or complex "
@@ -785,7 +788,7 @@ class _Operation:
             detail["error"] = kind.__name__
         comm.tracer.add(name, self._start, end, detail)
         if error is None:
-            comm.counters[name].add(payload, wire)
+            comm.counters.by_operation[name].add(payload, wire)
             comm._last_call = name
         elif isinstance(error, CommError) and error.args:
             call = self._describe()

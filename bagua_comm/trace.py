@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -136,13 +136,10 @@ class Counters:
     Counter(calls=2, payload_bytes=8, wire_bytes=14)
     """
 
-    by_operation: dict[str, Counter] = field(default_factory=dict)
+    by_operation: defaultdict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
 
     def __getitem__(self, operation: str) -> Counter:
-        try:
-            return self.by_operation[operation]
-        except KeyError:
-            return self.by_operation.setdefault(operation, Counter())
+        return self.by_operation[operation]
 
     def total(self) -> Counter:
         """The sum over all operations."""

@@ -121,7 +121,8 @@ class MPITransport(Transport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if not _natively_reduced(x, op):
             super().allreduce(x, out, op)
             return
@@ -132,7 +133,8 @@ class MPITransport(Transport):
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if not _natively_reduced(x, op):
             super().reduce(x, out, root, op)
             return
@@ -144,7 +146,8 @@ class MPITransport(Transport):
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if not _natively_reduced(x, op) or overlap(x, out):
             super().reduce_scatter(x, out, op)
             return
@@ -154,7 +157,8 @@ class MPITransport(Transport):
 
     def allgather(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if out.nbytes > NATIVE_BYTES:
             super().allgather(x, out)
             return
@@ -164,7 +168,8 @@ class MPITransport(Transport):
 
     def alltoall(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if out.nbytes > NATIVE_BYTES or overlap(x, out):
             super().alltoall(x, out)
             return
@@ -173,7 +178,8 @@ class MPITransport(Transport):
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
-        self._agree_on_size(x)
+        if x.nbytes > EAGER_BYTES:
+            self._agree_on_size(x)
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -225,18 +231,18 @@ class MPITransport(Transport):
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
-        self._check_usable()
+        if self._broken is not None:
+            self._check_usable()
         request = None
         try:
             request = start()
-            self._poll(request.Test)
+            if not request.Test():
+                self._poll(request.Test)
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
 
     def _poll(self, done: Callable[[], bool]) -> None:
         """Wait until `done`; first without sleeping, since most answers come at once."""
-        if done():
-            return
         start = time.monotonic()
         while not done():
             waited = time.monotonic() - start
@@ -247,8 +253,6 @@ class MPITransport(Transport):
 
     def _agree_on_size(self, x: Array) -> None:
         """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""
-        if x.nbytes <= EAGER_BYTES or self.size == 1:
-            return
         bounds = np.array([x.nbytes, -x.nbytes], np.int64)
         self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
         low, high = int(bounds[0]), -int(bounds[1])
