@@ -25,6 +25,7 @@ import bagua_comm
 from bagua_comm import (
     Algorithm,
     ArrayError,
+    CommError,
     CommMismatch,
     Communicator,
     Engine,
@@ -122,6 +123,11 @@ class DistributedDataParallel(nn.Module):
         if self.training and torch.is_grad_enabled():
             if self.broadcast_buffers:
                 _broadcast_together(self.comm, list(self.module.buffers()))
+            if self._backward.complete:
+                raise CommError(
+                    "DistributedDataParallel: the last backward pass did not end: with unused parameters and "
+                    "reentrant checkpointing, pass the optimizers, or checkpoint with use_reentrant=False"
+                )
             self._forwarded = True
             self.engine.at(Point.FORWARD)
         return self.module(*args, **kwargs)
@@ -224,15 +230,18 @@ class DistributedDataParallel(nn.Module):
         parameter.grad = view
 
     def _all_gradients_known(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Every gradient of this pass was computed; the last may still have to be accumulated."""
-        self._backward.expected = {
-            name for name, g in zip(self._trained, gradients, strict=True) if g is not None
-        }
+        """Every gradient of this pass was computed; the last may still have to be accumulated.
+
+        A pass inside another one (reentrant checkpointing) comes here with its own gradients alone, and then
+        PyTorch does not call for the outer pass: that one ends with its last parameter, or before the step.
+        """
+        names = {name for name, g in zip(self._trained, gradients, strict=True) if g is not None}
+        self._backward.expected = names | (self._backward.expected or set())
         self._end_backward_if_complete()
 
     def _end_backward_if_complete(self) -> None:
-        expected = self._backward.expected
-        if expected is not None and expected <= self._backward.complete:
+        complete = self._backward.complete
+        if len(complete) == len(self._trained) or complete == self._backward.expected:
             self._end_backward()
 
     def _end_backward(self) -> None:
@@ -256,7 +265,8 @@ class DistributedDataParallel(nn.Module):
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
-        if self._forwarded and not self._averaged and self.algorithm.payload == "grad":
+        missed = self._forwarded and not self._averaged and self.algorithm.payload == "grad"
+        if missed or self._backward.complete:
             self._end_backward()
 
     def _after_optimizer_step(self, *_: Any) -> None:
@@ -271,7 +281,7 @@ class _Backward:
     complete: set[str] = field(default_factory=set)
     """Parameters whose gradients are accumulated."""
     expected: set[str] | None = None
-    """Parameters that get a gradient, once that is known."""
+    """Parameters that get a gradient, as far as that is known."""
     start_ns: int = 0
 
 

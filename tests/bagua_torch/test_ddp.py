@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua_comm
-from bagua_comm import ArrayError, CommMismatch, Exact, GradientAllReduce, Point, UnsupportedError
+from bagua_comm import ArrayError, CommError, CommMismatch, Exact, GradientAllReduce, Point, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array
 
@@ -273,6 +274,69 @@ def test_autograd_grad_of_parameters_is_refused():
         ddp.close()
 
     run_ranks(1, body)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_checkpointed_layers(reentrant, last):
+    """A reentrant checkpoint runs a backward pass inside the backward pass."""
+
+    def gradients(comm, checkpointed):
+        torch_layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)]
+        for i, layer in enumerate(torch_layers):
+            nn.init.constant_(layer.weight, 0.1 * (i + 1))
+            nn.init.constant_(layer.bias, 0.1)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(torch_layers)
+
+            def forward(self, x):
+                for i, layer in enumerate(self.layers):
+                    block = nn.Sequential(layer, nn.Tanh())
+                    if checkpointed and i == (2 if last else 1):
+                        x = checkpoint(block, x, use_reentrant=reentrant)
+                    else:
+                        x = block(x)
+                return x
+
+        model = Model()
+        ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
+        ddp(torch.full((2, 3), 1.0 + comm.rank)).square().sum().backward()
+        result = [parameter.grad.clone() for parameter in model.parameters()]
+        # Where the inner pass comes first it looks like one of its own: averaged twice, to the same values.
+        times = 2 if checkpointed and reentrant and last else 1
+        assert [bucket.step for bucket in ddp.engine.buckets] == [times] * 6
+        ddp.close()
+        return result
+
+    expected = run_ranks(2, lambda comm: gradients(comm, False))[0]
+    for actual in run_ranks(2, lambda comm: gradients(comm, True)):
+        for a, b in zip(actual, expected, strict=True):
+            assert torch.equal(a, b)
+            assert a.abs().sum() > 0
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_reentrant_checkpoints_with_unused_parameters_end_with_the_step_or_are_refused(with_optimizer):
+    def body(comm):
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
+        for layer in model:
+            nn.init.ones_(layer.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ddp = DistributedDataParallel(model, optimizer if with_optimizer else (), comm=comm)
+        hidden = model[0](torch.full((1, 1), 1.0 + comm.rank))
+        model[2](checkpoint(model[1], hidden, use_reentrant=True)).sum().backward()
+        if with_optimizer:
+            optimizer.step()
+            assert [layer.weight.item() for layer in model] == [-0.5, -0.5, -0.5, 1]
+        else:
+            with pytest.raises(CommError, match=r"did not end.*use_reentrant=False"):
+                ddp(torch.ones(1, 1))
+        ddp.close()
+
+    run_ranks(2, body)
 
 
 def test_buffers_follow_rank_0():
