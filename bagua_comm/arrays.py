@@ -81,8 +81,12 @@ def as_array(x: Any) -> Array:
     Raises:
         UnsupportedError: `x` belongs to no library known here, or its memory or dtype cannot be viewed.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        raise UnsupportedError("a masked array would lose its mask; pass its data and mask apart")
+    if isinstance(x, np.ndarray):
+        return x.view(np.ndarray)
     if isinstance(x, np.generic):
         return np.asarray(x)
     cupy = sys.modules.get("cupy")

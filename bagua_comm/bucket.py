@@ -104,11 +104,14 @@ class Plan:
         closed: list[tuple[int, list[TensorSpec]]] = []
         filling: dict[str, list[TensorSpec]] = {}
         last: dict[str, int] = {}
+        nbytes: dict[str, int] = {}
         for position, spec in enumerate(specs):
             bucket = filling.setdefault(spec.dtype, [])
             bucket.append(spec)
             last[spec.dtype] = position
-            if sum(tensor.nbytes for tensor in bucket) >= bucket_bytes:
+            nbytes[spec.dtype] = nbytes.get(spec.dtype, 0) + spec.nbytes
+            if nbytes[spec.dtype] >= bucket_bytes:
+                nbytes[spec.dtype] = 0
                 closed.append((position, filling.pop(spec.dtype)))
         closed += [(last[dtype], bucket) for dtype, bucket in filling.items()]
         return cls(

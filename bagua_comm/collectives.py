@@ -73,6 +73,10 @@ class Quantized:
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ArrayError(f"Quantized: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
+
     def bind(self, comm: Communicator) -> InPlace:
         """See `Average.bind`."""
         return lambda x: quantized_allreduce(comm, x, out=x, codec=self.codec, op="avg")
@@ -112,6 +116,7 @@ class Hierarchical:
 
         def average(x: Array) -> Array:
             value, _ = comm.accept("Hierarchical", "x", x)
+            self.check(arrays.dtype_name(value.dtype))
             if comm.size == 1 or value.size == 0:
                 return x
             flat = arrays.contiguous(value).reshape(-1)
@@ -177,6 +182,8 @@ def quantized_allreduce(
     """
     call, p = "quantized_allreduce", comm.size
     codec = MinMaxUInt8() if codec is None else codec
+    if not isinstance(codec, Codec):
+        raise ArrayError(f"{call}: codec is {codec!r}, expected a Codec such as MinMaxUInt8()")
     if op not in ("sum", "avg"):
         raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
     send, _ = comm.accept(call, "x", x)

@@ -271,11 +271,12 @@ class Communicator:
             raise ArrayError(f"scatter: x has shape {send.shape}, expected ({self.size}, ...)")
         out, target = self.landing(call, out, send.shape[1:], send)
         send = arrays.contiguous(send)
-        self._check_overlap(call, send, target, send[root])
+        table, mine = arrays.rows(send, self.size), target.reshape(-1)
+        self._check_overlap(call, send, mine, table[root])
         with _Operation(self, call, transport, target, {"root": root}):
-            if not arrays.same_memory(send[root], target):
-                target[...] = send[root]
-            transport.exchange([(r, send[r]) for r in self._others()], [], tag=COLLECTIVE)
+            if not arrays.same_memory(table[root], mine):
+                mine[...] = table[root]
+            transport.exchange([(r, table[r]) for r in self._others()], [], tag=COLLECTIVE)
         return finished(out, target)
 
     def alltoall(self, x: Array, out: Array | None = None) -> Array:
@@ -498,11 +499,13 @@ class Communicator:
     def by_node(self) -> Nodes:
         """Communicators inside this node, and across nodes among ranks of equal `local_rank`.
 
-        Collective. The first call splits; later ones return the same pair.
+        Collective. The first call splits; later ones return the same pair, which is closed with this one and
+        counts its bytes here.
         """
         if self._nodes is None:
             intra = self.split(self.node)
             inter = self.split(self.local_rank)
+            intra.counters = inter.counters = self.counters
             self._nodes = Nodes(intra, inter)
         return self._nodes
 
@@ -630,7 +633,7 @@ class Communicator:
 
     def accept(self, call: str, name: str, x: Any) -> tuple[Array, Transport]:
         """View argument `name` of `call` as an array, and pick the transport that moves it."""
-        if isinstance(x, np.ndarray):
+        if type(x) is np.ndarray:
             value = x
         else:
             try:

@@ -53,7 +53,9 @@ class Engine:
         *,
         tracer: Tracer | None = None,
     ) -> None:
-        for bucket in plan.buckets:
+        if isinstance(algorithm, type) or not hasattr(algorithm, "exchange"):
+            raise ArrayError(f"algorithm is {algorithm!r}, expected an algorithm such as ByteGrad()")
+        for bucket in plan.buckets if hasattr(algorithm, "check") else ():
             try:
                 algorithm.check(bucket.dtype)
             except TypeError as exc:
@@ -84,11 +86,12 @@ class Engine:
             close = difflib.get_close_matches(name, self._bucket_of)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
+        if self.algorithm.window.opens is not Point.GRADIENT:
+            return
         if name not in waiting:
             raise ArrayError(f"ready: {name!r} was complete already in this step")
         waiting.discard(name)
-        if self.algorithm.window.opens is Point.GRADIENT:
-            self._submit_complete()
+        self._submit_complete()
 
     def at(self, point: Point) -> None:
         """Say that training has reached a point: open and close what opens and closes there.
@@ -99,15 +102,18 @@ class Engine:
         Raises:
             CommError: An exchange failed.
         """
+        if not isinstance(point, Point):
+            raise ArrayError(f"at: point is {point!r}, expected a Point")
         window = self.algorithm.window
         if point is Point.BACKWARD and window.opens is Point.GRADIENT:
             self._complete_with_zeros()
         if point is window.closes and self._submitted:
             self.flush()
             for bucket in self._submitted:
-                self.algorithm.commit(bucket, self._states[bucket.index])
+                if hasattr(self.algorithm, "commit"):
+                    self.algorithm.commit(bucket, self._states[bucket.index])
             self._start_step()
-        if point is window.opens and point is not Point.GRADIENT:
+        if point is window.opens and point is not Point.GRADIENT and not self._submitted:
             for bucket in self.buckets:
                 self._submit(bucket)
 

@@ -11,8 +11,8 @@
       BootstrapError                the world could not be set up
 
 Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
-and leave the communicator usable, and so does a `CommMismatch` that all ranks raise. After any other `CommError`
-it can only be shrunk, aborted or closed.
+and leave the communicator usable. After a `CommError` in the middle of a collective it can only be shrunk,
+aborted or closed.
 """
 
 from __future__ import annotations

@@ -51,7 +51,8 @@ class DistributedDataParallel(nn.Module):
     (BatchNorm statistics) follow rank 0 at every training forward pass.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. As with PyTorch's
-    own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises.
+    own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises. Every rank
+    makes the same number of forward and backward passes. Reentrant checkpoints need all parameters used.
 
     Args:
         module: What to train. Its parameters stay the same objects.
@@ -96,6 +97,8 @@ class DistributedDataParallel(nn.Module):
         # remove_duplicate, the default, names a tied parameter once.
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._check_module()
+        if getattr(self.algorithm, "payload", "grad") != "grad":
+            raise UnsupportedError(f"DistributedDataParallel: {self.algorithm} does not exchange gradients")
         self._check_ranks()
         for parameter in module.parameters():
             self.comm.broadcast(as_array(parameter), root=0)
@@ -115,19 +118,19 @@ class DistributedDataParallel(nn.Module):
         self._views = _views(plan, flats)
         self._backward = _Backward()
         self._forwarded = self._averaged = False  # since the last optimizer step
+        self._buffers_sent = False  # since the last backward pass
+        self._closed = False
         self._hooks: list[Any] = []
         self._attach([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
         if self.training and torch.is_grad_enabled():
-            if self.broadcast_buffers:
+            self._check_forward()
+            if self.broadcast_buffers and not self._buffers_sent:
+                # Once per backward pass: what an earlier forward pass saved for it must not change.
                 _broadcast_together(self.comm, list(self.module.buffers()))
-            if self._backward.complete:
-                raise CommError(
-                    "DistributedDataParallel: the last backward pass did not end: with unused parameters and "
-                    "reentrant checkpointing, pass the optimizers, or checkpoint with use_reentrant=False"
-                )
+                self._buffers_sent = True
             self._forwarded = True
             self.engine.at(Point.FORWARD)
         return self.module(*args, **kwargs)
@@ -144,10 +147,30 @@ class DistributedDataParallel(nn.Module):
 
         Collective.
         """
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.engine.close()
+
+    def _check_forward(self) -> None:
+        if self._closed:
+            raise CommError("DistributedDataParallel: closed; its module would train without the other ranks")
+        self._check_backward_ended()
+        trained = {id(p): name for name, p in self._trained.items()}
+        for name, parameter in self.module.named_parameters():
+            if (id(parameter) in trained) != parameter.requires_grad:
+                raise ArrayError(
+                    f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
+                    "wrapped; close this one and wrap the module again"
+                )
+
+    def _check_backward_ended(self) -> None:
+        if self._backward.complete:
+            raise CommError(
+                "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
+                "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
+            )
 
     def _check_module(self) -> None:
         if not self._trained:
@@ -233,7 +256,7 @@ class DistributedDataParallel(nn.Module):
         """Every gradient of this pass was computed; the last may still have to be accumulated.
 
         A pass inside another one (reentrant checkpointing) comes here with its own gradients alone, and then
-        PyTorch does not call for the outer pass: that one ends with its last parameter, or before the step.
+        PyTorch does not call for the outer pass: that one ends when all parameters have their gradients.
         """
         names = {name for name, g in zip(self._trained, gradients, strict=True) if g is not None}
         self._backward.expected = names | (self._backward.expected or set())
@@ -255,7 +278,7 @@ class DistributedDataParallel(nn.Module):
             self._attach_view(self._trained[name], self._views[name])
             self.engine.ready(name)
         self.engine.at(Point.BACKWARD)
-        self._averaged = True
+        self._averaged, self._buffers_sent = True, False
         if self.find_unused_parameters:
             used = np.array([name in done.complete for name in self._trained], np.uint8)
             anywhere = self.comm.allreduce(used, op="max")
@@ -265,8 +288,8 @@ class DistributedDataParallel(nn.Module):
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
-        missed = self._forwarded and not self._averaged and self.algorithm.payload == "grad"
-        if missed or self._backward.complete:
+        self._check_backward_ended()
+        if self._forwarded and not self._averaged:
             self._end_backward()
 
     def _after_optimizer_step(self, *_: Any) -> None:

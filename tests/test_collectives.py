@@ -408,12 +408,14 @@ def stage_bytes(average):
     def body(comm):
         mean = average.bind(comm)
         intra, inter = comm.by_node()
-        before = intra.counters.total().wire_bytes, inter.counters.total().wire_bytes
-        outside = comm.counters.total().wire_bytes
+        groups = [group.transports[0] for group in (comm, intra, inter)]
+        before = [transport.sent_bytes for transport in groups]
+        counted = comm.counters.total().wire_bytes
         mean(np.ones(4096, np.float32))
-        assert comm.counters.total().wire_bytes == outside
-        after = intra.counters.total().wire_bytes, inter.counters.total().wire_bytes
-        return after[0] - before[0], after[1] - before[1]
+        outside, inside, across = (t.sent_bytes - b for t, b in zip(groups, before, strict=True))
+        assert outside == 0
+        assert comm.counters.total().wire_bytes - counted == inside + across
+        return inside, across
 
     return run_ranks(4, body, nodes=[0, 0, 1, 1])
 

@@ -8,6 +8,7 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
+from ..errors import ArrayError
 from .base import Payload, Point, Window
 
 
@@ -26,6 +27,13 @@ class GradientAllReduce:
 
     average: Average = field(default_factory=Exact)
 
+    def __post_init__(self) -> None:
+        if isinstance(self.average, type) or not hasattr(self.average, "bind"):
+            raise ArrayError(
+                f"GradientAllReduce: average is {self.average!r}, expected an Average such as "
+                "Exact() or Quantized(MinMaxUInt8())"
+            )
+
     @property
     def payload(self) -> Payload:
         """Gradients."""
@@ -38,7 +46,8 @@ class GradientAllReduce:
 
     def check(self, dtype: str) -> None:
         """What the average takes."""
-        self.average.check(dtype)
+        if hasattr(self.average, "check"):  # one of your own may take every dtype
+            self.average.check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
         """See `Algorithm.init`. Collective."""

@@ -48,6 +48,7 @@ class LocalTransport(Transport):
         self._hub = hub or Hub(1)
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
+        self._broken: str | None = None
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""
@@ -63,8 +64,16 @@ class LocalTransport(Transport):
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             hub.changed.notify_all()
         deadline = time.monotonic() + self.timeout_s
-        for peer, out in recvs:
-            self._receive(peer, out, tag, deadline)
+        for i, (peer, out) in enumerate(recvs):
+            try:
+                self._receive(peer, out, tag, deadline)
+            except CommMismatch as exc:
+                if tag != POINT_TO_POINT or i + 1 < len(recvs):
+                    self._broken = str(exc)  # what its peers send next would be taken for something else
+                raise
+            except CommTimeout as exc:
+                self._broken = str(exc)
+                raise
 
     def _receive(self, peer: int, out: Array, tag: int, deadline: float) -> None:
         hub = self._hub
@@ -104,5 +113,6 @@ class LocalTransport(Transport):
         self._hub.abort(f"rank {self.rank} aborted")
 
     def _check_alive(self) -> None:
-        if self._hub.aborted is not None:
-            raise CommAborted(self._hub.aborted)
+        reason = self._hub.aborted or self._broken
+        if reason is not None:
+            raise CommAborted(f"this communicator cannot be used: {reason}")

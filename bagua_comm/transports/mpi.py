@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import INTEGERS, Array, overlap
+from ..arrays import INTEGERS, Array, overlap, rows, same_memory
 from ..errors import (
     CommAborted,
     CommError,
@@ -92,7 +92,7 @@ class MPITransport(Transport):
             statuses += [MPI.Status() for _ in requests]
             self._poll(lambda: MPI.Request.Testall(requests, statuses))
         except CommMismatch as exc:
-            if incoming or not MPI.Request.Testall(requests):
+            if tag != POINT_TO_POINT or incoming or not MPI.Request.Testall(requests):
                 self._give_up(exc, (requests, sends, recvs))
             raise
         except BaseException as exc:
@@ -126,8 +126,10 @@ class MPITransport(Transport):
         if not _natively_reduced(x, op):
             super().allreduce(x, out, op)
             return
-        send = MPI.IN_PLACE if x is out else x
-        self._complete(lambda: self._comm.Iallreduce(send, out, _OPS[op]), (x, out))
+        # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
+        if x is not out:
+            out[...] = x
+        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, _OPS[op]), out)
         self._divide(out, op)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
@@ -148,9 +150,10 @@ class MPITransport(Transport):
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
-        if not _natively_reduced(x, op) or overlap(x, out):
+        if not _natively_reduced(x, op):
             super().reduce_scatter(x, out, op)
             return
+        x = self._apart(x, out)
         self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
         self._divide(out, op)
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
@@ -162,17 +165,20 @@ class MPITransport(Transport):
         if out.nbytes > NATIVE_BYTES:
             super().allgather(x, out)
             return
-        send = MPI.IN_PLACE if overlap(x, out) else [_bytes(x), MPI.BYTE]
-        self._complete(lambda: self._comm.Iallgather(send, [_bytes(out), MPI.BYTE]), (x, out))
+        mine = rows(out, self.size)[self.rank]
+        if not same_memory(x, mine):
+            mine[...] = x.reshape(-1)
+        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE]), out)
         self.sent_bytes += x.nbytes * (self.size - 1)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
-        if out.nbytes > NATIVE_BYTES or overlap(x, out):
+        if out.nbytes > NATIVE_BYTES:
             super().alltoall(x, out)
             return
+        x = self._apart(x, out)
         self._complete(lambda: self._comm.Ialltoall([_bytes(x), MPI.BYTE], [_bytes(out), MPI.BYTE]), (x, out))
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
@@ -259,6 +265,14 @@ class MPITransport(Transport):
         if low != high:
             raise CommMismatch(f"rank {self.rank} gave {x.nbytes} bytes, where ranks give {low} to {high}")
 
+    def _apart(self, x: Array, out: Array) -> Array:
+        """`x`, or a copy if it overlaps `out`: which call of MPI is made must not depend on it."""
+        if not overlap(x, out):
+            return x
+        copy = self._scratch.take("apart", x.shape, x.dtype, like=x)
+        copy[...] = x
+        return copy
+
     def _divide(self, total: Array, op: str) -> None:
         """MPI has no average: its sum is divided."""
         if op == "avg":
@@ -305,9 +319,13 @@ class MPITransport(Transport):
 
 
 def _natively_reduced(x: Array, op: str) -> bool:
-    """Whether MPI reduces such an array well; its sums of small integers overflow before they are divided."""
-    averages_integers = op == "avg" and x.dtype.kind in "iu"
-    return x.nbytes <= NATIVE_BYTES and x.dtype in _NATIVE_DTYPES and not averages_integers
+    """Whether MPI reduces such an array as we do.
+
+    Its sums of small integers overflow before they are divided, and its min and max hide NaN.
+    """
+    if x.nbytes > NATIVE_BYTES or x.dtype not in _NATIVE_DTYPES:
+        return False
+    return op == "sum" or (op != "avg" if x.dtype.kind in "iu" else op not in ("min", "max"))
 
 
 def _bytes(x: Array) -> Array:

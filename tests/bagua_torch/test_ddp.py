@@ -318,23 +318,46 @@ def test_checkpointed_layers(reentrant, last):
             assert a.abs().sum() > 0
 
 
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_reentrant_checkpoints_with_unused_parameters_end_with_the_step_or_are_refused(with_optimizer):
+def test_reentrant_checkpoints_with_unused_parameters_are_refused_before_the_step():
     def body(comm):
         model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
-        for layer in model:
-            nn.init.ones_(layer.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ddp = DistributedDataParallel(model, optimizer if with_optimizer else (), comm=comm)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
         hidden = model[0](torch.full((1, 1), 1.0 + comm.rank))
         model[2](checkpoint(model[1], hidden, use_reentrant=True)).sum().backward()
-        if with_optimizer:
-            optimizer.step()
-            assert [layer.weight.item() for layer in model] == [-0.5, -0.5, -0.5, 1]
-        else:
+        for call in (optimizer.step, lambda: ddp(torch.ones(1, 1))):
             with pytest.raises(CommError, match=r"did not end.*use_reentrant=False"):
-                ddp(torch.ones(1, 1))
+                call()
         ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_two_forward_passes_before_one_backward_pass_with_batch_norm():
+    def body(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        ddp = DistributedDataParallel(model, comm=comm)
+        (ddp(torch.randn(4, 2)) * ddp(torch.randn(4, 2))).sum().backward()
+        comm.check_consistency(as_array(model[0].weight.grad))
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "freeze", "add"])
+def test_parameters_that_change_after_wrapping_are_refused(change):
+    def body(comm):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+        ddp = DistributedDataParallel(model, comm=comm)
+        if change == "add":
+            model.append(nn.Linear(2, 2))
+        else:
+            model[1 if change == "unfreeze" else 0].requires_grad_(change == "unfreeze")
+        with pytest.raises(ArrayError, match="added, frozen or unfrozen after the module was wrapped"):
+            ddp(torch.ones(1, 2))
+        ddp.close()
+        with pytest.raises(CommError, match="closed"):
+            ddp(torch.ones(1, 2))
 
     run_ranks(2, body)
 
@@ -344,7 +367,8 @@ def test_buffers_follow_rank_0():
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
         ddp = DistributedDataParallel(model, comm=comm)
         for step in range(3):
-            ddp(torch.randn(4, 2, generator=torch.Generator().manual_seed(comm.rank + step)))
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(comm.rank + step))
+            ddp(x).sum().backward()
         ddp(torch.zeros(4, 2))
         ddp.close()
         return model[0].running_mean.clone(), int(model[0].num_batches_tracked)

@@ -117,3 +117,31 @@ def test_more_than_two_to_the_31_elements(comm):
 
     comm.allreduce(x, out=x)
     assert x[:3].tolist() + x[-3:].tolist() == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize("count", [2, 500, 8000, 20000, 300000])
+def test_in_place_may_differ_between_ranks(comm, count):
+    """MPI itself wants IN_PLACE on all ranks or on none."""
+    p = comm.size
+    chunks = np.arange(float(p * count)).reshape(p, count)
+    x = chunks + comm.rank
+    total = p * chunks + sum(range(p))
+
+    def out(x):
+        return x if comm.rank == 0 else None
+
+    np.testing.assert_array_equal(comm.allreduce(x.copy() if comm.rank else x, out=out(x)), total)
+    x = chunks + comm.rank
+    mine = x[comm.rank] if comm.rank == 0 else None
+    result = comm.reduce_scatter(x.reshape(-1), out=mine)
+    np.testing.assert_array_equal(result, total[comm.rank])
+    x = chunks + comm.rank
+    expected = np.stack([chunks[comm.rank] + r for r in range(p)])
+    np.testing.assert_array_equal(comm.alltoall(x, out=out(x)), expected)
+
+
+@pytest.mark.parametrize("count", [1, 300000])
+def test_min_and_max_keep_nan(comm, count):
+    x = np.full(count, np.nan if comm.rank == comm.size - 1 else 1.0)
+    assert np.isnan(comm.allreduce(x, op="max")).all()
+    assert np.isnan(comm.allreduce(x, op="min")).all()
