@@ -150,18 +150,18 @@ def test_the_first_bucket_leaves_before_the_backward_pass_ends():
             ddp(torch.ones(64, 200)).sum().backward()
         spans = comm.tracer.spans()
         ddp.close()
-        return [
-            (
-                [s for s in spans if s.name == "backward"][-1],
-                [s for s in spans if s.name == "exchange" and s.args["step"] == 2],
-            )
-        ][0]
+        return (
+            [s for s in spans if s.name == "backward"],
+            [[s for s in spans if s.name == "exchange" and s.args["step"] == step] for step in range(3)],
+        )
 
-    for backward, exchanges in run_ranks(2, body):
-        assert [span.args["bucket"] for span in exchanges] == list(range(len(exchanges)))
-        assert len(exchanges) > 4
-        assert exchanges[0].thread != backward.thread
-        assert backward.start_ns < exchanges[0].start_ns < backward.end_ns
+    for passes, steps in run_ranks(2, body):
+        for exchanges in steps:
+            assert [span.args["bucket"] for span in exchanges] == list(range(len(exchanges)))
+            assert len(exchanges) > 4
+            assert exchanges[0].thread != passes[0].thread
+        # In some steps the lane's thread gets a core only later.
+        assert any(p.start_ns < e[0].start_ns < p.end_ns for p, e in zip(passes, steps, strict=True))
 
 
 def test_unused_parameters_get_the_mean_of_the_ranks_that_use_them():
