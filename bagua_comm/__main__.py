@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, arrays
-from .bootstrap import device_count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +139,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
         "MPI": _mpi_facts(),
         "devices": {
             "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "CUDA devices": device_count(),
+            "CUDA devices": arrays.device_count(),
             "NCCL": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         },
         "transports carry": {

@@ -204,9 +204,11 @@ class Scratch:
 
 
 def device_count() -> int:
-    """How many CUDA devices CuPy sees; 0 without a driver."""
-    import cupy
-
+    """How many CUDA devices CuPy sees; 0 without CuPy or without a driver."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ModuleNotFoundError:
+        return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:

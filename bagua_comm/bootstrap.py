@@ -6,7 +6,6 @@ of one rank, and needs no MPI.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from types import TracebackType
@@ -152,10 +151,5 @@ class _AbortAfter:
 
 def _device(local_rank: int) -> int | None:
     """The GPU of this rank: number `local_rank`, shared in turn if there are fewer; None without one."""
-    count = device_count()
+    count = arrays.device_count()
     return local_rank % count if count else None
-
-
-def device_count() -> int:
-    """How many CUDA devices CuPy sees; 0 without CuPy."""
-    return arrays.device_count() if importlib.util.find_spec("cupy") else 0
