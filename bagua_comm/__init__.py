@@ -4,12 +4,26 @@ with bagua_comm.connect() as comm:                  # all ranks under mpirun, el
 comm.allreduce(x, out=x, op="avg")              # x: NumPy or CuPy
 """
 
-from . import topology
-from .algorithms import Algorithm, ByteGrad, GradientAllReduce, Point, Window
+from . import optim, topology
+from .algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    Point,
+    QAdam,
+    Window,
+    after,
+    every,
+)
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .codecs import BFloat16, Codec, Float16, MinMaxUInt8
-from .collectives import Average, Exact, Hierarchical, Quantized, quantized_allreduce
+from .collectives import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
 from .comm import Communicator, Nodes
 from .engine import Engine
 from .errors import (
@@ -30,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Algorithm",
     "ArrayError",
+    "AsyncModelAverage",
     "Average",
     "BFloat16",
     "BaguaError",
@@ -43,23 +58,32 @@ __all__ = [
     "CommMismatch",
     "CommTimeout",
     "Communicator",
+    "Decentralized",
+    "DiLoCo",
     "Engine",
+    "ErrorFeedback",
     "Exact",
     "Float16",
     "GradientAllReduce",
     "Hierarchical",
     "Lane",
+    "LowPrecisionDecentralized",
+    "LowPrecisionOnePeer",
     "MinMaxUInt8",
     "Nodes",
     "Plan",
     "Point",
+    "QAdam",
     "Quantized",
     "RankFailed",
     "TensorSpec",
     "UnsupportedError",
     "Window",
+    "after",
     "connect",
     "default",
+    "every",
+    "optim",
     "quantized_allreduce",
     "topology",
 ]

@@ -126,6 +126,16 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array
     return namespace(like).empty(shape, dtype)
 
 
+def empty_like(x: Array) -> Array:
+    """A new uninitialised array of the shape, dtype and library of `x`."""
+    return namespace(x).empty(x.shape, x.dtype)
+
+
+def zeros_like(x: Array) -> Array:
+    """A new array of zeros, of the shape, dtype and library of `x`."""
+    return namespace(x).zeros(x.shape, x.dtype)
+
+
 def overlap(a: Array, b: Array) -> bool:
     """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):

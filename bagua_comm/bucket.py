@@ -7,6 +7,7 @@ a flat array, and a view of it for every tensor.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -57,6 +58,16 @@ class BucketSpec:
     def nbytes(self) -> int:
         """Number of bytes, padding included."""
         return self.size * dtype_named(self.dtype).itemsize
+
+    def slices(self) -> dict[str, slice]:
+        """Where each tensor lies, by name."""
+        ends = itertools.accumulate(tensor.size for tensor in self.tensors)
+        return {t.name: slice(end - t.size, end) for t, end in zip(self.tensors, ends, strict=True)}
+
+    def cut(self, flat: Array) -> dict[str, Array]:
+        """Views of a flat array (or torch tensor): this bucket's tensors by name, in their shapes."""
+        slices = self.slices()
+        return {tensor.name: flat[slices[tensor.name]].reshape(tensor.shape) for tensor in self.tensors}
 
 
 @dataclass(frozen=True)
@@ -167,7 +178,7 @@ class Bucket:
     views: dict[str, Array] = field(init=False)
     """The tensors, by name and in their shapes. Share memory with `flat`."""
     step: int = 0
-    """How often this bucket was exchanged."""
+    """The training step of its latest exchange, counted from 0."""
 
     def __post_init__(self) -> None:
         wanted = dtype_named(self.spec.dtype)
@@ -176,10 +187,7 @@ class Bucket:
                 f"bucket {self.index}: its storage is {self.flat.dtype}{self.flat.shape}, "
                 f"expected {wanted}({self.spec.size},)"
             )
-        self.views, start = {}, 0
-        for tensor in self.spec.tensors:
-            self.views[tensor.name] = self.flat[start : start + tensor.size].reshape(tensor.shape)
-            start += tensor.size
+        self.views = self.spec.cut(self.flat)
 
     @property
     def nbytes(self) -> int:

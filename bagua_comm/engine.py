@@ -6,14 +6,18 @@ always match. The engine owns a duplicate of the communicator and the lane that 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from . import arrays
-from .algorithms.base import Algorithm, Point
+from .algorithms.base import Algorithm, Payload, Point, check_algorithm_argument, phase_of, phases_of
+from .algorithms.state import load_state, save_state
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
@@ -23,23 +27,28 @@ from .trace import Counter, Tracer
 
 __all__ = ["Engine", "Lane", "ThreadLane"]
 
+Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
+"""Memory of the buckets: one flat array for each; by payload, where an algorithm exchanges both in turn."""
+
 
 class Engine:
     """Exchanges the buckets of a plan by an algorithm.
 
     Collective. All ranks give the same plan and algorithm; they are compared. Call `ready` when a tensor
-    is complete, and `at` when training reaches a point, on every rank in every step. Close it, or use it
-    as a context manager.
+    is complete, and `at` when training reaches a point (`FORWARD`, `BACKWARD`, `STEP`), on every rank in every
+    step. Close it, or use it as a context manager.
 
     Args:
         comm: The ranks. The engine works on a duplicate of it.
         algorithm: What to exchange, when and how.
         plan: Which tensors travel together.
-        storage: The memory of the buckets: one flat array each. The engine keeps views of it.
+        storage: The memory of the buckets, gradients or weights as the algorithm's `payload` says: one flat
+            array each. For an algorithm that exchanges both in turn, {"grad": [...], "weight": [...]}. The
+            engine keeps views of it.
         tracer: Where spans go; the communicator's by default.
 
     Raises:
-        ArrayError: `storage` does not fit the plan.
+        ArrayError: `storage` does not fit the plan or the algorithm.
         CommMismatch: The ranks' plans or algorithms differ.
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; it is named.
     """
@@ -49,12 +58,11 @@ class Engine:
         comm: Communicator,
         algorithm: Algorithm,
         plan: Plan,
-        storage: Sequence[Array],
+        storage: Storage,
         *,
         tracer: Tracer | None = None,
     ) -> None:
-        if isinstance(algorithm, type) or not hasattr(algorithm, "exchange"):
-            raise ArrayError(f"algorithm is {algorithm!r}, expected an algorithm such as ByteGrad()")
+        check_algorithm_argument("Engine", "algorithm", algorithm)
         for bucket in plan.buckets if hasattr(algorithm, "check") else ():
             try:
                 algorithm.check(bucket.dtype)
@@ -62,16 +70,27 @@ class Engine:
                 names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
                 raise type(exc)(f"tensor {names}: {exc}") from exc
         self.algorithm, self.plan = algorithm, plan
-        self.buckets = make_buckets(plan, storage)
-        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.views}
+        self._buckets = self._over(plan, storage)
         self._compare(comm)
         self._tracer = tracer or comm.tracer
         self._lane = comm.lane()
         self._comm: Communicator = self._lane.comm
-        self._states = [algorithm.init(bucket, self._comm) for bucket in self.buckets]
         self.counter = Counter()
         """What was exchanged so far: payload and wire bytes of this rank."""
-        self._start_step()
+        self.step = 0
+        """How many training steps have ended."""
+        self._stopped = self._closed = False
+        self._begin_phase(began=0)
+
+    @property
+    def phase(self) -> Algorithm:
+        """What the algorithm is in this step."""
+        return self._phase
+
+    @property
+    def payload(self) -> Payload:
+        """What is exchanged in this step: "grad" or "weight"."""
+        return self._phase.payload
 
     def ready(self, name: str) -> None:
         """Say that a tensor's values are complete in this step.
@@ -83,10 +102,10 @@ class Engine:
         """
         waiting = self._waiting_for.get(name)
         if waiting is None:
-            close = difflib.get_close_matches(name, self._bucket_of)
+            close = difflib.get_close_matches(name, self._waiting_for)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
-        if self.algorithm.window.opens is not Point.GRADIENT:
+        if self._window.opens is not Point.GRADIENT:
             return
         if name not in waiting:
             raise ArrayError(f"ready: {name!r} was complete already in this step")
@@ -97,99 +116,143 @@ class Engine:
         """Say that training has reached a point: open and close what opens and closes there.
 
         Collective. At `BACKWARD`, tensors that did not become ready are sent as zeros: no rank waits
-        for ever for one that another rank does not use.
+        for ever for one that another rank does not use. Ranks of an algorithm whose window is always open
+        don't wait for each other here.
 
         Raises:
             CommError: An exchange failed.
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
-        window = self.algorithm.window
-        if point is Point.BACKWARD and window.opens is Point.GRADIENT:
-            self._complete_with_zeros()
-        if point is window.closes and self._submitted:
-            self.flush()
-            for bucket in self._submitted:
-                if hasattr(self.algorithm, "commit"):
-                    self.algorithm.commit(bucket, self._states[bucket.index])
-            self._start_step()
-        if point is window.opens and point is not Point.GRADIENT and not self._submitted:
-            for bucket in self.buckets:
-                self._submit(bucket)
+        window = self._window
+        if window.closes is Point.NEVER:
+            if point is Point.STEP:
+                self._turn()
+        else:
+            if point is Point.BACKWARD and window.opens is Point.GRADIENT:
+                self._complete_with_zeros()
+            if point is window.closes:
+                self._close_window()
+            if point is window.opens and point is not Point.GRADIENT and not self._left:
+                for bucket in self.buckets:
+                    self._submit(bucket)
+        if point is Point.STEP:
+            self.step += 1
+            if phase_of(self.algorithm, self.step) != self._phase:
+                self._finish()
+                self._begin_phase(began=self.step)
+
+    def settle(self) -> None:
+        """Wait for what is exchanged between two steps, and write it back: before weights are read or saved."""
+        if self._window.closes is Point.FORWARD:
+            self._close_window()
 
     def flush(self) -> None:
         """Wait for everything that was submitted; raises the first error among it."""
         with self._tracer.span("wait for exchanges"):
             self._lane.wait()
 
-    def replan(self, plan: Plan, storage: Sequence[Array] | None = None) -> list[Array]:
-        """Go on with another plan for the same tensors; their values move along.
+    def stop(self) -> None:
+        """Finish what is under way, and exchange nothing until `resume`; stopping twice does nothing.
 
-        Collective. Call it between steps. Algorithm state starts anew.
+        Collective: returns when all ranks have stopped. Where the window is always open, rounds go on until
+        then, and the last one leaves all ranks with the same weights, up to rounding.
+        """
+        if not self._stopped:
+            self._finish()
+            self._stopped = True
+
+    def resume(self) -> None:
+        """Go on after `stop`.
+
+        Collective.
+        """
+        self._stopped = False
+
+    def replan(self, plan: Plan, storage: Storage | None = None) -> list[Array] | dict[Payload, list[Array]]:
+        """Go on with another plan for the same tensors; their values and the algorithm's state move along.
+
+        Collective. Call it between steps.
 
         Args:
             plan: The new plan.
             storage: Memory for it; if None, new arrays of the library of the old ones.
 
         Returns:
-            The memory now used, one flat array per bucket.
+            The memory now used: one flat array per bucket, by payload if there are two of them.
 
         Raises:
-            ArrayError: The plan has other tensors, or `storage` does not fit.
+            ArrayError: The plan has other tensors, or `storage` or the state does not fit.
             CommMismatch: The ranks' plans differ.
         """
-        self.flush()
+        self._finish()
         specs = {tensor for bucket in self.plan.buckets for tensor in bucket.tensors}
         if specs != {tensor for bucket in plan.buckets for tensor in bucket.tensors}:
             raise ArrayError("replan: the new plan has other tensors than the old one")
+        saved = self._saved()
         if storage is None:
-            like = self.buckets[0].flat
-            storage = [
-                arrays.namespace(like).zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets
-            ]
-        buckets = make_buckets(plan, storage)
-        for bucket in buckets:
-            for name, view in bucket.views.items():
-                view[...] = self._bucket_of[name].views[name]
-        self.plan, self.buckets = plan, buckets
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.views}
+            run = arrays.namespace(self.buckets[0].flat)
+            storage = {
+                payload: [run.zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets]
+                for payload in self._buckets
+            }
+        old, self.plan, self._buckets = self._buckets, plan, self._over(plan, storage)
+        for payload, buckets in self._buckets.items():
+            views = {name: view for bucket in old[payload] for name, view in bucket.views.items()}
+            for bucket in buckets:
+                for name, view in bucket.views.items():
+                    view[...] = views[name]
         self._compare(self._comm)
-        self._states = [self.algorithm.init(bucket, self._comm) for bucket in buckets]
-        self._start_step()
-        return list(storage)
+        self._begin_phase(began=self._began)
+        self._load(saved)
+        flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
+        return flats if len(flats) > 1 else flats[self.payload]
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps between steps, on this rank: plain arrays and numbers, copied."""
-        self.flush()
+        """What the algorithm keeps between steps, on this rank: arrays and numbers by tensor name, copied.
+
+        Call it between steps, and before the weights are copied: what was exchanged since the last step is
+        written back to them first.
+        """
+        self.settle()
+        if self._window.closes is not Point.NEVER:
+            self.flush()
         return {
-            "plan": self.plan.to_json(),
-            "steps": [bucket.step for bucket in self.buckets],
-            "states": [
-                {name: value.copy() for name, value in _arrays_of(state).items()} for state in self._states
-            ],
+            "algorithm": repr(self.algorithm),
+            "step": self.step,
+            "phase_began": self._began,
+            "tensors": self._saved(),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank.
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank, also under another plan.
+
+        Collective.
 
         Raises:
-            ArrayError: It was saved under another plan.
+            ArrayError: It was saved with another algorithm, or for other tensors.
         """
-        if Plan.from_json(saved["plan"]) != self.plan:
-            raise ArrayError("load_state_dict: saved under another plan; replan first")
-        self.flush()
-        for bucket, step in zip(self.buckets, saved["steps"], strict=True):
-            bucket.step = step
-        for state, values in zip(self._states, saved["states"], strict=True):
-            for name, value in _arrays_of(state).items():
-                value[...] = values[name]
+        if saved["algorithm"] != repr(self.algorithm):
+            raise ArrayError(
+                f"load_state_dict: saved with {saved['algorithm']}, but the algorithm is {self.algorithm!r}"
+            )
+        self._finish()
+        self.step = saved["step"]
+        self._begin_phase(began=saved["phase_began"])
+        self._load(saved["tensors"])
 
     def close(self) -> None:
-        """Finish what was submitted, and free the lane and its communicator.
+        """Finish what is under way, and free the lane and its communicator; closing twice does nothing.
 
         Collective.
         """
-        self._lane.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.stop()
+        finally:
+            self._lane.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -203,6 +266,17 @@ class Engine:
         if error is None:
             self.close()
 
+    # Plan, phases, state ----------------------------------------------------------------------------
+
+    def _over(self, plan: Plan, storage: Storage) -> dict[Payload, list[Bucket]]:
+        """Buckets over `storage`, for every payload that the algorithm exchanges."""
+        given = storage if isinstance(storage, Mapping) else {self.algorithm.payload: storage}
+        needed = {phase.payload for phase in phases_of(self.algorithm)}
+        if not needed <= set(given):
+            wanted = " and ".join(map(repr, sorted(needed)))
+            raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {self.algorithm} needs {wanted}")
+        return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
+
     def _compare(self, comm: Communicator) -> None:
         mine = (self.plan.digest(), repr(self.algorithm))
         for rank, other in enumerate(comm.allgather_object(mine)):
@@ -213,13 +287,41 @@ class Engine:
                     + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
                 )
 
-    def _start_step(self) -> None:
+    def _begin_phase(self, began: int) -> None:
+        """Set up what the algorithm is in this step, which it became in step `began`."""
+        self._phase, self._began = phase_of(self.algorithm, self.step), began
+        self._window = self._phase.window
+        self.buckets = self._buckets[self._phase.payload]
+        self.states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]
+        self._round: list[Future[Any]] = []
+        self._round_began_s = float("-inf")
+        self._open_window()
+
+    def _saved(self) -> dict[str, dict[str, Any]]:
+        saved: dict[str, dict[str, Any]] = {}
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            saved.update(save_state(bucket, state))
+        return saved
+
+    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            load_state(bucket, state, saved)
+
+    # Windows that open and close in every step ------------------------------------------------------
+
+    def _open_window(self) -> None:
         self._waiting = [set(bucket.views) for bucket in self.buckets]
         self._waiting_for = {name: names for names in self._waiting for name in names}
-        self._submitted: list[Bucket] = []
+        self._left: list[Bucket] = []
+
+    def _close_window(self) -> None:
+        if self._left:
+            self.flush()
+            self._commit()
+            self._open_window()
 
     def _submit_complete(self) -> None:
-        for bucket in self.buckets[len(self._submitted) :]:
+        for bucket in self.buckets[len(self._left) :]:
             if self._waiting[bucket.index]:
                 return
             self._submit(bucket)
@@ -231,21 +333,67 @@ class Engine:
             waiting.clear()
         self._submit_complete()
 
-    def _submit(self, bucket: Bucket) -> None:
-        self._submitted.append(bucket)
-        self._lane.submit(self._exchange, bucket, self._states[bucket.index])
+    # A window that is always open -------------------------------------------------------------------
 
-    def _exchange(self, bucket: Bucket, state: Any) -> None:
-        before = self._comm.counters.total().wire_bytes
+    def _turn(self) -> None:
+        """Commit the round that has ended, and begin the next if it is due."""
+        if self._round:
+            if not all(future.done() for future in self._round):
+                return
+            self._end_round()
+        if not self._stopped and time.monotonic() - self._round_began_s >= self._window.interval_s:
+            self._begin_round(stopping=False)
+
+    def _begin_round(self, *, stopping: bool) -> None:
+        self._round_began_s = time.monotonic()
+        self._open_window()
+        self._round = [self._lane.submit(self._agree, stopping)]
+        self._round += [self._submit(bucket) for bucket in self.buckets]
+
+    def _end_round(self) -> bool:
+        """Wait for the round and commit it; whether all ranks were stopping when it began."""
+        self.flush()
+        self._commit()
+        agreed, self._round = self._round[0].result(), []
+        return bool(agreed)
+
+    def _agree(self, stopping: bool) -> bool:
+        """Whether all ranks are stopping. Collective."""
+        return bool(self._comm.allreduce(np.array(stopping, np.uint8), op="min"))
+
+    # Both -------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """End all that is under way on all ranks. Collective."""
+        if self._window.closes is not Point.NEVER:
+            self._close_window()
+            return
+        if self._stopped:
+            return
+        agreed = self._end_round() if self._round else False
+        while not agreed:
+            self._begin_round(stopping=True)
+            agreed = self._end_round()
+
+    def _submit(self, bucket: Bucket) -> Future[Any]:
+        self._left.append(bucket)
+        if self._stopped:
+            return Future()
+        state, bucket.step = self.states[bucket.index], self.step - self._began
+        if hasattr(self._phase, "begin"):
+            self._phase.begin(bucket, state)
+        return self._lane.submit(self._exchange, self._phase, bucket, state)
+
+    def _exchange(self, algorithm: Algorithm, bucket: Bucket, state: Any) -> None:
+        before = self._comm.counters.total()
+        calls, wire_bytes = before.calls, before.wire_bytes
         with self._tracer.span("exchange", bucket=bucket.index, bytes=bucket.nbytes, step=bucket.step):
-            self.algorithm.exchange(bucket, self._comm, state)
-        bucket.step += 1
-        self.counter.add(bucket.nbytes, self._comm.counters.total().wire_bytes - before)
+            algorithm.exchange(bucket, self._comm, state)
+        after = self._comm.counters.total()
+        if after.calls > calls:
+            self.counter.add(bucket.nbytes, after.wire_bytes - wire_bytes)
 
-
-def _arrays_of(state: Any) -> dict[str, Array]:
-    """The arrays among the fields of a dataclass, by name."""
-    if not dataclasses.is_dataclass(state):
-        return {}
-    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return {name: value for name, value in fields.items() if hasattr(value, "dtype")}
+    def _commit(self) -> None:
+        if hasattr(self._phase, "commit") and not self._stopped:
+            for bucket in self._left:
+                self._phase.commit(bucket, self.states[bucket.index])

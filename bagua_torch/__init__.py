@@ -1,6 +1,17 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
 from .arrays import as_array, as_tensor
+from .broadcast import broadcast_optimizer, broadcast_tensors
+from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
+from .optim import QAdamOptimizer
 
-__all__ = ["DistributedDataParallel", "as_array", "as_tensor"]
+__all__ = [
+    "DistributedDataParallel",
+    "QAdamOptimizer",
+    "as_array",
+    "as_tensor",
+    "broadcast_optimizer",
+    "broadcast_tensors",
+    "comm_hook",
+]

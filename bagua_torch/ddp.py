@@ -2,17 +2,20 @@
 
 The journey of a gradient: autograd accumulates it straight into its bucket, where `p.grad` is a view;
 when the bucket is complete it leaves on the engine's lane while the backward pass goes on; when the
-backward pass ends, the lane is joined, and the optimizer reads `p.grad`, which never left.
+backward pass ends, the lane is joined, and the optimizer reads `p.grad`, which never left. Algorithms that
+exchange weights find them in buckets as well: then parameters are views.
 
 Only public hooks of PyTorch are used: a tensor hook on each parameter (before its gradient is
 accumulated), `register_post_accumulate_grad_hook` (after), `register_multi_grad_hook` (which gradients
-this backward pass makes, and when the last of them is there), and optimizer step hooks.
+this backward pass makes, and when the last of them is there), optimizer step hooks, and hooks of the module
+before it runs, saves or loads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version, register_multi_grad_hook
 
 import bagua_comm
 from bagua_comm import (
@@ -32,32 +36,41 @@ from bagua_comm import (
     GradientAllReduce,
     Plan,
     Point,
+    QAdam,
     TensorSpec,
     UnsupportedError,
 )
+from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 
-from .arrays import as_array, dtype_name
+from .arrays import as_array, as_tensor, dtype_name
+from .broadcast import broadcast_optimizer, broadcast_tensors
+from .optim import QAdamOptimizer
 
 ALIGNMENT = 32
 """Elements to whose multiple, times the ranks, buckets are padded."""
 
 
 class DistributedDataParallel(nn.Module):
-    """Train one model on many ranks: each on its own data, all with the same weights.
+    """Train one model on many ranks, each on its own data.
 
-    Collective. On construction, parameters and buffers become rank 0's everywhere. Parameters that are
-    tied, frozen, at the module's root, unused in a step, or of several dtypes are handled; buffers
-    (BatchNorm statistics) follow rank 0 at every training forward pass.
+    Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's everywhere.
+    Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled;
+    buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. As with PyTorch's
     own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises. Every rank
-    makes the same number of forward and backward passes. Reentrant checkpoints need all parameters used.
+    makes the same number of forward and backward passes, or enters `join`. Reentrant checkpoints need all
+    parameters used.
+
+    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank.
+    `module.state_dict()` is that of the plain module. Where an algorithm exchanges weights after the optimizer's
+    step, they are written back when the module next runs, saves or loads.
 
     Args:
         module: What to train. Its parameters stay the same objects.
-        optimizers: The optimizers that step its parameters, so that a backward pass which reached none
-            of them is still completed before a step.
+        optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
+            steps; for gradients, so that a backward pass which reached no parameter is completed before a step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; `bagua_comm.default()` if None, which connects if need be.
         bucket_bytes: The size at which a bucket is closed.
@@ -66,8 +79,9 @@ class DistributedDataParallel(nn.Module):
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step.
 
     Raises:
-        ArrayError: The module has no parameter to train.
-        CommMismatch: The ranks' modules or algorithms differ.
+        ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
+            the algorithm.
+        CommMismatch: The ranks' modules, optimizers or algorithms differ.
         UnsupportedError: The communicator or the algorithm cannot carry a parameter; it is named.
 
     >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=bagua_comm.ByteGrad())
@@ -91,48 +105,44 @@ class DistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self.comm = comm if comm is not None else bagua_comm.default()
-        self.algorithm = algorithm if algorithm is not None else GradientAllReduce()
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
+        self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         # remove_duplicate, the default, names a tied parameter once.
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        algorithm = algorithm if algorithm is not None else GradientAllReduce()
         self._check_module()
-        if getattr(self.algorithm, "payload", "grad") != "grad":
-            raise UnsupportedError(f"DistributedDataParallel: {self.algorithm} does not exchange gradients")
+        self._check_optimizers(algorithm)
         self._check_ranks()
-        for parameter in module.parameters():
-            self.comm.broadcast(as_array(parameter), root=0)
-        _broadcast_together(self.comm, list(module.buffers()))
+        broadcast_tensors(self.comm, [*module.parameters(), *module.buffers()])
+        for optimizer in self.optimizers:
+            broadcast_optimizer(self.comm, optimizer)
 
         specs = [
             TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
             for name, parameter in reversed(self._trained.items())  # about the order of their gradients
         ]
-        alignment = ALIGNMENT * self.comm.size
-        plan = Plan.pack(specs, bucket_bytes=bucket_bytes, alignment=alignment)
-        flats = [
-            torch.zeros(bucket.size, dtype=self._trained[bucket.tensors[0].name].dtype, device=self._device)
-            for bucket in plan.buckets
-        ]
-        self.engine = Engine(self.comm, self.algorithm, plan, [as_array(flat) for flat in flats])
-        self._views = _views(plan, flats)
+        self._plan = Plan.pack(specs, bucket_bytes=bucket_bytes, alignment=ALIGNMENT * self.comm.size)
+        self._flats: dict[Payload, list[torch.Tensor]] = {}
+        self._gradients: dict[str, torch.Tensor] = {}
+        """Views of the buckets, where gradients are exchanged."""
+        self._start(algorithm)
+
         self._backward = _Backward()
+        self._sync = True  # whether the next backward pass is to be averaged; no_sync() says no
+        self._synchronizing = True
+        self._opened = False  # a forward pass since the last backward pass has been told to the other ranks
         self._forwarded = self._averaged = False  # since the last optimizer step
-        self._buffers_sent = False  # since the last backward pass
+        self._stepped: set[int] = set()  # optimizers, since the last backward pass
+        self._join: _Join | None = None
         self._closed = False
         self._hooks: list[Any] = []
-        self._attach([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
+        self._attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
         if self.training and torch.is_grad_enabled():
-            self._check_forward()
-            if self.broadcast_buffers and not self._buffers_sent:
-                # Once per backward pass: what an earlier forward pass saved for it must not change.
-                _broadcast_together(self.comm, list(self.module.buffers()))
-                self._buffers_sent = True
-            self._forwarded = True
-            self.engine.at(Point.FORWARD)
+            self._before_forward()
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,35 +152,139 @@ class DistributedDataParallel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __getstate__(self) -> Any:
+        raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
+
     def close(self) -> None:
-        """Remove the hooks and free the engine; gradients stay where they are.
+        """Finish what is under way, remove the hooks and free the engine; gradients stay where they are.
 
         Collective.
         """
+        self.engine.close()
+        self._weights_changed()
         self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.engine.close()
+        self._share_momenta()
 
-    def _check_forward(self) -> None:
-        if self._closed:
-            raise CommError("DistributedDataParallel: closed; its module would train without the other ranks")
+    # What users ask for in the course of training -------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging: forward and backward passes in here stay on this rank.
+
+        The first backward pass after it averages all that has been accumulated.
+        """
+        before, self._synchronizing = self._synchronizing, False
+        try:
+            yield
+        finally:
+            self._synchronizing = before
+
+    @contextmanager
+    def join(self, *, divide_by_initial_size: bool = True) -> Iterator[None]:
+        """Train on unevenly many batches: a rank that has no more takes part in exchanges until all have ended.
+
+        Collective: all ranks enter it around their training loops. In it every training step begins with one
+        small allgather. A rank that has ended sends zeros for gradients; at the end all ranks get the weights,
+        buffers and optimizer states of one that trained to the last. With algorithms that exchange weights,
+        it goes on exchanging its own, and keeps them.
+
+        Args:
+            divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
+                of those that still have data.
+        """
+        self._join = _Join(divide_by_initial_size)
+        try:
+            yield
+            self._follow_the_others()
+        finally:
+            self._join = None
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm; the model stays the same.
+
+        Collective. Call it between steps. If weights were exchanged until now, so that ranks' weights differ,
+        they become the mean of all ranks, and the states of the optimizers rank 0's. The new algorithm counts
+        its steps from here.
+
+        Raises:
+            ArrayError: The optimizers don't fit the algorithm.
+            UnsupportedError: The algorithm cannot carry a parameter; it is named.
+        """
+        self._check_optimizers(algorithm)
         self._check_backward_ended()
-        trained = {id(p): name for name, p in self._trained.items()}
-        for name, parameter in self.module.named_parameters():
-            if (id(parameter) in trained) != parameter.requires_grad:
-                raise ArrayError(
-                    f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
-                    "wrapped; close this one and wrap the module again"
-                )
+        differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
+        self.engine.close()
+        if differed:
+            self.average_weights()
+            broadcast_tensors(self.comm, list(self.module.buffers()))
+            for optimizer in self.optimizers:
+                broadcast_optimizer(self.comm, optimizer)
+        self._start(algorithm)
+        self._share_momenta()
 
-    def _check_backward_ended(self) -> None:
-        if self._backward.complete:
-            raise CommError(
-                "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
-                "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
-            )
+    def average_weights(self) -> None:
+        """Make the weights of all ranks their mean: for evaluation, where an algorithm lets them differ.
+
+        Collective.
+        """
+        self.engine.settle()
+        for parameter in self._trained.values():
+            values = as_array(parameter)
+            self.comm.allreduce(values, out=values, op="avg")
+        self._weights_changed()
+
+    def stop(self) -> None:
+        """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
+
+        Collective.
+        """
+        self.engine.stop()
+        self._weights_changed()
+
+    def resume(self) -> None:
+        """Go on after `stop`.
+
+        Collective.
+        """
+        self.engine.resume()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What the algorithm keeps, for `state_dict()`."""
+        return _mapped_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
+        self.engine.load_state_dict(_mapped_leaves(state, _to_array))
+        self._weights_changed()
+
+    # Setting up -----------------------------------------------------------------------------------------
+
+    def _start(self, algorithm: Algorithm) -> None:
+        """Make the engine, and the memory that it exchanges."""
+        payloads = {phase.payload for phase in phases_of(algorithm)}
+        if "grad" in payloads and "grad" not in self._flats:
+            self._gradients = self._lay_out("grad")
+        if "weight" in payloads and "weight" not in self._flats:
+            for name, view in self._lay_out("weight").items():
+                parameter = self._trained[name]
+                view.copy_(parameter.detach())
+                parameter.data = view
+        storage = {payload: [as_array(flat) for flat in flats] for payload, flats in self._flats.items()}
+        self.engine = Engine(self.comm, algorithm, self._plan, storage)
+        self.algorithm = algorithm
+
+    def _lay_out(self, payload: Payload) -> dict[str, torch.Tensor]:
+        """Allocate the buckets of a payload; returns a view for each parameter."""
+        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in self._plan.buckets]
+        flats = [
+            torch.zeros(bucket.size, dtype=dtype, device=self._device)
+            for bucket, dtype in zip(self._plan.buckets, dtypes, strict=True)
+        ]
+        self._flats[payload] = flats
+        return {n: v for b, flat in zip(self._plan.buckets, flats, strict=True) for n, v in b.cut(flat).items()}
 
     def _check_module(self) -> None:
         if not self._trained:
@@ -191,10 +305,52 @@ class DistributedDataParallel(nn.Module):
             )
         self._device = devices.pop()
 
+    def _check_optimizers(self, algorithm: Algorithm) -> None:
+        check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
+        phases = phases_of(algorithm)
+        owned: set[int] = set()
+        trained = {id(parameter) for parameter in self._trained.values()}
+        for number, optimizer in enumerate(self.optimizers):
+            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not mine & trained:
+                raise ArrayError(
+                    f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
+                    "module's parameters; was the module copied after the optimizer was made?"
+                )
+            owned |= mine
+        missing = [name for name, parameter in self._trained.items() if id(parameter) not in owned]
+        if self.optimizers and missing:
+            raise ArrayError(
+                f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
+                f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
+            )
+        if not self.optimizers and (len(phases) > 1 or any(phase.payload == "weight" for phase in phases)):
+            raise ArrayError(f"DistributedDataParallel: {algorithm} needs to know of steps: give the optimizers")
+        for phase in phases:
+            if isinstance(phase, QAdam):
+                self._check_qadam(phase)
+
+    def _check_qadam(self, algorithm: QAdam) -> None:
+        wanted = (algorithm.warmup_steps, algorithm.beta1)
+        if not self.optimizers:
+            raise ArrayError(f"DistributedDataParallel: {algorithm} needs its QAdamOptimizer: give it")
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, QAdamOptimizer):
+                raise ArrayError(
+                    "DistributedDataParallel: QAdam averages the momentum of a bagua_torch.QAdamOptimizer, "
+                    f"but the optimizer is {type(optimizer).__name__}"
+                )
+            if (optimizer.warmup_steps, optimizer.beta1) != wanted:
+                raise ArrayError(
+                    f"DistributedDataParallel: the optimizer has warmup_steps={optimizer.warmup_steps} and "
+                    f"betas[0]={optimizer.beta1}, but {algorithm} has {wanted[0]} and {wanted[1]}"
+                )
+
     def _check_ranks(self) -> None:
         """Compare the modules of all ranks, before anything of them is sent."""
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+        mine.append((f"{len(self.optimizers)} optimizers", (), "", False))
         for rank, theirs in enumerate(self.comm.allgather_object(mine)):
             if theirs != mine:
                 different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
@@ -203,48 +359,95 @@ class DistributedDataParallel(nn.Module):
                     f"rank {rank} has {different} where rank {self.comm.rank} has something else"
                 )
 
-    # Hooks, in the order in which they run in a backward pass ------------------------------------------
-
-    def _attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _attach(self) -> None:
         for name, parameter in self._trained.items():
             hooked: Any = parameter  # torch leaves these two methods untyped
             self._hooks.append(hooked.register_hook(self._before_accumulation(name)))
             self._hooks.append(hooked.register_post_accumulate_grad_hook(self._after_accumulation(name)))
         self._hooks.append(
-            torch.autograd.graph.register_multi_grad_hook(
-                tuple(self._trained.values()), self._all_gradients_known, mode="all"
-            )
+            register_multi_grad_hook(tuple(self._trained.values()), self._all_gradients_known, mode="all")
         )
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        for register in (
+            self.module.register_forward_pre_hook,
+            self.module.register_state_dict_pre_hook,
+            self.module.register_load_state_dict_pre_hook,
+        ):
+            self._hooks.append(register(self._settle))
+
+    # A training step, in the order in which it comes here -----------------------------------------------
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self) -> None:
+        self._check_forward()
+        self._sync = self._synchronizing
+        if not self._sync:
+            return
+        if not self._opened:
+            # Once per backward pass: what an earlier forward pass saved for it must not change.
+            self._opened = True
+            if self._stepped or (self._averaged and self.engine.payload == "weight"):
+                self._end_step()  # an optimizer was left out, by a GradScaler that found inf, say
+            if self._join is not None:
+                self._announce(active=True)
+            if self.broadcast_buffers:
+                broadcast_tensors(self.comm, list(self.module.buffers()))
+        self._share_momenta()
+        self._forwarded = True
+        self.engine.at(Point.FORWARD)
+        self._weights_changed()
+
+    def _check_forward(self) -> None:
+        if self._closed:
+            raise CommError("DistributedDataParallel: closed; its module would train without the other ranks")
+        self._check_backward_ended()
+        trained = {id(p): name for name, p in self._trained.items()}
+        for name, parameter in self.module.named_parameters():
+            if (id(parameter) in trained) != parameter.requires_grad:
+                raise ArrayError(
+                    f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
+                    "wrapped; close this one and wrap the module again"
+                )
+
+    def _check_backward_ended(self) -> None:
+        if self._backward.complete:
+            raise CommError(
+                "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
+                "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _settle(self, *_: Any) -> None:
+        """Before the module runs, saves or loads: what was exchanged since the last step is written back."""
+        self.engine.settle()
+        self._weights_changed()
 
     def _before_accumulation(self, name: str) -> Any:
-        parameter, view = self._trained[name], self._views[name]
-
         def attach_gradient(gradient: torch.Tensor) -> None:
             """Make `p.grad` the view, so that autograd accumulates into the bucket."""
-            if not self._backward.complete:  # a new pass, or one before its first gradient
+            if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
                 self._backward.expected = None
                 self._backward.start_ns = self._backward.start_ns or time.perf_counter_ns()
-            self._attach_view(parameter, view)
+            self._attach_view(name)
 
         return attach_gradient
 
     def _after_accumulation(self, name: str) -> Any:
-        view = self._views[name]
-
         def gradient_is_complete(parameter: torch.Tensor) -> None:
             """Tell the engine; after the last one, the backward pass has ended."""
-            self._attach_view(parameter, view)  # create_graph=True replaces p.grad
-            self._backward.complete.add(name)
-            self.engine.ready(name)
-            self._end_backward_if_complete()
+            self._attach_view(name)  # create_graph=True replaces p.grad
+            if self._sync:
+                self._backward.complete.add(name)
+                self.engine.ready(name)
+                self._end_backward_if_complete()
 
         return gradient_is_complete
 
-    def _attach_view(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        if parameter.grad is view:
+    def _attach_view(self, name: str) -> None:
+        parameter, view = self._trained[name], self._gradients.get(name)
+        if view is None or parameter.grad is view:
             return
         if parameter.grad is None:
             view.zero_()
@@ -258,9 +461,10 @@ class DistributedDataParallel(nn.Module):
         A pass inside another one (reentrant checkpointing) comes here with its own gradients alone, and then
         PyTorch does not call for the outer pass: that one ends when all parameters have their gradients.
         """
-        names = {name for name, g in zip(self._trained, gradients, strict=True) if g is not None}
-        self._backward.expected = names | (self._backward.expected or set())
-        self._end_backward_if_complete()
+        if self._sync:
+            names = {name for name, g in zip(self._trained, gradients, strict=True) if g is not None}
+            self._backward.expected = names | (self._backward.expected or set())
+            self._end_backward_if_complete()
 
     def _end_backward_if_complete(self) -> None:
         complete = self._backward.complete
@@ -272,29 +476,113 @@ class DistributedDataParallel(nn.Module):
         if done.start_ns:
             detail = {"parameters": len(done.complete)}
             self.comm.tracer.add("backward", done.start_ns, time.perf_counter_ns(), detail)
-        unused = [name for name in self._trained if name not in done.complete]
-        fresh = [name for name in unused if self._trained[name].grad is None]
-        for name in unused:  # sent all the same, so that no rank waits for them
-            self._attach_view(self._trained[name], self._views[name])
+        fresh = []
+        for name, parameter in self._trained.items():
+            if name in done.complete or self.engine.payload == "weight":
+                continue
+            if parameter.grad is None:
+                fresh.append(name)
+            self._attach_view(name)  # unused, but sent all the same: no rank waits for it
             self.engine.ready(name)
         self.engine.at(Point.BACKWARD)
-        self._averaged, self._buffers_sent = True, False
+        self._weights_changed()
+        self._averaged, self._opened = True, False
+        self._stepped.clear()
+        if self._join is not None and self.engine.payload == "grad":
+            self._divide_by_active()
         if self.find_unused_parameters:
-            used = np.array([name in done.complete for name in self._trained], np.uint8)
-            anywhere = self.comm.allreduce(used, op="max")
-            for name, somewhere in zip(self._trained, anywhere, strict=True):
-                if not somewhere and name in fresh:
-                    self._trained[name].grad = None
+            self._forget_unused(done.complete, fresh)
+
+    def _forget_unused(self, used: set[str], fresh: Sequence[str]) -> None:
+        """Take away the zero gradients of parameters that no rank used and that had none before. Collective."""
+        mine = np.array([name in used for name in self._trained], np.uint8)
+        for name, somewhere in zip(self._trained, self.comm.allreduce(mine, op="max"), strict=True):
+            if not somewhere and name in fresh:
+                self._trained[name].grad = None
 
     def _before_optimizer_step(self, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
         self._check_backward_ended()
         if self._forwarded and not self._averaged:
             self._end_backward()
+        self._share_momenta()
 
-    def _after_optimizer_step(self, *_: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self.optimizers):
+            self._end_step()
+
+    def _end_step(self) -> None:
         self._forwarded = self._averaged = False
+        self._stepped.clear()
         self.engine.at(Point.STEP)
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        """Tell autograd, which would not notice: it raises where an older graph needs them as they were."""
+        if self.engine.payload == "weight":
+            increment_version(self._trained.values())
+
+    def _share_momenta(self) -> None:
+        """Let the optimizers keep their momenta where QAdam averages them, and say whether it has begun to."""
+        phase, momenta, frozen = self.engine.phase, dict[torch.Tensor, torch.Tensor](), False
+        if isinstance(phase, QAdam) and not self._closed:
+            for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
+                views = bucket.spec.cut(as_tensor(state.momentum))
+                momenta |= {self._trained[name]: view for name, view in views.items()}
+                frozen = bucket.step >= phase.warmup_steps
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, QAdamOptimizer):
+                optimizer.share(momenta, frozen=frozen)
+
+    # Uneven data ----------------------------------------------------------------------------------------
+
+    def _announce(self, *, active: bool) -> None:
+        """Tell the other ranks whether this one has data, and hear it of them. Collective."""
+        table = self.comm.allgather(np.array([active, self.engine.step]))
+        assert self._join is not None
+        self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        while not active and self.engine.step < table[:, 1].max():
+            self.engine.at(Point.STEP)
+
+    def _divide_by_active(self) -> None:
+        assert self._join is not None
+        if not self._join.divide_by_initial_size and 0 < len(self._join.active) < self.comm.size:
+            for flat in self._flats["grad"]:
+                flat.mul_(self.comm.size / len(self._join.active))
+
+    def _follow_the_others(self) -> None:
+        """Take part in the exchanges of ranks that have data left, until none has. Collective."""
+        assert self._join is not None
+        if self._averaged:
+            self._end_step()
+        last: list[int] = []
+        while True:
+            self._announce(active=False)
+            if not self._join.active:
+                break
+            last = self._join.active
+            if self.broadcast_buffers:
+                broadcast_tensors(self.comm, list(self.module.buffers()))
+            self.engine.at(Point.FORWARD)
+            if self.engine.payload == "grad":
+                for name, view in self._gradients.items():
+                    view.zero_()
+                    self.engine.ready(name)
+            self.engine.at(Point.BACKWARD)
+            if self.find_unused_parameters:
+                self._forget_unused(set(), ())
+        self._weights_changed()
+        roots = self.comm.allgather_object(last)
+        self._end_together(next((ranks[0] for ranks in roots if ranks), None))
+
+    def _end_together(self, root: int | None) -> None:
+        """Give all ranks what `root`, one that trained to the last, has; None if all did. Collective."""
+        if root is None or self.engine.payload == "weight":
+            return
+        broadcast_tensors(self.comm, [*self.module.parameters(), *self.module.buffers()], root=root)
+        for optimizer in self.optimizers:
+            broadcast_optimizer(self.comm, optimizer, root=root)
 
 
 @dataclass
@@ -308,25 +596,23 @@ class _Backward:
     start_ns: int = 0
 
 
-@torch.no_grad()
-def _broadcast_together(comm: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy rank 0's tensors to all ranks: one message for each dtype."""
-    if comm.size == 1:
-        return
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        comm.broadcast(as_array(flat), root=0)
-        for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
-            tensor.copy_(values.view_as(tensor))
+@dataclass
+class _Join:
+    """Who has data left."""
+
+    divide_by_initial_size: bool
+    active: list[int] = field(default_factory=list)
 
 
-def _views(plan: Plan, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A view of its bucket's flat tensor for every tensor of the plan, by name."""
-    views = {}
-    for bucket, flat in zip(plan.buckets, flats, strict=True):
-        start = 0
-        for tensor in bucket.tensors:
-            views[tensor.name] = flat[start : start + tensor.size].view(tensor.shape)
-            start += tensor.size
-    return views
+def _mapped_leaves(value: Any, function: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped_leaves(inner, function) for key, inner in value.items()}
+    return function(value)
+
+
+def _to_tensor(value: Any) -> Any:
+    return as_tensor(value) if hasattr(value, "dtype") else value
+
+
+def _to_array(value: Any) -> Any:
+    return as_array(value) if isinstance(value, torch.Tensor) else value

@@ -10,6 +10,7 @@ from bagua_comm import (
     ByteGrad,
     CommAborted,
     CommMismatch,
+    Decentralized,
     Engine,
     GradientAllReduce,
     Plan,
@@ -17,6 +18,7 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
     Window,
+    after,
 )
 from bagua_comm.testing import run_ranks
 
@@ -136,14 +138,16 @@ def test_each_bucket_is_exchanged_and_committed_once_a_step(opens, closes):
             engine.at(Point.STEP)
         engine.at(Point.FORWARD)
         engine.flush()
-        states = engine._states
+        committed = [len(state.committed) for state in engine.states]
         engine.close()
-        return states
+        return committed, engine.states
 
-    for state in run_ranks(1, body)[0]:
-        # Opened at FORWARD, the fourth step's exchange has begun as well.
-        assert state.exchanged == list(range(4 if opens is Point.FORWARD else 3))
-        assert len(state.committed) == 3
+    committed, states = run_ranks(1, body)[0]
+    assert committed == [3, 3, 3]
+    for state in states:
+        # Opened at FORWARD, the fourth step's exchange has begun as well; closing the engine commits it.
+        steps = list(range(4 if opens is Point.FORWARD else 3))
+        assert (state.exchanged, state.committed) == (steps, steps)
 
 
 def test_an_error_in_an_exchange_surfaces_when_the_window_closes():
@@ -229,13 +233,102 @@ def test_state_survives_a_round_trip():
     def body(comm):
         with make_engine(comm, Probe(Point.GRADIENT, Point.BACKWARD)) as engine:
             engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
             saved = engine.state_dict()
             engine.at(Point.BACKWARD)
         with make_engine(comm, Probe(Point.GRADIENT, Point.BACKWARD)) as again:
             again.load_state_dict(saved)
-            assert [bucket.step for bucket in again.buckets] == [1, 1, 1]
-            assert again.state_dict()["states"][0]["momentum"].tolist() == [1, 1]
-            with pytest.raises(ArrayError, match="another plan"):
-                again.load_state_dict({**saved, "plan": Plan.pack(SPECS[:1]).to_json()})
+            assert again.step == 1
+            assert [state.momentum.tolist() for state in again.states] == [[1, 1]] * 3
+            again.at(Point.BACKWARD)
+            assert [state.exchanged for state in again.states] == [[1]] * 3
+            with pytest.raises(ArrayError, match="nothing was saved for 'c'"):
+                again.load_state_dict({**saved, "tensors": {name: saved["tensors"][name] for name in "ab"}})
+        with make_engine(comm) as other, pytest.raises(ArrayError, match="saved with Probe"):
+            other.load_state_dict(saved)
 
     run_ranks(2, body)
+
+
+@dataclass
+class Kept:
+    exact: np.ndarray  # as long as the bucket
+    pair: np.ndarray  # two of them
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Keeper(Probe):
+    """An algorithm that keeps arrays as long as its bucket."""
+
+    def init(self, bucket, comm):
+        return Kept(np.zeros_like(bucket.flat), np.zeros((2, bucket.flat.size), "float32"))
+
+    def exchange(self, bucket, comm, state):
+        state.exact += bucket.flat
+        state.pair[1] -= bucket.flat
+        state.count += 1
+
+    def commit(self, bucket, state):
+        pass
+
+
+def test_replan_moves_the_state_along_by_the_names_of_the_tensors():
+    def body(comm):
+        with make_engine(comm, Keeper(Point.GRADIENT, Point.BACKWARD)) as engine:
+            for i, bucket in enumerate(engine.buckets):
+                bucket.flat[...] = i + 1
+            engine.at(Point.BACKWARD)  # zeros: nothing was ready
+            for i, bucket in enumerate(engine.buckets):
+                bucket.flat[...] = i + 1
+                engine.ready("abc"[i])
+            engine.at(Point.BACKWARD)
+            engine.replan(Plan.pack(reversed(SPECS), bucket_bytes=1000, alignment=32))
+            (state,) = engine.states
+            return state
+
+    (state,) = run_ranks(1, body)
+    expected = [3.0] * 4 + [2.0] * 4 + [1.0] * 4 + [0.0] * 20
+    assert state.exact.tolist() == expected
+    assert state.pair.tolist() == [[0.0] * 32, [-value for value in expected]]
+    assert state.count == 2
+
+
+def test_storage_for_both_payloads_where_an_algorithm_needs_both():
+    warm_up = after(1, GradientAllReduce(), Decentralized())
+
+    def body(comm):
+        with pytest.raises(ArrayError, match="storage is for 'grad', but .* needs 'grad' and 'weight'"):
+            Engine(comm, warm_up, PLAN, PLAN.allocate())
+        storage = {"grad": PLAN.allocate(), "weight": PLAN.allocate()}
+        with Engine(comm, warm_up, PLAN, storage) as engine:
+            assert (engine.payload, engine.buckets[0].flat) == ("grad", storage["grad"][0])
+            fill(engine, comm.rank)
+            engine.at(Point.FORWARD)
+            for name in "abc":
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+            assert (engine.payload, engine.buckets[0].flat) == ("weight", storage["weight"][0])
+            fill(engine, 10 * comm.rank)
+            engine.at(Point.FORWARD)
+            engine.at(Point.BACKWARD)
+        return [storage[payload][0][0] for payload in ("grad", "weight")]
+
+    assert run_ranks(2, body) == [[0.5, 5.0]] * 2
+
+
+def test_a_stopped_engine_exchanges_nothing_until_it_resumes():
+    def body(comm):
+        with make_engine(comm) as engine:
+            seen = []
+            for action in (engine.stop, engine.stop, engine.resume, engine.resume):
+                action()
+                fill(engine, comm.rank)
+                for name in "abc":
+                    engine.ready(name)
+                engine.at(Point.BACKWARD)
+                seen.append(float(engine.buckets[0].flat[0]))
+            return seen
+
+    assert run_ranks(2, body) == [[0.0, 0.0, 0.5, 0.5], [1.0, 1.0, 0.5, 0.5]]

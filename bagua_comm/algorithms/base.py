@@ -2,7 +2,7 @@
 
 An algorithm is a frozen dataclass of settings. It says what its buckets hold (`payload`) and between
 which points of a training step a bucket may be exchanged (`window`); the engine calls `exchange` on its
-lane once per bucket and step, within that window, and `commit` when the window closes.
+lane once per bucket and window, `begin` before it and `commit` when the window closes.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
 
+from ..arrays import FLOATS
 from ..bucket import Bucket
 from ..comm import Communicator
+from ..errors import ArrayError, UnsupportedError
 
 Payload: TypeAlias = Literal["grad", "weight"]
 
 State: TypeAlias = Any
-"""A dataclass; the arrays in it are what a checkpoint holds."""
+"""A dataclass; its arrays and numbers are what a checkpoint holds, but for those that are `transient`."""
 
 
 class Point(Enum):
@@ -33,14 +35,25 @@ class Point(Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """When a bucket may be exchanged: from `opens` until `closes`."""
+    """When a bucket may be exchanged: from `opens` until `closes`.
+
+    A window from ALWAYS to NEVER is open all the time: a round of exchanges begins at a STEP, at the earliest
+    `interval_s` after the one before, and is committed at the first STEP after its end. Nothing waits for it.
+    """
 
     opens: Point
     closes: Point
+    interval_s: float = 0.0
 
 
 class Algorithm(Protocol):
-    """A communication method; a frozen dataclass."""
+    """A communication method; a frozen dataclass.
+
+    It may have three more methods. `begin(bucket, state)` prepares an exchange when the window opens, and
+    `commit(bucket, state)` writes back what was communicated when it closes; both run on the caller's thread.
+    `phase(step)` gives the algorithm to use in a training step, if that is not always the same, and the property
+    `phases` all of them.
+    """
 
     @property
     def payload(self) -> Payload:
@@ -65,5 +78,45 @@ class Algorithm(Protocol):
         Collective.
         """
 
-    def commit(self, bucket: Bucket, state: State) -> None:
-        """Write back what was communicated, when the window closes. Runs on the caller's thread."""
+
+TRANSIENT = {"transient": True}
+"""Metadata of a state's field that holds nothing from one step to the next: no checkpoint has it."""
+
+
+def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
+    """What `algorithm` is in this training step."""
+    if hasattr(algorithm, "phase"):
+        phase: Algorithm = algorithm.phase(step)
+        return phase
+    return algorithm
+
+
+def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
+    """All that `algorithm` is in the course of training, in order."""
+    return tuple(getattr(algorithm, "phases", (algorithm,)))
+
+
+def check_algorithm_argument(owner: str, name: str, value: object) -> None:
+    """Raise `ArrayError` unless `value` is an algorithm."""
+    if isinstance(value, type) or not hasattr(value, "exchange"):
+        raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad()")
+
+
+def check_average_argument(owner: str, value: object) -> None:
+    """Raise `ArrayError` unless `value` is an Average."""
+    if isinstance(value, type) or not hasattr(value, "bind"):
+        raise ArrayError(
+            f"{owner}: average is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
+        )
+
+
+def check_average(average: Any, dtype: str) -> None:
+    """Raise `UnsupportedError` unless `average` takes this dtype; one without `check` takes every one."""
+    if hasattr(average, "check"):
+        average.check(dtype)
+
+
+def check_floating(algorithm: object, dtype: str) -> None:
+    """Raise `UnsupportedError` unless `dtype` is a floating-point one."""
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"{algorithm} cannot average {dtype}")

@@ -8,8 +8,7 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
-from ..errors import ArrayError
-from .base import Payload, Point, Window
+from .base import Payload, Point, Window, check_average, check_average_argument
 
 
 @dataclass
@@ -28,11 +27,7 @@ class GradientAllReduce:
     average: Average = field(default_factory=Exact)
 
     def __post_init__(self) -> None:
-        if isinstance(self.average, type) or not hasattr(self.average, "bind"):
-            raise ArrayError(
-                f"GradientAllReduce: average is {self.average!r}, expected an Average such as "
-                "Exact() or Quantized(MinMaxUInt8())"
-            )
+        check_average_argument("GradientAllReduce", self.average)
 
     @property
     def payload(self) -> Payload:
@@ -46,8 +41,7 @@ class GradientAllReduce:
 
     def check(self, dtype: str) -> None:
         """What the average takes."""
-        if hasattr(self.average, "check"):  # one of your own may take every dtype
-            self.average.check(dtype)
+        check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
         """See `Algorithm.init`. Collective."""
@@ -56,9 +50,6 @@ class GradientAllReduce:
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
         """G <- mean of g. Collective."""
         state.average(bucket.flat)
-
-    def commit(self, bucket: Bucket, state: _Bound) -> None:
-        """Nothing: the average is already in place."""
 
 
 def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name

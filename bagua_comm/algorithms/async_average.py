@@ -1,0 +1,92 @@
+"""Averaging weights beside training, without ever waiting for other ranks.
+
+    s <- x        r <- mean of s over the ranks (takes as long as it takes)        x <- x + r - s
+
+What training added to x meanwhile is kept. A round begins and ends at the optimizer's steps, on the thread that
+trains, so that weights never change under a forward or backward pass, and no lock is needed.
+Source: the asynchronous model average of Bagua (arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from .. import kernels
+from ..arrays import Array
+from ..bucket import Bucket
+from ..comm import Communicator
+from ..errors import ArrayError
+from .base import TRANSIENT, Algorithm, Payload, Point, Window, check_floating
+from .gradient import GradientAllReduce
+
+
+@dataclass
+class Snapshot:
+    """What `AsyncModelAverage` keeps, none of it beyond a round."""
+
+    weight: Array = field(metadata=TRANSIENT)
+    mean: Array = field(metadata=TRANSIENT)
+
+
+@dataclass(frozen=True)
+class AsyncModelAverage:
+    """Add to the weights what averaging a snapshot of them brings, whenever that is known.
+
+    Every rank trains at its own pace. Ranks' weights differ; stop (`Engine.stop`, which all ranks agree on), then
+    average them before evaluation.
+
+    Args:
+        interval_s: Seconds from the beginning of one round to that of the next, at least.
+        warmup_steps: Steps that average gradients first.
+
+    Raises:
+        ArrayError: An argument is negative.
+    """
+
+    interval_s: float = 0.5
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.interval_s >= 0 or not self.warmup_steps >= 0:
+            raise ArrayError(f"{self}: expected interval_s >= 0 and warmup_steps >= 0")
+
+    @property
+    def payload(self) -> Payload:
+        """Weights."""
+        return "weight"
+
+    @property
+    def window(self) -> Window:
+        """Always open."""
+        return Window(Point.ALWAYS, Point.NEVER, self.interval_s)
+
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """Gradient averaging first, if there is a warm-up."""
+        if not self.warmup_steps:
+            return (self,)
+        return GradientAllReduce(), replace(self, warmup_steps=0)
+
+    def phase(self, step: int) -> Algorithm:
+        """See `Algorithm.phase`."""
+        return self.phases[0 if step < self.warmup_steps else -1]
+
+    def check(self, dtype: str) -> None:
+        """Floating-point dtypes."""
+        check_floating(self, dtype)
+
+    def init(self, bucket: Bucket, comm: Communicator) -> Snapshot:
+        """See `Algorithm.init`. Collective."""
+        return Snapshot(bucket.flat.copy(), bucket.flat.copy())
+
+    def begin(self, bucket: Bucket, state: Snapshot) -> None:
+        """S <- x."""
+        state.weight[...] = bucket.flat
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: Snapshot) -> None:
+        """R <- mean of s. Collective."""
+        comm.allreduce(state.weight, out=state.mean, op="avg")
+
+    def commit(self, bucket: Bucket, state: Snapshot) -> None:
+        """X <- x + r - s."""
+        kernels.of(bucket.flat).advance(bucket.flat, state.mean, state.weight)

@@ -1,0 +1,185 @@
+"""Averaging weights with neighbours through a codec: what is sent is the difference to what the peers know.
+
+Every rank keeps replicas of what its peers know, and all who hold a replica change it by the same decoded
+bytes: replicas stay equal bit for bit, so the difference, which is small, is all that must be quantized.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .. import arrays, kernels, topology
+from ..arrays import Array
+from ..bucket import Bucket
+from ..codecs import Codec, MinMaxUInt8
+from ..comm import Communicator
+from ..errors import ArrayError, UnsupportedError
+from .base import TRANSIENT, Payload, Point, Window
+
+
+@dataclass(frozen=True)
+class _LowPrecision:
+    """What the exchanges below share: settings, window, checks."""
+
+    codec: Codec = field(default_factory=MinMaxUInt8)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            name = type(self).__name__
+            raise ArrayError(f"{name}: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
+
+    @property
+    def payload(self) -> Payload:
+        """Weights."""
+        return "weight"
+
+    @property
+    def window(self) -> Window:
+        """From the optimizer's step until the next forward pass."""
+        return Window(Point.STEP, Point.FORWARD)
+
+    def check(self, dtype: str) -> None:
+        """The dtypes of the codec."""
+        if dtype not in self.codec.dtypes:
+            wanted = ", ".join(sorted(self.codec.dtypes))
+            raise UnsupportedError(f"{self} cannot code {dtype}, only {wanted}")
+
+    def _wire(self, bucket: Bucket, comm: Communicator, key: str) -> Array:
+        """Room for one encoded bucket, (1, w)."""
+        shape = (1, self.codec.wire_nbytes(bucket.flat.size, bucket.flat.dtype))
+        return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
+
+    def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
+        """Replica += decode(wire): the same arithmetic for all who hold this replica."""
+        decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
+        self.codec.decode(wire, decoded)
+        kernels.of(replica).add(replica, decoded[0], out=replica)
+
+
+@dataclass
+class Replicas:
+    """What `LowPrecisionDecentralized` keeps: on every rank r, weight(r) = right(r - 1) = left(r + 1)."""
+
+    weight: Array
+    left: Array
+    right: Array
+
+
+@dataclass(frozen=True)
+class LowPrecisionDecentralized(_LowPrecision):
+    """Average weights with both neighbours on a ring, sending the quantized change of one's own.
+
+    With w, L, R the replicas of this rank's weights and of its neighbours', and x what the optimizer made of w:
+
+        c = encode(x + L/3 + R/3 - 5w/3)        sent to both neighbours
+        w += decode(c)      L += decode(c of the left)      R += decode(c of the right)
+
+    that is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two bytes for each weight. Ranks' weights
+    differ; average them before evaluation.
+
+    Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, as
+    Bagua (arXiv 2107.01499) has it.
+
+    Args:
+        codec: What travels.
+    """
+
+    def init(self, bucket: Bucket, comm: Communicator) -> Replicas:
+        """See `Algorithm.init`. Collective."""
+        weight = bucket.flat.copy()
+        left, right = topology.ring(comm.rank, comm.size)
+        state = Replicas(weight, arrays.empty_like(weight), arrays.empty_like(weight))
+        _exchange_on_ring(comm, weight, state.left, state.right, left, right)
+        return state
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: Replicas) -> None:
+        """Change all three replicas. Collective."""
+        left, right = topology.ring(comm.rank, comm.size)
+        delta = comm.scratch.take("delta", (1, bucket.flat.size), bucket.flat.dtype, like=bucket.flat)
+        kernels.of(delta).ring_difference(bucket.flat, state.left, state.right, state.weight, out=delta[0])
+        mine, from_left, from_right = (self._wire(bucket, comm, key) for key in ("mine", "left", "right"))
+        self.codec.encode(delta, mine)
+        _exchange_on_ring(comm, mine, from_left, from_right, left, right)
+        self._add_decoded(mine, state.weight, comm)
+        self._add_decoded(from_left, state.left, comm)
+        self._add_decoded(from_right, state.right, comm)
+
+    def commit(self, bucket: Bucket, state: Replicas) -> None:
+        """X <- w."""
+        bucket.flat[...] = state.weight
+
+
+@dataclass
+class EdgeReplicas:
+    """What `LowPrecisionOnePeer` keeps for its edges k: sent[k] of rank r is received[k] of rank r + 2^k."""
+
+    sent: Array
+    """(edges, elements): what the peer ahead knows of this rank."""
+    received: Array
+    """(edges, elements): what this rank knows of the peer behind."""
+    weight: Array = field(metadata=TRANSIENT)
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class LowPrecisionOnePeer(_LowPrecision):
+    """Average weights with one peer at a time on the exponential graph, sending quantized differences.
+
+    In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S
+    what the peer ahead knows of this rank, R what this rank knows of the peer behind, x the weights:
+
+        c = encode(x - S[k])      S[k] += decode(c)      R[k] += decode(c received)      x += (R[k] - S[k]) / 2
+
+    R of one rank is S of another, so the sum of the weights over all ranks is kept. Every rank sends about one
+    byte for each weight, half of `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p) replicas. Ranks' weights
+    differ; average them before evaluation.
+
+    Source: the difference compression of CHOCO-Gossip, Koloskova et al., arXiv 1902.00340, on the one-peer
+    exponential graph of Ying et al., arXiv 2110.13363.
+
+    Args:
+        codec: What travels.
+    """
+
+    def init(self, bucket: Bucket, comm: Communicator) -> EdgeReplicas:
+        """See `Algorithm.init`. Collective."""
+        x, edges = bucket.flat, _edges(comm.size)
+        state = EdgeReplicas(sent=x[None].repeat(edges, 0), received=x[None].repeat(edges, 0), weight=x.copy())
+        for k in range(edges):
+            dest, source = topology.one_peer_exponential(comm.rank, comm.size, k)
+            comm.sendrecv(x, state.received[k], dest=dest, source=source)
+        return state
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: EdgeReplicas) -> None:
+        """Change the replicas of one edge, and work out the new weights. Collective."""
+        if comm.size == 1:
+            state.weight[...] = bucket.flat
+            return
+        x, k = bucket.flat, state.round % _edges(comm.size)
+        dest, source = topology.one_peer_exponential(comm.rank, comm.size, state.round)
+        sent, received = state.sent[k], state.received[k]
+        delta = comm.scratch.take("delta", (1, x.size), x.dtype, like=x)
+        kernels.of(x).subtract(x, sent, out=delta[0])
+        mine, theirs = self._wire(bucket, comm, "mine"), self._wire(bucket, comm, "theirs")
+        self.codec.encode(delta, mine)
+        comm.sendrecv(mine, theirs, dest=dest, source=source)
+        self._add_decoded(mine, sent, comm)
+        self._add_decoded(theirs, received, comm)
+        kernels.of(x).move_half(x, received, sent, out=state.weight)
+        state.round += 1
+
+    def commit(self, bucket: Bucket, state: EdgeReplicas) -> None:
+        """Write the new weights back."""
+        bucket.flat[...] = state.weight
+
+
+def _exchange_on_ring(
+    comm: Communicator, mine: Array, from_left: Array, from_right: Array, left: int, right: int
+) -> None:
+    """Send `mine` to both neighbours. With two ranks both are one peer, whose messages match in order."""
+    comm.exchange([(right, mine), (left, mine)], [(left, from_left), (right, from_right)])
+
+
+def _edges(size: int) -> int:
+    """Number of edges into a rank on the one-peer exponential graph: ceil(log2 size)."""
+    return (size - 1).bit_length()

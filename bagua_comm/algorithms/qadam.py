@@ -1,0 +1,94 @@
+"""QAdam: Adam whose momentum, not its gradient, is averaged through a codec once its variance is frozen.
+
+    steps 1 to W:   g <- mean of g                 m <- b1 m + (1 - b1) g       v <- b2 v + (1 - b2) g^2
+    steps after W:  m <- Q-mean of b1 m + (1 - b1) g_local                      v stays
+
+The optimizer does the rest: `bagua_comm.optim.QAdam` on flat arrays, `bagua_torch.QAdamOptimizer`. It changes
+the same `momentum` as the exchange.
+Source: 1-bit Adam, Tang et al., arXiv 2102.02888, with eight bits as in Bagua (arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .. import arrays, kernels
+from ..arrays import Array
+from ..bucket import Bucket
+from ..collectives import Average, Exact, InPlace, Quantized
+from ..comm import Communicator
+from ..errors import ArrayError, CommError
+from .base import Payload, Point, Window, check_average, check_average_argument
+
+
+@dataclass
+class Momentum:
+    """What `QAdam` keeps."""
+
+    momentum: Array
+    """Adam's first moment; the optimizer's own, too."""
+    exact: InPlace
+    average: InPlace
+    averaged_in: int = -1
+    """The latest training step in which the momentum was averaged."""
+
+
+@dataclass(frozen=True)
+class QAdam:
+    """Average gradients exactly for `warmup_steps`, then average Adam's momentum, quantized.
+
+    In the second part gradients stay as the rank made them, so clipping them has no effect there; accumulate
+    gradients without averaging (`no_sync`). All parameters share one `beta1`.
+
+    Args:
+        warmup_steps: Steps, at least 1, before the variance is frozen; about a fifth of all.
+        beta1: Adam's.
+        average: How the momentum is averaged.
+
+    Raises:
+        ArrayError: An argument is out of range.
+    """
+
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    average: Average = field(default_factory=Quantized)
+
+    def __post_init__(self) -> None:
+        if not self.warmup_steps >= 1:
+            raise ArrayError(f"QAdam: warmup_steps is {self.warmup_steps}, expected at least 1")
+        if not 0 <= self.beta1 < 1:
+            raise ArrayError(f"QAdam: beta1 is {self.beta1}, expected 0 <= beta1 < 1")
+        check_average_argument("QAdam", self.average)
+
+    @property
+    def payload(self) -> Payload:
+        """Gradients."""
+        return "grad"
+
+    @property
+    def window(self) -> Window:
+        """From when a bucket's gradients are complete until the backward pass has ended."""
+        return Window(Point.GRADIENT, Point.BACKWARD)
+
+    def check(self, dtype: str) -> None:
+        """What the average takes."""
+        check_average(self.average, dtype)
+
+    def init(self, bucket: Bucket, comm: Communicator) -> Momentum:
+        """See `Algorithm.init`. Collective."""
+        return Momentum(arrays.zeros_like(bucket.flat), Exact().bind(comm), self.average.bind(comm))
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: Momentum) -> None:
+        """Average the gradient, then the momentum. Collective."""
+        if bucket.step < self.warmup_steps:
+            state.exact(bucket.flat)
+            return
+        if state.averaged_in == bucket.step:
+            raise CommError(
+                "QAdam: the momentum was averaged already in this step; accumulate gradients without averaging "
+                "(no_sync), and tell the engine of every step"
+            )
+        m, g, beta1 = state.momentum, bucket.flat, self.beta1
+        kernels.of(m).blend(m, g, beta1, out=m)  # m <- beta1 m + (1 - beta1) g
+        state.average(m)
+        state.averaged_in = bucket.step

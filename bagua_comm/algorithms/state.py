@@ -1,0 +1,79 @@
+"""What algorithms keep between steps, by the names of tensors: for checkpoints and new plans.
+
+A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
+bucket is cut into pieces, one for each tensor; numbers go with every tensor of the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .. import arrays
+from ..bucket import Bucket
+from ..errors import ArrayError
+
+Saved = dict[str, dict[str, Any]]
+"""For every tensor's name: its pieces and numbers, by where they were found in the state."""
+
+
+def save_state(bucket: Bucket, state: Any) -> Saved:
+    """Copy what `state` holds for the tensors of `bucket`."""
+    saved: Saved = {name: {} for name in bucket.views}
+    for path, _, _, value in _fields_of(state):
+        if value is None:
+            continue
+        if not hasattr(value, "dtype"):
+            pieces = dict.fromkeys(saved, value)
+        elif value.shape[-1:] == bucket.flat.shape:
+            pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
+        else:
+            pieces = {next(iter(saved)): value.copy()}
+        for name, piece in pieces.items():
+            saved[name][path] = piece
+    return saved
+
+
+def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back what `save_state` copied, also where the tensors lay in other buckets then.
+
+    Raises:
+        ArrayError: A tensor is missing, or something does not fit this bucket.
+    """
+    missing = [name for name in bucket.views if name not in saved]
+    if missing:
+        raise ArrayError(f"load_state: nothing was saved for {', '.join(map(repr, missing[:3]))}")
+    for path, owner, name, value in _fields_of(state):
+        found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
+        if not found:
+            continue
+        piece = next(iter(found.values()))
+        if value is None and hasattr(piece, "dtype"):  # made at its first use
+            whole = piece.shape[-1:] != (bucket.spec.tensors[0].size,)
+            value = arrays.zeros_like(piece if whole else bucket.flat)
+            setattr(owner, name, value)
+        if not hasattr(value, "dtype"):
+            setattr(owner, name, piece)
+        elif value.shape[-1:] == bucket.flat.shape:
+            for tensor, where in bucket.spec.slices().items():
+                value[..., where] = found.get(tensor, 0)
+        elif piece.shape == value.shape:
+            value[...] = piece
+        else:
+            raise ArrayError(f"load_state: {path!r} of bucket {bucket.index} was saved under another plan")
+
+
+def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    """(path, owner, field, value) of all that a state keeps."""
+    settings = getattr(type(state), "__dataclass_params__", None)
+    if settings is None or settings.frozen:  # what is frozen is no state
+        return
+    for field in dataclasses.fields(state):
+        value, path = getattr(state, field.name), prefix + field.name
+        if field.metadata.get("transient"):
+            continue
+        if dataclasses.is_dataclass(value):
+            yield from _fields_of(value, f"{path}.")
+        elif value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
+            yield path, state, field.name, value

@@ -1,0 +1,154 @@
+"""Optimizers over flat arrays, a bucket at a time: for training without a framework.
+
+    optimizer = SGD(lr=0.1, momentum=0.9)
+    states = [optimizer.init(bucket.flat) for bucket in weights]
+    optimizer.step(weight, grad, state)         # in place, after the gradients are averaged
+
+They are frozen dataclasses of settings; the formulas are those of `torch.optim`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import arrays, kernels
+from .arrays import Array
+from .errors import ArrayError
+
+
+@dataclass
+class SGDState:
+    """What `SGD` keeps."""
+
+    buffer: Array
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent, with (Nesterov) momentum and weight decay.
+
+    >>> import numpy as np
+    >>> weight, sgd = np.ones(2), SGD(lr=0.5)
+    >>> sgd.step(weight, np.array([1.0, -1.0]), sgd.init(weight))
+    >>> weight
+    array([0.5, 1.5])
+    """
+
+    lr: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr >= 0 and 0 <= self.momentum < 1 and self.weight_decay >= 0)
+        _check(self, self.momentum > 0 or not self.nesterov)
+
+    def init(self, weight: Array) -> SGDState:
+        """A state of zeros for this array of weights."""
+        return SGDState(arrays.zeros_like(weight))
+
+    def step(self, weight: Array, grad: Array, state: SGDState) -> None:
+        """Change `weight` by one step along `grad`; arrays of one shape."""
+        kernels.of(weight).sgd_step(
+            weight,
+            grad,
+            state.buffer,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            nesterov=self.nesterov,
+        )
+
+
+@dataclass
+class AdamState:
+    """What `Adam` keeps."""
+
+    momentum: Array
+    variance: Array
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam; `weight_decay` is added to the gradient. Kingma and Ba, arXiv 1412.6980."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr >= 0 and all(0 <= beta < 1 for beta in self.betas))
+        _check(self, self.eps >= 0 and self.weight_decay >= 0)
+
+    def init(self, weight: Array) -> AdamState:
+        """A state of zeros for this array of weights."""
+        return AdamState(arrays.zeros_like(weight), arrays.zeros_like(weight))
+
+    def step(self, weight: Array, grad: Array, state: AdamState) -> None:
+        """Change `weight` by one step along `grad`; arrays of one shape."""
+        run, m, v = kernels.of(weight), state.momentum, state.variance
+        state.step += 1
+        run.adam_moments(weight, grad, m, v, betas=self.betas, weight_decay=self.weight_decay)
+        b1, b2 = self.betas
+        run.adam_step(
+            weight, m, v, lr=self.lr, eps=self.eps, corrections=(1 - b1**state.step, 1 - b2**state.step)
+        )
+
+
+@dataclass
+class QAdamState:
+    """What `QAdam` keeps besides the momentum, which belongs to the algorithm."""
+
+    variance: Array
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class QAdam:
+    """Adam that freezes its variance after `warmup_steps`: the optimizer beside `algorithms.QAdam`.
+
+    From then on the algorithm, given the same `warmup_steps` and beta, averages the momentum, and this adds to it
+    no more than weight decay. The bias correction of the variance is frozen with it. A weight without a gradient
+    until then has no variance to divide by, and stays as it is. Source: arXiv 2102.02888.
+    """
+
+    lr: float = 1e-3
+    warmup_steps: int = 100
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check(self, self.lr >= 0 and all(0 <= beta < 1 for beta in self.betas))
+        _check(self, self.eps >= 0 and self.weight_decay >= 0 and self.warmup_steps >= 1)
+
+    def init(self, weight: Array) -> QAdamState:
+        """A state of zeros for this array of weights."""
+        return QAdamState(arrays.zeros_like(weight))
+
+    def step(self, weight: Array, grad: Array, state: QAdamState, momentum: Array) -> None:
+        """Change `weight` by one step; `momentum` is that of the algorithm's state for this bucket."""
+        run, (b1, b2) = kernels.of(weight), self.betas
+        state.step += 1
+        if state.step <= self.warmup_steps:
+            run.adam_moments(
+                weight, grad, momentum, state.variance, betas=self.betas, weight_decay=self.weight_decay
+            )
+        elif self.weight_decay:
+            run.add_scaled(momentum, weight, (1 - b1) * self.weight_decay)
+        frozen = min(state.step, self.warmup_steps)
+        run.adam_step(
+            weight,
+            momentum,
+            state.variance,
+            lr=self.lr,
+            eps=self.eps,
+            corrections=(1 - b1**state.step, 1 - b2**frozen),
+        )
+
+
+def _check(optimizer: object, fine: bool) -> None:
+    if not fine:
+        raise ArrayError(f"{optimizer}: a setting is out of range")

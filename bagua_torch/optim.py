@@ -1,0 +1,140 @@
+"""The optimizer beside `bagua_comm.QAdam`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua_comm import ArrayError, UnsupportedError
+
+
+class QAdamOptimizer(torch.optim.Optimizer):
+    """Adam that freezes its variance after `warmup_steps` and then takes its momentum from `bagua_comm.QAdam`.
+
+    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the bias correction of the variance is frozen
+    with it; weight decay goes on; a weight that had no gradient before has no variance, and stays as it is.
+    Without `bagua_comm.QAdam` beside it, it keeps the momentum itself.
+
+    Source: 1-bit Adam, Tang et al., arXiv 2102.02888.
+
+    Args:
+        params: Parameters, or groups of them. All groups share the first of `betas` and `warmup_steps`.
+        lr: Learning rate.
+        warmup_steps: Steps, at least 1, before the variance is frozen; the algorithm's `warmup_steps`.
+        betas: Decay of momentum and variance.
+        eps: Added to the root of the variance.
+        weight_decay: Added to the gradient, times the weight.
+
+    Raises:
+        ArrayError: A setting is out of range, or differs between groups where it may not.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "warmup_steps": warmup_steps,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
+        for group in self.param_groups:
+            fine = group["warmup_steps"] >= 1 and all(0 <= beta < 1 for beta in group["betas"])
+            if not fine or group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0:
+                settings = ", ".join(f"{key}={value!r}" for key, value in group.items() if key != "params")
+                raise ArrayError(f"QAdamOptimizer: a setting is out of range: {settings}")
+        if len({(group["warmup_steps"], group["betas"][0]) for group in self.param_groups}) > 1:
+            raise ArrayError("QAdamOptimizer: all groups must have the same warmup_steps and the same betas[0]")
+        self._shared: Mapping[Tensor, Tensor] = {}
+        self._frozen = False
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the variance is frozen."""
+        return int(self.param_groups[0]["warmup_steps"])
+
+    @property
+    def beta1(self) -> float:
+        """The decay of the momentum."""
+        return float(self.param_groups[0]["betas"][0])
+
+    def share(self, momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
+        """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
+
+        Args:
+            momenta: By parameter; empty to keep one's own again.
+            frozen: Whether the algorithm has averaged the momentum in this step, so that warm-up is over.
+        """
+        for parameter, state in self.state.items():
+            shared, own = momenta.get(parameter), state["exp_avg"]
+            if shared is None and parameter in self._shared:
+                state["exp_avg"] = own.clone()
+            elif shared is not None and shared.data_ptr() != own.data_ptr():
+                shared.copy_(own)
+                state["exp_avg"] = shared
+        self._shared, self._frozen = momenta, frozen
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks this, and then leaves unscaling to `step`."""
+        return bool(self._shared)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the parameters by one step.
+
+        Raises:
+            UnsupportedError: A GradScaler calls; momenta are averaged before it could unscale the gradients.
+        """
+        if getattr(self, "grad_scale", None) is not None:
+            raise UnsupportedError(
+                "QAdamOptimizer: QAdam averages the momentum during the backward pass, before GradScaler "
+                "unscales the gradients; use autocast to bfloat16, which needs no scaler"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        return loss
+
+    def _step_one(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2), shared = self.state[x], group["betas"], self._shared.get(x)
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(x) if shared is None else shared
+            state["exp_avg_sq"] = torch.zeros_like(x)
+        m, v = state["exp_avg"], state["exp_avg_sq"]
+        state["step"] += 1
+        frozen = state["step"] > group["warmup_steps"] if shared is None else self._frozen
+        if not frozen:
+            g = g.add(x, alpha=group["weight_decay"]) if group["weight_decay"] else g
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        else:
+            if shared is None:
+                m.lerp_(g, 1 - beta1)
+            if group["weight_decay"]:
+                m.add_(x, alpha=(1 - beta1) * group["weight_decay"])
+        second = 1 - beta2 ** min(state["step"], group["warmup_steps"])
+        denominator = (v.sqrt() / math.sqrt(second)).add_(group["eps"])
+        if frozen:
+            denominator.masked_fill_(v == 0, math.inf)
+        x.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
