@@ -142,6 +142,11 @@ class Plan:
         """Zeroed NumPy memory for the buckets: one flat array for each."""
         return [np.zeros(bucket.size, dtype_named(bucket.dtype)) for bucket in self.buckets]
 
+    def cut(self, storage: Sequence[Array]) -> dict[str, Array]:
+        """Views of the buckets' flat arrays (or torch tensors): all tensors by name, in their shapes."""
+        pairs = zip(self.buckets, storage, strict=True)
+        return {name: view for bucket, flat in pairs for name, view in bucket.cut(flat).items()}
+
     def to_json(self) -> str:
         """The plan as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))

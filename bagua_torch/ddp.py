@@ -284,7 +284,7 @@ class DistributedDataParallel(nn.Module):
             for bucket, dtype in zip(self._plan.buckets, dtypes, strict=True)
         ]
         self._flats[payload] = flats
-        return {n: v for b, flat in zip(self._plan.buckets, flats, strict=True) for n, v in b.cut(flat).items()}
+        return self._plan.cut(flats)
 
     def _check_module(self) -> None:
         if not self._trained:
@@ -527,10 +527,9 @@ class DistributedDataParallel(nn.Module):
         """Let the optimizers keep their momenta where QAdam averages them, and say whether it has begun to."""
         phase, momenta, frozen = self.engine.phase, dict[torch.Tensor, torch.Tensor](), False
         if isinstance(phase, QAdam) and not self._closed:
-            for bucket, state in zip(self.engine.buckets, self.engine.states, strict=True):
-                views = bucket.spec.cut(as_tensor(state.momentum))
-                momenta |= {self._trained[name]: view for name, view in views.items()}
-                frozen = bucket.step >= phase.warmup_steps
+            views = self._plan.cut([as_tensor(state.momentum) for state in self.engine.states])
+            momenta = {self._trained[name]: view for name, view in views.items()}
+            frozen = self.engine.buckets[0].step >= phase.warmup_steps
         for optimizer in self.optimizers:
             if isinstance(optimizer, QAdamOptimizer):
                 optimizer.share(momenta, frozen=frozen)

@@ -57,6 +57,27 @@ def test_one_rank_needs_no_mpirun():
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("ranks", "algorithm"),
+    [
+        (4, "exact"),
+        (3, "hierarchical"),
+        (8, "one_peer"),
+        (4, "low_precision"),
+        (4, "async"),
+        (2, "warm_up"),
+        (4, "qadam"),
+        (1, "low_precision_one_peer"),
+    ],
+)
+def test_training_without_a_framework(ranks, algorithm):
+    result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm, timeout_s=180))
+    assert (result["algorithm"], result["ranks"]) == (algorithm, ranks)
+    assert result["accuracy"] >= 0.93
+    assert (result["wire_bytes_per_step"] > 0) == (ranks > 1)
+
+
 def test_the_fifteen_line_way_in():
     process = run_python(3, EXAMPLES / "allreduce_numpy.py")
     assert process.returncode == 0, process.stderr
