@@ -79,6 +79,8 @@ class Engine:
         """What was exchanged so far: payload and wire bytes of this rank."""
         self.step = 0
         """How many training steps have ended."""
+        self.commits = 0
+        """How often the buckets were written back to."""
         self._stopped = self._closed = False
         self._begin_phase(began=0)
 
@@ -397,3 +399,4 @@ class Engine:
         if hasattr(self._phase, "commit") and not self._stopped:
             for bucket in self._left:
                 self._phase.commit(bucket, self.states[bucket.index])
+            self.commits += 1

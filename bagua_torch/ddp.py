@@ -126,6 +126,8 @@ class DistributedDataParallel(nn.Module):
         self._flats: dict[Payload, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         """Views of the buckets, where gradients are exchanged."""
+        self._weights: dict[str, torch.Tensor] = {}
+        """The same, where weights are: the memory of the parameters."""
         self._start(algorithm)
 
         self._backward = _Backward()
@@ -234,7 +236,7 @@ class DistributedDataParallel(nn.Module):
         for parameter in self._trained.values():
             values = as_array(parameter)
             self.comm.allreduce(values, out=values, op="avg")
-        self._weights_changed()
+        increment_version(self._trained.values())
 
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
@@ -272,9 +274,10 @@ class DistributedDataParallel(nn.Module):
                 parameter = self._trained[name]
                 view.copy_(parameter.detach())
                 parameter.data = view
+                self._weights[name] = view
         storage = {payload: [as_array(flat) for flat in flats] for payload, flats in self._flats.items()}
         self.engine = Engine(self.comm, algorithm, self._plan, storage)
-        self.algorithm = algorithm
+        self.algorithm, self._commits = algorithm, 0
 
     def _lay_out(self, payload: Payload) -> dict[str, torch.Tensor]:
         """Allocate the buckets of a payload; returns a view for each parameter."""
@@ -410,6 +413,12 @@ class DistributedDataParallel(nn.Module):
                     f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
                     "wrapped; close this one and wrap the module again"
                 )
+        for name, view in self._weights.items():
+            if self._trained[name].data_ptr() != view.data_ptr():
+                raise ArrayError(
+                    f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
+                    "weights would not be exchanged; close this one and wrap the module again"
+                )
 
     def _check_backward_ended(self) -> None:
         if self._backward.complete:
@@ -490,7 +499,7 @@ class DistributedDataParallel(nn.Module):
         self._stepped.clear()
         if self._join is not None and self.engine.payload == "grad":
             self._divide_by_active()
-        if self.find_unused_parameters:
+        if self.find_unused_parameters and self.engine.payload == "grad":
             self._forget_unused(done.complete, fresh)
 
     def _forget_unused(self, used: set[str], fresh: Sequence[str]) -> None:
@@ -520,7 +529,8 @@ class DistributedDataParallel(nn.Module):
 
     def _weights_changed(self) -> None:
         """Tell autograd, which would not notice: it raises where an older graph needs them as they were."""
-        if self.engine.payload == "weight":
+        if self._commits != self.engine.commits:
+            self._commits = self.engine.commits
             increment_version(self._trained.values())
 
     def _share_momenta(self) -> None:
@@ -569,7 +579,7 @@ class DistributedDataParallel(nn.Module):
                     view.zero_()
                     self.engine.ready(name)
             self.engine.at(Point.BACKWARD)
-            if self.find_unused_parameters:
+            if self.find_unused_parameters and self.engine.payload == "grad":
                 self._forget_unused(set(), ())
         self._weights_changed()
         roots = self.comm.allgather_object(last)
