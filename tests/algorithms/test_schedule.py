@@ -1,0 +1,344 @@
+"""Schedules: the same as what they are made of, in the steps where that is used."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+from references import (
+    Trainer,
+    assert_follows,
+    assert_restarts,
+    bits,
+    common_start,
+    decentralized,
+    diloco,
+    gradient_allreduce,
+    low_precision_decentralized,
+    make_plan,
+    trajectories,
+)
+from references import (
+    after as after_reference,
+)
+
+import bagua_comm
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    ErrorFeedback,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    QAdam,
+    Quantized,
+    TensorSpec,
+    UnsupportedError,
+    after,
+    every,
+)
+from bagua_comm.testing import check_algorithm, run_ranks
+
+PAIRS = Decentralized("shift_one")
+WARM_UP = after(4, GradientAllReduce(ErrorFeedback(Quantized())), DiLoCo(3))
+ALL = [
+    GradientAllReduce(),
+    Decentralized(),
+    LowPrecisionDecentralized(),
+    LowPrecisionOnePeer(),
+    QAdam(2),
+    DiLoCo(3),
+    every(3, PAIRS),
+    WARM_UP,
+]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        every(2, Decentralized()),
+        every(2, LowPrecisionDecentralized()),
+        every(2, LowPrecisionOnePeer()),
+        every(2, DiLoCo(2)),
+        after(0, GradientAllReduce(), Decentralized()),
+        after(1, ByteGrad(), DiLoCo(1)),
+        after(1, Decentralized("one_peer_exponential"), GradientAllReduce()),
+        after(1, LowPrecisionDecentralized(), QAdam(1)),
+        after(1, LowPrecisionOnePeer(), after(1, GradientAllReduce(), LowPrecisionDecentralized())),
+        WARM_UP,
+    ],
+    ids=repr,
+)
+def test_conformance(algorithm):
+    check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
+
+
+# every
+
+
+@pytest.mark.parametrize(
+    ("peers", "ranks"), [("all", 1), ("all", 3), ("shift_one", 2), ("shift_one", 4), ("one_peer_exponential", 8)]
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_n_averages_weights_in_the_first_of_n_steps(n, peers, ranks):
+    actual = trajectories(ranks, every(n, Decentralized(peers)))
+
+    assert_follows(actual, partial(decentralized, peers=peers, interval=n), ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_n_sends_the_changes_of_n_steps_at_once(ranks):
+    actual = trajectories(ranks, every(3, LowPrecisionDecentralized()))
+
+    reference = partial(low_precision_decentralized, codec=MinMaxUInt8(), interval=3)
+    assert_follows(actual, reference, ranks=ranks, wide="float32")
+
+
+def test_every_n_leaves_gradients_local_in_between():
+    def body(comm):
+        with Trainer(comm, every(2, GradientAllReduce()), make_plan(2), start=common_start, lr=0) as training:
+            kept = []
+            for _ in range(4):
+                training.step()
+                kept.append([g.copy() for g in training.grads])
+            return kept
+
+    for step, (mine, other) in enumerate(zip(*run_ranks(2, body), strict=True)):
+        for g, h in zip(mine, other, strict=True):
+            assert np.array_equal(g, h) == (step % 2 == 0)
+
+
+def test_nothing_is_sent_between():
+    def body(comm):
+        with Trainer(comm, every(3, Decentralized()), make_plan(2)) as training:
+            sent = []
+            for _ in range(7):
+                training.step()
+                sent.append(training.engine.counter.wire_bytes)
+            return np.diff([0, *sent]) > 0
+
+    assert run_ranks(2, body)[0].tolist() == [True, False, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5])
+def test_n_must_be_a_positive_integer(n):
+    with pytest.raises(ArrayError, match="every"):
+        every(n, Decentralized())
+
+
+# after
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_after_gradients_come_weights(ranks):
+    algorithm = after(4, GradientAllReduce(), DiLoCo(3, 0.6, 0.8))
+
+    actual = trajectories(ranks, algorithm, start=common_start)
+
+    then = partial(diloco, local_steps=3, outer_lr=0.6, outer_momentum=0.8)
+    reference = partial(after_reference, steps=4, first=gradient_allreduce, then=then)
+    assert_follows(actual, reference, ranks=ranks, start=common_start)
+
+
+@pytest.mark.parametrize("peers", ["all", "shift_one"])
+def test_after_weights_come_gradients(peers):
+    actual = trajectories(4, after(5, Decentralized(peers), GradientAllReduce()))
+
+    first = partial(decentralized, peers=peers)
+    assert_follows(actual, partial(after_reference, steps=5, first=first, then=gradient_allreduce), ranks=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_comes_then_begins_with_the_weights_as_they_are(ranks):
+    algorithm = after(3, Decentralized("one_peer_exponential"), LowPrecisionDecentralized())
+
+    actual = trajectories(ranks, algorithm)
+
+    first = partial(decentralized, peers="one_peer_exponential")
+    then = partial(low_precision_decentralized, codec=MinMaxUInt8())
+    reference = partial(after_reference, steps=3, first=first, then=then)
+    assert_follows(actual, reference, ranks=ranks, wide="float32")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_comes_first_is_finished_before_the_change(ranks):
+    algorithm = after(3, LowPrecisionDecentralized(), Decentralized())
+
+    actual = trajectories(ranks, algorithm)
+
+    first = partial(low_precision_decentralized, codec=MinMaxUInt8())
+    reference = partial(after_reference, steps=3, first=first, then=partial(decentralized, peers="all"))
+    assert_follows(actual, reference, ranks=ranks, wide="float32")
+
+
+def test_what_comes_then_counts_its_own_steps():
+    algorithm = after(2, GradientAllReduce(), every(3, PAIRS))
+
+    actual = trajectories(4, algorithm)
+
+    then = partial(decentralized, peers="shift_one", interval=3)
+    assert_follows(actual, partial(after_reference, steps=2, first=gradient_allreduce, then=then), ranks=4)
+
+
+def test_schedules_nest():
+    algorithm = after(2, GradientAllReduce(), after(3, every(2, Decentralized()), GradientAllReduce()))
+
+    actual = trajectories(3, algorithm)
+
+    first = partial(decentralized, peers="all", interval=2)
+    then = partial(after_reference, steps=3, first=first, then=gradient_allreduce)
+    assert_follows(actual, partial(after_reference, steps=2, first=gradient_allreduce, then=then), ranks=3)
+
+
+def test_after_no_steps_is_what_comes_then():
+    expected = trajectories(4, PAIRS)
+
+    actual = trajectories(4, after(0, GradientAllReduce(), PAIRS))
+
+    assert [bits(trajectory) for trajectory in actual] == [bits(trajectory) for trajectory in expected]
+
+
+def test_the_buckets_are_those_of_the_payload_in_use():
+    def body(comm):
+        with Trainer(comm, after(2, GradientAllReduce(), Decentralized()), make_plan(2)) as training:
+            used = []
+            for _ in range(4):
+                training.engine.at(Point.FORWARD)
+                flat = training.engine.buckets[0].flat
+                used.append(
+                    "grad" if flat is training.grads[0] else "weight" if flat is training.weights[0] else ""
+                )
+                training.engine.at(Point.BACKWARD)
+                training.engine.at(Point.STEP)
+            return used
+
+    assert run_ranks(2, body) == [["grad", "grad", "weight", "weight"]] * 2
+
+
+def test_storage_for_both_payloads_is_needed():
+    plan = make_plan(2)
+
+    def body(comm):
+        with pytest.raises(ArrayError, match="weight"):
+            Engine(comm, after(1, GradientAllReduce(), Decentralized()), plan, plan.allocate())
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "then"),
+    [
+        (-1, GradientAllReduce(), Decentralized()),
+        (1.5, GradientAllReduce(), Decentralized()),
+        (1, "bytegrad", Decentralized()),
+        (1, GradientAllReduce(), None),
+        (1, GradientAllReduce, Decentralized()),
+    ],
+)
+def test_after_needs_a_number_of_steps_and_two_algorithms(steps, first, then):
+    with pytest.raises(ArrayError, match="after"):
+        after(steps, first, then)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", None, Decentralized, Quantized()])
+def test_every_needs_an_algorithm(algorithm):
+    with pytest.raises(ArrayError, match="every"):
+        every(2, algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        every(2, Decentralized()),
+        after(1, Decentralized(), GradientAllReduce()),
+        after(1, GradientAllReduce(), Decentralized()),
+    ],
+    ids=repr,
+)
+def test_integers_are_refused_with_the_tensor(algorithm):
+    plan = Plan.pack([TensorSpec("count", (3,), "int32")])
+    storage = {"grad": plan.allocate(), "weight": plan.allocate()}
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="'count'"):
+            Engine(comm, algorithm, plan, storage)
+
+    run_ranks(2, body)
+
+
+# All algorithms
+
+
+@pytest.mark.parametrize("algorithm", [*ALL, AsyncModelAverage(interval_s=0, warmup_steps=2)], ids=repr)
+def test_algorithms_are_plain_data(algorithm):
+    assert eval(repr(algorithm), vars(bagua_comm)) == algorithm
+    assert hash(eval(repr(algorithm), vars(bagua_comm))) == hash(algorithm)
+    for field in dataclasses.fields(algorithm):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(algorithm, field.name, None)
+
+
+@pytest.mark.parametrize("algorithm", ALL, ids=repr)
+def test_passes_for_evaluation_change_nothing(algorithm):
+    def body(comm):
+        with Trainer(comm, algorithm, make_plan(2), start=common_start) as training:
+            trajectory = []
+            for step in range(STEPS):
+                for _ in range(step % 3):
+                    training.engine.at(Point.FORWARD)
+                trajectory.append(training.step())
+            return trajectory
+
+    expected = trajectories(2, algorithm, start=common_start)
+    assert [bits(x) for x in run_ranks(2, body)] == [bits(x) for x in expected]
+
+
+@pytest.mark.parametrize("algorithm", [LowPrecisionDecentralized(), LowPrecisionOnePeer(), DiLoCo(3)], ids=repr)
+@pytest.mark.parametrize("finish", [Engine.settle, Engine.state_dict, Engine.stop, Engine.close])
+def test_what_was_exchanged_is_written_back_before_weights_are_read(algorithm, finish):
+    def weights(comm, finish):
+        with Trainer(comm, algorithm, make_plan(2), start=common_start) as training:
+            training.run(3)
+            finish(training.engine)
+            return training.tensors()
+
+    expected = run_ranks(2, lambda comm: weights(comm, lambda engine: engine.at(Point.FORWARD)))
+    actual = run_ranks(2, lambda comm: weights(comm, finish))
+    assert bits(actual) == bits(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_other_precisions(dtype):
+    algorithm = after(4, GradientAllReduce(), every(2, Decentralized()))
+
+    actual = trajectories(4, algorithm, dtype=dtype)
+
+    then = partial(decentralized, peers="all", interval=2)
+    reference = partial(after_reference, steps=4, first=gradient_allreduce, then=then)
+    assert_follows(actual, reference, ranks=4, dtype=dtype, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [every(3, PAIRS), WARM_UP, after(5, LowPrecisionOnePeer(), every(2, LowPrecisionDecentralized()))],
+    ids=repr,
+)
+def test_training_goes_on_after_a_restart(algorithm):
+    assert_restarts(4, algorithm, at=(2, 4, 5, 8))
+
+
+def test_training_goes_on_in_other_buckets():
+    actual = trajectories(
+        3, after(4, GradientAllReduce(), DiLoCo(3)), start=common_start, replans={2: 10_000, 4: 1, 8: 100}
+    )
+
+    then = partial(diloco, local_steps=3, outer_lr=0.7, outer_momentum=0.9)
+    reference = partial(after_reference, steps=4, first=gradient_allreduce, then=then)
+    assert_follows(actual, reference, ranks=3, start=common_start)

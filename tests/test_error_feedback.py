@@ -1,0 +1,218 @@
+"""Error feedback: what quantizing takes from one mean is given to the next."""
+
+import numpy as np
+import pytest
+from references import (
+    STEPS,
+    Trainer,
+    assert_restarts,
+    common_start,
+    decoded,
+    make_plan,
+    mean,
+    trajectories,
+)
+
+from bagua_comm import (
+    ArrayError,
+    Engine,
+    ErrorFeedback,
+    Exact,
+    GradientAllReduce,
+    Hierarchical,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    QAdam,
+    Quantized,
+    TensorSpec,
+    UnsupportedError,
+)
+from bagua_comm.arrays import dtype_named
+from bagua_comm.testing import check_algorithm, run_ranks, sample
+
+CODEC = MinMaxUInt8(block=16)
+SPECS = [TensorSpec("a", (5, 3), "float32"), TensorSpec("b", (33,), "float32")]
+COUNT = sum(spec.size for spec in SPECS)  # a multiple of all numbers of ranks here
+NAMES = [spec.name for spec in SPECS]
+
+
+def gradients(ranks, step):
+    """Those of all ranks: the same in every step, and a little noise."""
+    same = [sample(rank, (COUNT,), "float32") for rank in range(ranks)]
+    noise = [0.1 * sample(rank, (COUNT,), "float32", seed=1 + step) for rank in range(ranks)]
+    return [x + y for x, y in zip(same, noise, strict=True)]
+
+
+def error_feedback(ranks, codec):
+    """The owner of a chunk makes up, for all ranks, for what coding the mean has lost."""
+    errors = [np.zeros((ranks, COUNT // ranks), "f4") for _ in range(ranks)]
+    for step in range(STEPS):
+        values = [x.reshape(ranks, -1) + e for x, e in zip(gradients(ranks, step), errors, strict=True)]
+        sent = [decoded(codec, value) for value in values]
+        result = decoded(codec, mean(sent))
+        errors = [value - code for value, code in zip(values, sent, strict=True)]
+        for rank in range(ranks):
+            errors[rank][rank] += ranks * (mean(sent) - result)[rank]
+        yield result.reshape(-1), [e.reshape(-1) for e in errors]
+
+
+def averages(comm, average, *, dtype="float32", steps=STEPS):
+    """The mean and the residual after every step."""
+    plan = Plan.pack([TensorSpec(spec.name, spec.shape, dtype) for spec in SPECS])
+    kept = []
+    with Engine(comm, GradientAllReduce(average), plan, plan.allocate()) as engine:
+        (bucket,) = engine.buckets
+        for step in range(steps):
+            bucket.flat[...] = gradients(comm.size, step)[comm.rank].astype(bucket.flat.dtype)
+            for name in NAMES:
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+            saved = [engine.state_dict()["tensors"][name] for name in NAMES]
+            residual = np.concatenate([tensor["average.residual"].reshape(-1) for tensor in saved])
+            kept.append((bucket.flat.copy(), residual))
+    return kept
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GradientAllReduce(ErrorFeedback()),
+        GradientAllReduce(Hierarchical(ErrorFeedback(Quantized(CODEC)))),
+        QAdam(1, average=ErrorFeedback()),
+    ],
+    ids=repr,
+)
+def test_conformance(algorithm):
+    check_algorithm(algorithm, sizes=(1, 2, 3, 4, 8))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_both_quantizations_are_made_up_for(ranks):
+    actual = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC))))
+
+    for step, (result, errors) in enumerate(error_feedback(ranks, CODEC)):
+        for rank in range(ranks):
+            value, residual = actual[rank][step]
+            np.testing.assert_allclose(value, result, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(residual, errors[rank], rtol=0, atol=1e-5 * ranks)
+            assert value.tobytes() == actual[0][step][0].tobytes()
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-5), ("float16", 0.02), ("bfloat16", 0.15)])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_means_and_what_is_left_sum_up_to_the_true_means(ranks, dtype, atol):
+    results = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC)), dtype=dtype))
+
+    rounded = [[g.astype(dtype_named(dtype)).astype("f8") for g in gradients(ranks, t)] for t in range(STEPS)]
+    expected = np.sum([mean(gs) for gs in rounded], axis=0)
+    total = np.sum([value.astype("f8") for value, _ in results[0]], axis=0)
+    left = mean([result[-1][1].astype("f8") for result in results])
+    np.testing.assert_allclose(total + left, expected, rtol=0, atol=atol)
+
+
+def test_errors_do_not_add_up_over_time():
+    def error(average, steps=60):
+        """Of the sum of many means of the same gradients."""
+
+        def body(comm):
+            mean = average.bind(comm)
+            return sum(mean(gradients(3, 0)[comm.rank]).astype("f8") for _ in range(steps))
+
+        return np.abs(run_ranks(3, body)[0] - steps * mean(gradients(3, 0))).max()
+
+    assert error(Quantized(CODEC)) > 20 * error(ErrorFeedback(Quantized(CODEC)))
+
+
+def test_a_nan_is_seen_and_forgotten():
+    def body(comm):
+        average = ErrorFeedback(Quantized(CODEC)).bind(comm)
+        x = np.ones(8, np.float32)
+        x[0] = np.nan
+        return average(x.copy()), average(np.ones(8, np.float32))
+
+    for first, second in run_ranks(2, body):
+        assert np.isnan(first).any()
+        assert np.isfinite(second).all()
+
+
+@pytest.mark.parametrize(
+    "average", [ErrorFeedback(), Hierarchical(ErrorFeedback(Quantized(CODEC)))], ids=["flat", "hierarchical"]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_training_goes_on_after_a_restart(average, ranks):
+    nodes = [0, 0, 1][:ranks]
+
+    assert_restarts(ranks, GradientAllReduce(average), at=(2, 7), nodes=nodes, start=common_start)
+
+
+@pytest.mark.parametrize("inner", [Exact(), Quantized(CODEC)], ids=repr)
+@pytest.mark.parametrize("nodes", [[0, 1, 2, 3], [0, 0, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_what_has_no_residual_can_be_loaded_on_other_nodes(inner, nodes):
+    algorithm, plan = GradientAllReduce(Hierarchical(inner)), make_plan(4)
+
+    def save(comm):
+        with Trainer(comm, algorithm, plan, start=common_start) as training:
+            training.run(2)
+            return training.state_dict()
+
+    def load(comm):
+        with Trainer(comm, algorithm, plan, start=common_start) as training:
+            training.load_state_dict(saved[comm.rank])
+            return training.run(STEPS - 2)
+
+    saved = run_ranks(4, save, nodes=[0, 0, 1, 1])
+    expected = [
+        trajectory[2:] for trajectory in trajectories(4, algorithm, start=common_start, nodes=[0, 0, 1, 1])
+    ]
+    for actual, through in zip(run_ranks(4, load, nodes=nodes), expected, strict=True):
+        for step, before in zip(actual, through, strict=True):
+            for name, x in step.items():
+                np.testing.assert_allclose(x, before[name], rtol=0, atol=0.05)
+
+
+def test_residuals_move_along_to_other_buckets():
+    def body(comm):
+        plan = Plan.pack(SPECS, alignment=comm.size)
+        with Engine(comm, GradientAllReduce(ErrorFeedback()), plan, plan.allocate()) as engine:
+            engine.buckets[0].flat[...] = gradients(comm.size, 0)[comm.rank]
+            for name in NAMES:
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            engine.at(Point.STEP)
+            before = engine.state_dict()["tensors"]
+            engine.replan(Plan.pack(reversed(SPECS), bucket_bytes=1, alignment=8))
+            return before, engine.state_dict()["tensors"]
+
+    for before, after in run_ranks(2, body):
+        for name in NAMES:
+            assert before[name]["average.residual"].any()
+            assert before[name]["average.residual"].tobytes() == after[name]["average.residual"].tobytes()
+
+
+def test_it_sends_no_more_than_it_would_without():
+    def body(comm, average):
+        plan = make_plan(comm.size)
+        with Engine(comm, GradientAllReduce(average), plan, plan.allocate()) as engine:
+            engine.at(Point.BACKWARD)
+            return engine.counter.wire_bytes
+
+    with_feedback = run_ranks(3, lambda comm: body(comm, ErrorFeedback()))
+    assert with_feedback == run_ranks(3, lambda comm: body(comm, Quantized()))
+
+
+@pytest.mark.parametrize("inner", [Exact(), MinMaxUInt8(), "quantized", None, ErrorFeedback()])
+def test_it_goes_around_a_quantized_mean_only(inner):
+    with pytest.raises(ArrayError, match="Quantized"):
+        ErrorFeedback(inner)
+
+
+def test_a_dtype_the_codec_does_not_take_is_refused_with_the_tensor():
+    plan = Plan.pack([TensorSpec("wide", (3,), "float64")])
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="'wide'"):
+            Engine(comm, GradientAllReduce(ErrorFeedback()), plan, plan.allocate())
+
+    run_ranks(2, body)
