@@ -1,12 +1,13 @@
 """Setting up the world: `connect()`. Environment variables are read here.
 
 A process started by mpirun (or srun, or whatever speaks PMI) joins the MPI world; any other is a world
-of one rank, and needs no MPI.
+of one rank, and needs no MPI. What torchrun starts goes through `bagua_torch.connect`, which brings a transport.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from types import TracebackType
 
@@ -31,6 +32,7 @@ def connect(
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
+    transport: Transport | None = None,
 ) -> Communicator:
     """Join the world: all ranks that mpirun started; a world of one rank if it did not start this process.
 
@@ -46,6 +48,7 @@ def connect(
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node. By default ranks that can share memory share a node; give
             labels to try out `Hierarchical` on one machine.
+        transport: Use this one instead of finding a world; its ranks share a node if they share a host name.
 
     Raises:
         BootstrapError: A launcher started this process, but no world can be made of it.
@@ -55,9 +58,14 @@ def connect(
     (0, 1)
     """
     global _default
-    if timeout_s <= 0:
-        raise BootstrapError(f"connect: timeout_s is {timeout_s}, expected a positive number")
-    transport, labels = _mpi_world(timeout_s) if _under_mpi() else _one_rank(timeout_s)
+    check_timeout(timeout_s)
+    labels: list[int] | None = None
+    if transport is not None:
+        node = socket.gethostname() if node is None else node
+    elif _under_mpi():
+        transport, labels = _mpi_world(timeout_s)
+    else:
+        transport = LocalTransport(timeout_s=timeout_s)
     tracer = Recorder() if trace else NULL
     comm = _World([transport], nodes=labels, tracer=tracer)
     if node is not None:
@@ -74,6 +82,22 @@ def default() -> Communicator:
     Collective, if it connects.
     """
     return _default if _default is not None else connect()
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise `BootstrapError` unless calls can wait that long."""
+    if timeout_s <= 0:
+        raise BootstrapError(f"connect: timeout_s is {timeout_s}, expected a positive number")
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def torchrun_local_rank() -> int:
+    """The number that torchrun gave this process on its machine; 0 if none."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class _World(Communicator):
@@ -93,16 +117,12 @@ def _under_mpi() -> bool:
         return True
     if any(name in os.environ for name in MPI_VARIABLES):
         return True
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:
+    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
         raise BootstrapError(
-            "connect: torchrun started this process, which sets up no MPI world; start it with "
-            "mpirun -n N python script.py, or python -m bagua_comm run -n N script.py"
+            "connect: torchrun started this process, which sets up no MPI world; call bagua_torch.connect() "
+            "instead, or start it with mpirun -n N python script.py, or python -m bagua_comm run -n N script.py"
         )
     return False
-
-
-def _one_rank(timeout_s: float) -> tuple[Transport, list[str]]:
-    return LocalTransport(timeout_s=timeout_s), ["here"]
 
 
 def _mpi_world(timeout_s: float) -> tuple[Transport, list[int]]:

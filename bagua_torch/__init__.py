@@ -5,13 +5,16 @@ from .broadcast import broadcast_optimizer, broadcast_tensors
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
 from .optim import QAdamOptimizer
+from .process_group import ProcessGroupTransport, connect
 
 __all__ = [
     "DistributedDataParallel",
+    "ProcessGroupTransport",
     "QAdamOptimizer",
     "as_array",
     "as_tensor",
     "broadcast_optimizer",
     "broadcast_tensors",
     "comm_hook",
+    "connect",
 ]

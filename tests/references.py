@@ -136,7 +136,7 @@ def async_model_average(xs, gradient):
         snapshots = xs
 
 
-def after(xs, gradient, steps, first, then):
+def switched(xs, gradient, steps, first, then):
     """`first` for so many steps; `then` starts where it left off, and counts its own steps."""
     trajectory = first(xs, gradient)
     yield from islice(trajectory, steps)

@@ -225,8 +225,8 @@ def test_replan_moves_the_values_along():
                 engine.replan(Plan.pack(SPECS[:2]))
             return before, flat.tolist()
 
-    for before, after in run_ranks(2, body):
-        assert before == after == [2] * 4 + [1] * 4 + [0] * 4
+    for before, moved in run_ranks(2, body):
+        assert before == moved == [2] * 4 + [1] * 4 + [0] * 4
 
 
 def test_state_survives_a_round_trip():
@@ -298,7 +298,7 @@ def test_storage_for_both_payloads_where_an_algorithm_needs_both():
     warm_up = after(1, GradientAllReduce(), Decentralized())
 
     def body(comm):
-        with pytest.raises(ArrayError, match="storage is for 'grad', but .* needs 'grad' and 'weight'"):
+        with pytest.raises(ArrayError, match=r"storage is for 'grad', but .* needs 'grad' and 'weight'"):
             Engine(comm, warm_up, PLAN, PLAN.allocate())
         storage = {"grad": PLAN.allocate(), "weight": PLAN.allocate()}
         with Engine(comm, warm_up, PLAN, storage) as engine:

@@ -48,9 +48,7 @@ def test_sgd_is_that_of_torch(momentum, nesterov, weight_decay, dtype, atol):
 
     actual = trajectory(optim.SGD(**settings), dtype)
 
-    np.testing.assert_allclose(
-        actual, torch_trajectory(torch.optim.SGD, dtype, **settings), rtol=0, atol=atol
-    )
+    np.testing.assert_allclose(actual, torch_trajectory(torch.optim.SGD, dtype, **settings), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES)
@@ -61,9 +59,7 @@ def test_adam_is_that_of_torch(betas, eps, weight_decay, dtype, atol):
 
     actual = trajectory(optim.Adam(**settings), dtype)
 
-    np.testing.assert_allclose(
-        actual, torch_trajectory(torch.optim.Adam, dtype, **settings), rtol=0, atol=atol
-    )
+    np.testing.assert_allclose(actual, torch_trajectory(torch.optim.Adam, dtype, **settings), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), DTYPES)
@@ -74,9 +70,7 @@ def test_qadam_is_adam_in_the_warm_up(weight_decay, dtype, atol):
 
     actual = trajectory(qadam, dtype, lambda x, g, state: qadam.step(x, g, state, momentum))
 
-    np.testing.assert_allclose(
-        actual, torch_trajectory(torch.optim.Adam, dtype, **settings), rtol=0, atol=atol
-    )
+    np.testing.assert_allclose(actual, torch_trajectory(torch.optim.Adam, dtype, **settings), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("weight_decay", [0, 0.1])

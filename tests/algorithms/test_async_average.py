@@ -10,7 +10,6 @@ from references import (
     STEPS,
     AsyncTrainer,
     Trainer,
-    after,
     assert_follows,
     assert_restarts,
     async_model_average,
@@ -19,10 +18,10 @@ from references import (
     gradient_allreduce,
     make_plan,
     start,
+    switched,
     trajectories,
 )
 
-import bagua_comm
 from bagua_comm import (
     ArrayError,
     AsyncModelAverage,
@@ -32,6 +31,7 @@ from bagua_comm import (
     Point,
     TensorSpec,
     UnsupportedError,
+    after,
 )
 from bagua_comm.testing import check_algorithm, run_ranks
 
@@ -64,7 +64,7 @@ def assign(training, value):
         ALWAYS,
         AsyncModelAverage(),
         AsyncModelAverage(interval_s=0, warmup_steps=2),
-        bagua_comm.after(1, GradientAllReduce(), ALWAYS),
+        after(1, GradientAllReduce(), ALWAYS),
     ],
     ids=repr,
 )
@@ -232,7 +232,7 @@ def test_gradients_are_averaged_in_the_warm_up_and_weights_from_then_on(ranks):
 
     actual = trajectories(ranks, algorithm, start=common_start, trainer=AsyncTrainer)
 
-    reference = partial(after, steps=4, first=gradient_allreduce, then=async_model_average)
+    reference = partial(switched, steps=4, first=gradient_allreduce, then=async_model_average)
     assert_follows(actual, reference, ranks=ranks, start=common_start)
 
 

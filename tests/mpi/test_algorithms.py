@@ -21,9 +21,7 @@ from references import (
     qadam,
     quantized_mean,
     start,
-)
-from references import (
-    after as after_reference,
+    switched,
 )
 
 from bagua_comm import (
@@ -73,7 +71,7 @@ TRAJECTORIES = [
     follows(ALWAYS, async_model_average, trainer=AsyncTrainer),
     follows(
         AsyncModelAverage(0, warmup_steps=2),
-        partial(after_reference, steps=2, first=gradient_allreduce, then=async_model_average),
+        partial(switched, steps=2, first=gradient_allreduce, then=async_model_average),
         trainer=AsyncTrainer,
     ),
     follows(
@@ -85,7 +83,7 @@ TRAJECTORIES = [
     follows(
         after(2, GradientAllReduce(), DiLoCo(2, 0.6, 0.8)),
         partial(
-            after_reference,
+            switched,
             steps=2,
             first=gradient_allreduce,
             then=partial(diloco, local_steps=2, outer_lr=0.6, outer_momentum=0.8),
