@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -158,19 +158,20 @@ class Hierarchical:
         # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
         across = self.inner.bind(inter)
         sizes = comm.allgather(np.array(comm.local_size))
-        return _Levels(
-            self,
-            comm,
-            intra,
-            across,
-            owners=int(sizes.min()),
-            largest=int(sizes.max()),
-            nodes=len(set(comm.allgather(np.array(comm.node)).tolist())),
-        )
+        nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
+        return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
 
     def check(self, dtype: str) -> None:
         """What `inner` takes."""
         self.inner.check(dtype)
+
+
+class _Sizes(NamedTuple):
+    """Ranks in the smallest node, each of which owns a chunk there; ranks in the largest; number of nodes."""
+
+    owners: int
+    largest: int
+    nodes: int
 
 
 @dataclass
@@ -182,35 +183,31 @@ class _Levels:
     intra: Communicator
     across: InPlace
     """`inner` among the ranks that own the same chunk; may keep state of its own."""
-    owners: int
-    """Owners in each node: the size of the smallest."""
-    largest: int
-    """Size of the largest node."""
-    nodes: int
+    sizes: _Sizes
 
     def __call__(self, x: Array) -> Array:
-        comm, intra = self.comm, self.intra
+        comm, intra, (owners, largest, nodes) = self.comm, self.intra, self.sizes
         value, _ = comm.accept("Hierarchical", "x", x)
         self.settings.check(arrays.dtype_name(value.dtype))
         if comm.size == 1 or value.size == 0:
             return x
         flat = arrays.contiguous(value).reshape(-1)
-        chunks = _padded(intra, flat, self.owners, -(-flat.size // self.owners))
-        mine = chunks[intra.rank] if intra.rank < self.owners else chunks[:0]
-        if self.owners == self.largest:
+        chunks = _padded(intra, flat, owners, -(-flat.size // owners))
+        mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
+        if owners == largest:
             intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
             self.across(mine)
             intra.allgather(mine, out=chunks)
         else:
-            counts = [chunks.shape[1] if r < self.owners else 0 for r in range(intra.size)]
+            counts = [chunks.shape[1] if r < owners else 0 for r in range(intra.size)]
             parts = _exchanged(intra, chunks, counts)
             if mine.size:
                 # The mean of the ranks is the mean of the nodes, each times its size by the mean size. Weights
                 # of at most 1 keep what is finite finite.
                 kernels.of(mine).reduce_rows(parts, mine, "avg")
-                kernels.of(mine).scale(mine, comm.local_size / self.largest)
+                kernels.of(mine).scale(mine, comm.local_size / largest)
                 self.across(mine)
-                kernels.of(mine).scale(mine, self.largest * self.nodes / comm.size)
+                kernels.of(mine).scale(mine, largest * nodes / comm.size)
             intra.allgatherv(mine, chunks, counts)
         if not arrays.overlap(chunks, value):
             value[...] = chunks.reshape(-1)[: value.size].reshape(value.shape)

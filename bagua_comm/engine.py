@@ -193,7 +193,7 @@ class Engine:
             raise ArrayError("replan: the new plan has other tensors than the old one")
         saved = self._saved()
         if storage is None:
-            run = arrays.namespace(self.buckets[0].flat)
+            run = arrays.namespace(self.buckets[0].flat) if self.buckets else np
             storage = {
                 payload: [run.zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets]
                 for payload in self._buckets
@@ -229,7 +229,7 @@ class Engine:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave on this rank, also under another plan.
 
-        Collective.
+        Collective. What is under way is finished, but not written back.
 
         Raises:
             ArrayError: It was saved with another algorithm, or for other tensors.
@@ -238,7 +238,7 @@ class Engine:
             raise ArrayError(
                 f"load_state_dict: saved with {saved['algorithm']}, but the algorithm is {self.algorithm!r}"
             )
-        self._finish()
+        self._finish(commit=False)
         self.step = saved["step"]
         self._begin_phase(began=saved["phase_began"])
         self._load(saved["tensors"])
@@ -316,10 +316,11 @@ class Engine:
         self._waiting_for = {name: names for names in self._waiting for name in names}
         self._left: list[Bucket] = []
 
-    def _close_window(self) -> None:
+    def _close_window(self, *, commit: bool = True) -> None:
         if self._left:
             self.flush()
-            self._commit()
+            if commit:
+                self._commit()
             self._open_window()
 
     def _submit_complete(self) -> None:
@@ -352,10 +353,11 @@ class Engine:
         self._round = [self._lane.submit(self._agree, stopping)]
         self._round += [self._submit(bucket) for bucket in self.buckets]
 
-    def _end_round(self) -> bool:
+    def _end_round(self, *, commit: bool = True) -> bool:
         """Wait for the round and commit it; whether all ranks were stopping when it began."""
         self.flush()
-        self._commit()
+        if commit:
+            self._commit()
         agreed, self._round = self._round[0].result(), []
         return bool(agreed)
 
@@ -365,17 +367,17 @@ class Engine:
 
     # Both -------------------------------------------------------------------------------------------
 
-    def _finish(self) -> None:
+    def _finish(self, *, commit: bool = True) -> None:
         """End all that is under way on all ranks. Collective."""
         if self._window.closes is not Point.NEVER:
-            self._close_window()
+            self._close_window(commit=commit)
             return
         if self._stopped:
             return
-        agreed = self._end_round() if self._round else False
+        agreed = self._end_round(commit=commit) if self._round else False
         while not agreed:
             self._begin_round(stopping=True)
-            agreed = self._end_round()
+            agreed = self._end_round(commit=commit)
 
     def _submit(self, bucket: Bucket) -> Future[Any]:
         self._left.append(bucket)

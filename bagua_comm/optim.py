@@ -122,7 +122,7 @@ class QAdam:
 
     def __post_init__(self) -> None:
         _check(self, self.lr >= 0 and all(0 <= beta < 1 for beta in self.betas))
-        _check(self, self.eps >= 0 and self.weight_decay >= 0 and self.warmup_steps >= 1)
+        _check(self, self.eps >= 0 and self.weight_decay >= 0 and self.warmup_steps in range(1, 2**63))
 
     def init(self, weight: Array) -> QAdamState:
         """A state of zeros for this array of weights."""

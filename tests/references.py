@@ -250,8 +250,8 @@ class Trainer:
         return {"engine": engine, "weights": self.tensors()}
 
     def load_state_dict(self, saved):
-        self.engine.load_state_dict(saved["engine"])  # may still write to the weights
         self.load_tensors(saved["weights"])
+        self.engine.load_state_dict(saved["engine"])  # writes nothing to the weights
 
 
 class AdamTrainer(Trainer):

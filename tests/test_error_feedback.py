@@ -101,7 +101,7 @@ def test_both_quantizations_are_made_up_for(ranks):
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 2e-5), ("float16", 0.02), ("bfloat16", 0.15)])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_means_and_what_is_left_sum_up_to_the_true_means(ranks, dtype, atol):
     results = run_ranks(ranks, lambda comm: averages(comm, ErrorFeedback(Quantized(CODEC)), dtype=dtype))
 
@@ -140,9 +140,9 @@ def test_a_nan_is_seen_and_forgotten():
 @pytest.mark.parametrize(
     "average", [ErrorFeedback(), Hierarchical(ErrorFeedback(Quantized(CODEC)))], ids=["flat", "hierarchical"]
 )
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_training_goes_on_after_a_restart(average, ranks):
-    nodes = [0, 0, 1][:ranks]
+    nodes = [0, 1, 1][:ranks]
 
     assert_restarts(ranks, GradientAllReduce(average), at=(2, 7), nodes=nodes, start=common_start)
 
@@ -188,6 +188,21 @@ def test_residuals_move_along_to_other_buckets():
         for name in NAMES:
             assert before[name]["average.residual"].any()
             assert before[name]["average.residual"].tobytes() == after[name]["average.residual"].tobytes()
+
+
+def test_residuals_between_nodes_cannot_move_to_other_buckets():
+    def body(comm):
+        plan = make_plan(comm.size)
+        algorithm = GradientAllReduce(Hierarchical(ErrorFeedback()))
+        with Engine(comm, algorithm, plan, plan.allocate()) as engine:
+            engine.buckets[0].flat[...] = sample(comm.rank, engine.buckets[0].flat.shape, "float32")
+            for name in NAMES:
+                engine.ready(name)
+            engine.at(Point.BACKWARD)
+            with pytest.raises(ArrayError, match=r"residual' of .* belongs to its bucket as a whole"):
+                engine.replan(Plan.pack(reversed(SPECS), bucket_bytes=1, alignment=8))
+
+    run_ranks(4, body, nodes=[0, 0, 1, 1])
 
 
 def test_it_sends_no_more_than_it_would_without():

@@ -16,7 +16,7 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Algorithm, Payload, Point, Window, check_floating
+from .base import TRANSIENT, Algorithm, Payload, Point, Window, check_floating, check_integer
 from .gradient import GradientAllReduce
 
 
@@ -47,8 +47,9 @@ class AsyncModelAverage:
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if not self.interval_s >= 0 or not self.warmup_steps >= 0:
-            raise ArrayError(f"{self}: expected interval_s >= 0 and warmup_steps >= 0")
+        check_integer("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
+        if not isinstance(self.interval_s, (int, float)) or not self.interval_s >= 0:
+            raise ArrayError(f"AsyncModelAverage: interval_s is {self.interval_s!r}, expected at least 0")
 
     @property
     def payload(self) -> Payload:

@@ -102,6 +102,12 @@ def check_algorithm_argument(owner: str, name: str, value: object) -> None:
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad()")
 
 
+def check_integer(owner: str, name: str, value: object, *, least: int) -> None:
+    """Raise `ArrayError` unless `value` is an integer of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArrayError(f"{owner}: {name} is {value!r}, expected an integer of at least {least}")
+
+
 def check_average_argument(owner: str, value: object) -> None:
     """Raise `ArrayError` unless `value` is an Average."""
     if isinstance(value, type) or not hasattr(value, "bind"):

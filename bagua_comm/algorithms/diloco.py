@@ -17,7 +17,7 @@ from ..bucket import Bucket
 from ..collectives import Average, Exact, InPlace
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import Payload, Point, Window, check_average, check_average_argument
+from .base import Payload, Point, Window, check_average, check_average_argument, check_integer
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Outer:
     anchor: Array
     momentum: Array
     average: InPlace
-    stepped: bool = False
-    """Whether the latest exchange made an outer step."""
+    steps: int = 0
+    """Inner steps since the last outer one; 0 after an outer step."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ class DiLoCo:
     average: Average = field(default_factory=Exact)
 
     def __post_init__(self) -> None:
-        if not self.local_steps >= 1:
-            raise ArrayError(f"DiLoCo: local_steps is {self.local_steps}, expected at least 1")
+        check_integer("DiLoCo", "local_steps", self.local_steps, least=1)
         if not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
             raise ArrayError(
                 f"DiLoCo: outer_lr is {self.outer_lr} and outer_momentum {self.outer_momentum}, "
@@ -82,8 +81,8 @@ class DiLoCo:
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:
         """Make an outer step in every `local_steps`-th step. Collective."""
-        state.stepped = (bucket.step + 1) % self.local_steps == 0
-        if not state.stepped:
+        state.steps = (state.steps + 1) % self.local_steps
+        if state.steps:
             return
         delta = comm.scratch.take("delta", bucket.flat.shape, bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).subtract(state.anchor, bucket.flat, out=delta)
@@ -100,5 +99,5 @@ class DiLoCo:
 
     def commit(self, bucket: Bucket, state: Outer) -> None:
         """X <- anchor, after an outer step."""
-        if state.stepped:
+        if not state.steps:
             bucket.flat[...] = state.anchor

@@ -18,7 +18,7 @@ from ..bucket import Bucket
 from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
-from .base import Payload, Point, Window, check_average, check_average_argument
+from .base import Payload, Point, Window, check_average, check_average_argument, check_integer
 
 
 @dataclass
@@ -54,8 +54,7 @@ class QAdam:
     average: Average = field(default_factory=Quantized)
 
     def __post_init__(self) -> None:
-        if not self.warmup_steps >= 1:
-            raise ArrayError(f"QAdam: warmup_steps is {self.warmup_steps}, expected at least 1")
+        check_integer("QAdam", "warmup_steps", self.warmup_steps, least=1)
         if not 0 <= self.beta1 < 1:
             raise ArrayError(f"QAdam: beta1 is {self.beta1}, expected 0 <= beta1 < 1")
         check_average_argument("QAdam", self.average)

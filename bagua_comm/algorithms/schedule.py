@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import Algorithm, Payload, State, Window, check_algorithm_argument, phase_of, phases_of
+from .base import (
+    Algorithm,
+    Payload,
+    Point,
+    State,
+    Window,
+    check_algorithm_argument,
+    check_integer,
+    phase_of,
+    phases_of,
+)
 
 
 @dataclass
@@ -30,9 +40,13 @@ class Every:
     algorithm: Algorithm
 
     def __post_init__(self) -> None:
-        if not isinstance(self.n, int) or self.n < 1:
-            raise ArrayError(f"every: n is {self.n!r}, expected an integer of at least 1")
+        check_integer("every", "n", self.n, least=1)
         check_algorithm_argument("every", "algorithm", self.algorithm)
+        if any(phase.window.closes is Point.NEVER for phase in phases_of(self.algorithm)):
+            raise ArrayError(
+                f"every: rounds of {self.algorithm} begin by time, not by steps, so ranks would not agree on the "
+                "steps left out; give it a longer interval_s"
+            )
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.algorithm!r})"
@@ -90,8 +104,7 @@ class After:
     then: Algorithm
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 0:
-            raise ArrayError(f"after: steps is {self.steps!r}, expected an integer of at least 0")
+        check_integer("after", "steps", self.steps, least=0)
         check_algorithm_argument("after", "first", self.first)
         check_algorithm_argument("after", "then", self.then)
 
@@ -140,7 +153,7 @@ def every(n: int, algorithm: Algorithm) -> Every:
     average less often, accumulate them.
 
     Raises:
-        ArrayError: `n` is not a positive integer, or `algorithm` is none.
+        ArrayError: `n` is not a positive integer, or `algorithm` is none, or one that goes by time.
     """
     return Every(n, algorithm)
 

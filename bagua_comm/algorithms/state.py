@@ -1,7 +1,8 @@
 """What algorithms keep between steps, by the names of tensors: for checkpoints and new plans.
 
 A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
-bucket is cut into pieces, one for each tensor; numbers go with every tensor of the bucket.
+bucket is cut into pieces, one for each tensor; numbers go with every tensor of the bucket. Other arrays stay
+whole: they go with the first tensor, and fit the same bucket only.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def save_state(bucket: Bucket, state: Any) -> Saved:
         elif value.shape[-1:] == bucket.flat.shape:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
         else:
+            saved[next(iter(saved))][path + _WHOLE] = _layout(bucket)
             pieces = {next(iter(saved)): value.copy()}
         for name, piece in pieces.items():
             saved[name][path] = piece
@@ -48,20 +50,32 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         if not found:
             continue
-        piece = next(iter(found.values()))
+        tensor, piece = next(iter(found.items()))
+        layout = saved[tensor].get(path + _WHOLE)
+        if layout is not None and layout != _layout(bucket):
+            raise ArrayError(
+                f"load_state: {path!r} of {tensor!r} belongs to its bucket as a whole, and cannot move to another"
+            )
         if value is None and hasattr(piece, "dtype"):  # made at its first use
-            whole = piece.shape[-1:] != (bucket.spec.tensors[0].size,)
-            value = arrays.zeros_like(piece if whole else bucket.flat)
+            value = arrays.zeros_like(bucket.flat if layout is None else piece)
             setattr(owner, name, value)
         if not hasattr(value, "dtype"):
             setattr(owner, name, piece)
-        elif value.shape[-1:] == bucket.flat.shape:
+        elif layout is None and value.shape[-1:] == bucket.flat.shape:
             for tensor, where in bucket.spec.slices().items():
                 value[..., where] = found.get(tensor, 0)
         elif piece.shape == value.shape:
             value[...] = piece
         else:
-            raise ArrayError(f"load_state: {path!r} of bucket {bucket.index} was saved under another plan")
+            raise ArrayError(f"load_state: {path!r} has shape {piece.shape}, expected {value.shape}")
+
+
+_WHOLE = " of"
+"""Added to the path of an array that stays whole, for the bucket that it belongs to."""
+
+
+def _layout(bucket: Bucket) -> list[Any]:
+    return [bucket.spec.size, *bucket.views]
 
 
 def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import REDUCED_PRECISION, Array, DType
+from ..arrays import REDUCED_PRECISION, Array, DType, dtype_name
 
 PIECE = 1 << 17
 """Elements worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
@@ -51,13 +51,15 @@ def reduce_rows(rows: Array, out: Array, op: str) -> None:
     p, m = rows.shape
     dtype = out.dtype
     wide: DType = dtype
-    if dtype.name in REDUCED_PRECISION:
+    if dtype_name(dtype) in REDUCED_PRECISION:
         wide = np.dtype(np.float32)
     elif op == "avg" and dtype.kind in "iu":
         wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
+    same = wide == dtype
     # Not if `out` is a row that is still to come.
-    grows_in_out = wide == dtype and not np.may_share_memory(out, rows)
-    total, term = (np.empty(min(m, PIECE), wide) for _ in range(2))
+    grows_in_out = same and not np.may_share_memory(out, rows)
+    total = out if grows_in_out else np.empty(min(m, PIECE), wide)
+    term = total if same else np.empty_like(total)
     with np.errstate(all="ignore"):
         for start in range(0, m, PIECE):
             piece = slice(start, min(start + PIECE, m))
@@ -67,7 +69,7 @@ def reduce_rows(rows: Array, out: Array, op: str) -> None:
             widen(rows[0, piece], acc)
             for row in range(1, p):
                 value = rows[row, piece]
-                if wide != dtype:
+                if not same:
                     widen(value, part)
                     value = part
                 _UFUNCS[op](acc, value, out=acc)
@@ -238,7 +240,7 @@ def cast_saturating(x: Array, out: Array) -> None:
 
 def widen(x: Array, out: Array) -> None:
     """Copy `x` to `out`, of the same shape and the same or a wider dtype."""
-    if x.dtype.name == "bfloat16" and out.dtype == np.float32:  # the upper half of a float32
+    if dtype_name(x.dtype) == "bfloat16" and out.dtype == np.float32:  # the upper half of a float32
         bits = out.view(np.uint32)
         np.copyto(bits, x.view(np.uint16))
         np.left_shift(bits, 16, out=bits)

@@ -117,7 +117,7 @@ def test_training_goes_on_in_other_buckets():
     assert_follows(actual, reference, ranks=3, start=common_start)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("average", [DiLoCo().average, Quantized()], ids=repr)
 def test_training_goes_on_after_a_restart(average, ranks):
     assert_restarts(ranks, DiLoCo(3, average=average), at=(3, 5, 8), start=common_start)

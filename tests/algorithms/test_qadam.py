@@ -69,7 +69,7 @@ def test_other_precisions(dtype, atol):
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_ranks_hold_the_same_weights_bit_for_bit(ranks):
     first, *others = trajectories(ranks, QUANTIZED, trainer=AdamTrainer)
 
@@ -108,7 +108,7 @@ def test_training_goes_on_in_other_buckets():
     assert_follows(actual, reference(mean), ranks=3, start=common_start)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_training_goes_on_after_a_restart(ranks):
     assert_restarts(ranks, QUANTIZED, at=(2, WARMUP_STEPS, 8), trainer=AdamTrainer)
 
