@@ -1,3 +1,4 @@
+import os
 import tempfile
 
 import pytest
@@ -19,3 +20,16 @@ def shared_folder(comm):
     comm.barrier()
     if folder:
         folder.cleanup()
+
+
+@pytest.fixture
+def gloo(comm, shared_folder):
+    """PyTorch's own process group over the same processes, for comparison."""
+    import torch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{shared_folder}/store", rank=comm.rank, world_size=comm.size
+    )
+    yield
+    torch.distributed.destroy_process_group()
