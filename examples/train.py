@@ -2,7 +2,9 @@
 
     python -m bagua_comm run -n 4 examples/train.py
     mpirun -n 4 python examples/train.py --algorithm exact --epochs 20
+    torchrun --nproc-per-node 4 examples/train.py
 
+Started with mpirun, the ranks communicate over MPI; with torchrun, over torch.distributed. Alone, it is one rank.
 Every rank trains on its own share of the images; the averages of the gradients are what is communicated.
 """
 
@@ -74,7 +76,7 @@ def make_model() -> nn.Module:
 
 def main() -> None:
     options = parse_arguments()
-    comm = bagua_comm.connect(timeout_s=120)
+    comm = bagua_torch.connect(timeout_s=120)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.local_size))
     torch.manual_seed(options.seed)
     train_x, test_x, train_y, test_y = load_images(options.seed)

@@ -3,13 +3,16 @@
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from launch import run_python
 
 import bagua_comm
-from bagua_comm import BootstrapError
+from bagua_comm import BootstrapError, bootstrap
+from bagua_comm.transports import LocalTransport
+from bagua_comm.transports.local import Hub
 
 
 def test_without_mpirun_the_world_is_one_rank():
@@ -38,11 +41,36 @@ def test_timeout_must_be_positive():
         bagua_comm.connect(timeout_s=0)
 
 
-def test_torchrun_without_mpi_is_refused_with_what_to_do(monkeypatch):
+def test_torchrun_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(BootstrapError, match="python -m bagua_comm run"):
+    assert bootstrap.under_torchrun()
+    with pytest.raises(BootstrapError, match=r"call bagua_torch.connect\(\).*mpirun.*python -m bagua_comm run"):
         bagua_comm.connect()
+
+
+def test_a_world_of_one_rank_under_torchrun_needs_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with bagua_comm.connect() as comm:
+        assert comm.size == 1
+
+
+def test_any_transport_can_be_the_world():
+    def body(transport):
+        with bagua_comm.connect(transport=transport, check=True) as comm:
+            return comm.local_rank, comm.local_size, int(comm.allreduce(np.array(1)))
+
+    hub = Hub(2)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(body, [LocalTransport(hub, rank) for rank in range(2)]))
+    assert results == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_nodes_of_a_given_transport_can_be_labelled():
+    with bagua_comm.connect(transport=LocalTransport(), node="here") as comm:
+        assert (comm.node, comm.local_rank, comm.local_size) == (0, 0, 1)
+        assert bagua_comm.default() is comm
 
 
 def launch(tmp_path, ranks, script, **options):

@@ -1,0 +1,696 @@
+"""Arrays over torch.distributed: gloo for host arrays, NCCL for device arrays; `connect()` under torchrun.
+
+A transport takes ranks and store from a process group, and opens connections of its own: neither its
+messages nor its failures reach what else the group is used for, and groups split off have the order asked
+for. (`torch.distributed.new_group` sorts ranks, and meets under keys that a closed group may have left.)
+
+Gloo ends the process when a message is longer than the array posted for it, and says nothing when it is
+shorter. So every message begins with a frame of a fixed size, which holds the number of bytes and the first
+of them. The frame of the next message is posted ahead, so that a short one leaves at once, whatever its receiver
+is doing. The rest of a long one follows when both ends are known to mean the same number of bytes:
+
+    one way    sender   -- frame --> receiver     which then posts the array for the rest
+                        -- rest -->
+    swap       both post their arrays; frames cross, and say what their sender expects as well;
+               each then sends its rest at once. In collectives, between ranks that send one message each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import bagua_comm
+from bagua_comm import (
+    BootstrapError,
+    CommAborted,
+    CommError,
+    CommMismatch,
+    CommTimeout,
+    Communicator,
+    RankFailed,
+    UnsupportedError,
+    arrays,
+    bootstrap,
+)
+from bagua_comm.arrays import Array
+from bagua_comm.kernels import host
+from bagua_comm.transports import Transport
+from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
+
+from .arrays import as_tensor
+
+FRAME_BYTES = 4096
+"""What is sent ahead of every message, and holds all of a short one. Takes no longer than 256 bytes would."""
+
+HEADER_BYTES = 24
+"""The head of a frame: how many bytes its message has, how many are expected in return in a swap (else -1), and
+how many the array has that the call is about (0 if that is not said)."""
+
+BODY_BYTES = FRAME_BYTES - HEADER_BYTES
+
+AT_ONCE_BYTES = 1 << 20
+"""As long as each rank receives no more than this, an allreduce sends whole arrays to everybody, in one round."""
+
+RING_CHUNK_BYTES = 1 << 15
+"""Where ranks have chunks of at least this size, sums of float32 and float64 are gloo's own, along a ring."""
+
+UNSENT_FRAMES = 64
+"""How many short messages may wait for one rank to receive them, before `send` waits as well."""
+
+LEAVE_S = 10.0
+"""How long `close` waits for the other ranks to close."""
+
+_REST_TAG, _SWAP_TAG, _ABORT_TAG = 2, 4, 5
+"""Frames have our tags 0 and 1, what follows one way these plus 2."""
+
+_NOTHING: Array = np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a transport find each other: in a store, under a key that nobody used before."""
+
+    store: Any
+    key: str
+    rank: int
+    size: int
+    nccl: bool
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> Meeting:
+        """One for the ranks of a process group, in its order. Collective."""
+        call = "ProcessGroupTransport"
+        if not dist.is_available() or not dist.is_initialized():
+            raise BootstrapError(f"{call}: torch.distributed is not initialised; call bagua_torch.connect()")
+        if not dist.is_gloo_available():
+            raise UnsupportedError(f"{call}: this PyTorch was built without gloo")
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise BootstrapError(f"{call}: this process is not in the group")
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        key = "bagua/" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        store = dist.distributed_c10d._get_default_store()
+        nccl = "cuda:nccl" in dist.get_backend_config(group)
+        return cls(store, f"{key}/{_count(store, key, rank)}", rank, len(ranks), nccl)
+
+    def open(self, name: str) -> Any:
+        """What is stored here under `name`, through a connection of its own.
+
+        Two threads that wait on one connection would wait for each other.
+        """
+        store = self.store.clone() if hasattr(self.store, "clone") else self.store
+        return dist.distributed_c10d.PrefixStore(f"{self.key}/{name}", store)
+
+
+def _count(store: Any, key: str, rank: int) -> int:
+    """How often this rank has come here; the same number on all ranks, if all come."""
+    return int(store.add(f"{key}/of-{rank}", 1))
+
+
+class _Frame:
+    """The head and the beginning of a message, as arrays and as a tensor over the same memory."""
+
+    __slots__ = ("body", "head", "tensor", "work")
+
+    def __init__(self) -> None:
+        memory = np.zeros(FRAME_BYTES, np.uint8)
+        self.head, self.body = memory[:HEADER_BYTES].view(np.int64), memory[HEADER_BYTES:]
+        self.tensor = as_tensor(memory)
+        self.work: Any = None
+
+
+class ProcessGroupTransport(Transport):
+    """One rank of a torch.distributed process group. CUDA arrays are carried if the group has NCCL for them.
+
+    Collective. The group is left as it is by whatever happens here, errors included.
+
+    A short message is on its way when `exchange` returns; `close` waits for it, the end of the process does not.
+    A long one is received by then. After an error the transport cannot be used. A timeout closes its connections,
+    and so does `abort`: peers that wait for this rank fail at once. So they do when its process ends.
+
+    Args:
+        group: The process group; the default one if None.
+        timeout_s: How long a call may wait for a peer.
+        meeting: Where the ranks meet, if it is not a group's.
+
+    Raises:
+        BootstrapError: torch.distributed is not initialised, or this process is not in the group.
+        CommTimeout: The other ranks cannot be reached, or do not come.
+        UnsupportedError: This PyTorch was built without gloo.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 300.0,
+        meeting: Meeting | None = None,
+    ) -> None:
+        super().__init__()
+        self._meeting = meeting if meeting is not None else Meeting.of(group)
+        self.rank, self.size, self.timeout_s = self._meeting.rank, self._meeting.size, timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        self._gloo: Any = None
+        self._nccl: _Nccl | None = None
+        self._broken: str | None = None
+        self._leaving = False
+        self._splits = 0
+        self._children: WeakSet[ProcessGroupTransport] = WeakSet()
+        self._about = 0  # bytes of the array that the call in progress is about
+        self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): for what comes next
+        self._sent: dict[tuple[int, int], deque[_Frame]] = {}  # by (peer, tag): perhaps still under way
+        self._free: list[_Frame] = []
+        self._own: dict[int, deque[Array]] = {}  # by tag: messages to oneself
+        if self.size > 1:
+            self._connect()
+
+    def _connect(self) -> None:
+        where = self._meeting
+        try:
+            self._gloo = dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
+            if where.nccl:
+                self._nccl = _Nccl(where, self._timeout)
+        except RuntimeError as exc:
+            raise self._translate(exc, None) from exc
+
+    def moves(self, x: Array) -> bool:
+        """Host arrays, and CUDA arrays where the group has NCCL for them."""
+        return isinstance(x, np.ndarray) or self._meeting.nccl
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
+        """All messages at once; see `Transport.exchange`."""
+        if self._broken is not None:
+            self._check_usable()
+        try:
+            if self._nccl is None or all(isinstance(x, np.ndarray) for _, x in (*sends, *recvs)):
+                self._exchange(sends, recvs, tag)
+            else:
+                self._exchange_on_device(self._nccl, sends, recvs, tag)
+        except CommError:
+            raise
+        except BaseException as exc:
+            self._break(f"a call was interrupted ({type(exc).__name__})")
+            raise
+
+    def _exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        swaps = _swaps(sends, recvs) if tag == COLLECTIVE else {}
+        swaps.pop(self.rank, None)
+        works: list[tuple[int, Any]] = []  # (peer, what to wait for)
+        frames = []
+        for peer, out in recvs:
+            frames.append(None if peer == self.rank else self._next_frame(peer, tag))
+            if peer in swaps and out.nbytes > BODY_BYTES:
+                works.append((peer, self._receive_rest(peer, _SWAP_TAG, out)))
+        for peer, x in sends:
+            if peer == self.rank:
+                self._own.setdefault(tag, deque()).append(x.copy())
+                continue
+            self._send_frame(peer, tag, x, swaps[peer][1].nbytes if peer in swaps else -1)
+            if x.nbytes > BODY_BYTES and peer not in swaps:
+                works.append((peer, self._send_rest(peer, _REST_TAG + tag, x)))
+            self.sent_bytes += x.nbytes
+
+        for i, ((peer, out), frame) in enumerate(zip(recvs, frames, strict=True)):
+            if frame is None:
+                self._receive_own(out, tag)
+                continue
+            self._wait(peer, frame.work)
+            x = swaps[peer][0] if peer in swaps else None
+            if frame.head.tolist() != [out.nbytes, -1 if x is None else x.nbytes, self._about]:
+                last = tag == POINT_TO_POINT and i + 1 == len(recvs) and not works
+                raise self._mismatch(peer, tag, out, frame, last)
+            if x is not None and x.nbytes > BODY_BYTES:
+                works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
+            if x is None and out.nbytes > BODY_BYTES:
+                works.append((peer, self._receive_rest(peer, _REST_TAG + tag, out)))
+            if out.nbytes:
+                begin = frame.body[: out.nbytes]
+                _bytes(out)[: begin.size] = begin
+
+        for peer, work in works:
+            self._wait(peer, work)
+        for peer, _ in sends:
+            # In a collective the receiver is about to receive it.
+            self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
+        # Not before: to a peer that has left meanwhile, this would cost what it sent last.
+        for (peer, _), frame in zip(recvs, frames, strict=True):
+            if frame is not None:
+                self._post_ahead(peer, tag, frame)
+
+    def _next_frame(self, peer: int, tag: int) -> _Frame:
+        """Where the next message from `peer` begins: what was posted ahead, or is now."""
+        frame = self._posted.pop((peer, tag), None)
+        if frame is None:
+            frame = self._take_frame()
+            frame.work = self._start(peer, self._gloo.recv, [frame.tensor], peer, tag)
+        return frame
+
+    def _post_ahead(self, peer: int, tag: int, frame: _Frame) -> None:
+        if (peer, tag) in self._posted or self._leaving:
+            self._free.append(frame)
+            return
+        try:
+            frame.work = self._gloo.recv([frame.tensor], peer, tag)
+        except RuntimeError:
+            return  # it has left; that matters if there is another message to come
+        self._posted[peer, tag] = frame
+
+    def _take_frame(self) -> _Frame:
+        return self._free.pop() if self._free else _Frame()
+
+    def _send_frame(self, peer: int, tag: int, x: Array, in_return: int) -> None:
+        frame = self._take_frame()
+        frame.head[:] = x.nbytes, in_return, self._about
+        if x.nbytes:
+            begin = _bytes(x)[:BODY_BYTES]
+            frame.body[: begin.size] = begin
+        frame.work = self._start(peer, self._gloo.send, [frame.tensor], peer, tag)
+        self._sent.setdefault((peer, tag), deque()).append(frame)
+
+    def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
+        return self._start(peer, self._gloo.send, [_rest(x)], peer, wire_tag)
+
+    def _receive_rest(self, peer: int, wire_tag: int, out: Array) -> Any:
+        return self._start(peer, self._gloo.recv, [_rest(out)], peer, wire_tag)
+
+    def _reclaim(self, peer: int, tag: int, keep: int) -> None:
+        """Wait until all but the latest `keep` frames to `peer` have left."""
+        frames = self._sent.get((peer, tag))
+        while frames and len(frames) > keep:
+            frame = frames.popleft()
+            self._wait(peer, frame.work)
+            self._free.append(frame)
+
+    def _receive_own(self, out: Array, tag: int) -> None:
+        messages = self._own.get(tag)
+        if not messages:
+            self._break("it waited for a message from itself")
+            raise CommTimeout(f"rank {self.rank} would wait for ever for {out.nbytes} bytes from itself")
+        x = messages.popleft()
+        if x.nbytes != out.nbytes:
+            raise CommMismatch(f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}")
+        _bytes(out)[...] = _bytes(x)
+
+    def _mismatch(self, peer: int, tag: int, out: Array, frame: _Frame, last: bool) -> CommMismatch:
+        """What to raise for a message of another size, which is received if nothing else is under way."""
+        nbytes, in_return, about = frame.head.tolist()
+        if last:
+            if nbytes > BODY_BYTES:
+                self._wait(peer, self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8)))
+            self._post_ahead(peer, tag, frame)
+        else:
+            self._break("a call failed earlier (CommMismatch)")
+        if about != self._about and about and self._about:
+            return CommMismatch(f"rank {self.rank} gave {self._about} bytes, but rank {peer} {about}")
+        text = f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
+        if nbytes == out.nbytes:
+            text += f" in another call, and expected {max(in_return, 0)}"
+        return CommMismatch(text)
+
+    # Collectives that are better than those derived from `exchange` ---------------------------------
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """In one round if small; gloo's or NCCL's own for large sums; see `Transport`."""
+        if self.size == 1:
+            super().allreduce(x, out, op)
+            return
+        if not isinstance(x, np.ndarray):
+            self._allreduce_on_device(x, out, op)
+            return
+        self._about = x.nbytes
+        try:
+            if x.nbytes * (self.size - 1) <= AT_ONCE_BYTES:
+                self._allreduce_at_once(x, out, op)
+            elif x.nbytes >= self.size * RING_CHUNK_BYTES and op in ("sum", "avg") and x.dtype.char in "fd":
+                self._allreduce_natively(x, out, op)
+            else:
+                super().allreduce(x, out, op)
+        finally:
+            self._about = 0
+
+    def _allreduce_at_once(self, x: Array, out: Array, op: str) -> None:
+        rows = self._scratch.take("rows", (self.size, x.size), x.dtype, like=x)
+        rows[self.rank] = x.reshape(-1)
+        self.exchange(
+            [(peer, x) for peer in self._others()],
+            [(peer, rows[peer]) for peer in self._others()],
+            tag=COLLECTIVE,
+        )
+        host.reduce_rows(rows, out.reshape(-1), op)
+
+    def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
+        # Frames alone: whether all ranks are about to reduce arrays of one size.
+        nothing = [(peer, _NOTHING) for peer in self._others()]
+        self.exchange(nothing, nothing, tag=COLLECTIVE)
+        if x is not out:
+            out[...] = x
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
+        self._wait(None, self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
+        if op == "avg":
+            host.divide(out, self.size)
+        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    # Device arrays: everything but sizes goes through NCCL ------------------------------------------
+
+    def _exchange_on_device(
+        self, nccl: _Nccl, sends: Sequence[Message], recvs: Sequence[Message], tag: int
+    ) -> None:
+        # NCCL hangs where sizes differ: compare them on the host first.
+        heard = [(peer, np.array(0)) for peer, _ in recvs]
+        self._exchange([(peer, np.array(x.nbytes)) for peer, x in sends], heard, tag)
+        for (peer, out), (_, nbytes) in zip(recvs, heard, strict=True):
+            self._check_size(peer, out.nbytes, int(nbytes))
+        for peer, x in sends:
+            if peer == self.rank:
+                self._own.setdefault(tag + 2, deque()).append(x.copy())
+            self.sent_bytes += x.nbytes if peer != self.rank else 0
+        for peer, out in recvs:
+            if peer == self.rank:
+                self._receive_own(out, tag + 2)
+        outgoing = [(peer, x) for peer, x in sends if peer != self.rank]
+        incoming = [(peer, x) for peer, x in recvs if peer != self.rank]
+        self._start(None, nccl.exchange, outgoing, incoming, tag)
+
+    def _allreduce_on_device(self, x: Array, out: Array, op: str) -> None:
+        if self._nccl is None or not _reduced_by_nccl(x, op):
+            super().allreduce(x, out, op)
+            return
+        sizes = np.empty(self.size, np.int64)
+        self.allgather(np.array(x.nbytes), sizes)
+        for peer, nbytes in enumerate(sizes.tolist()):
+            self._check_size(peer, x.nbytes, nbytes)
+        if x is not out:
+            out[...] = x
+        self._start(None, self._nccl.allreduce, out, op)
+        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    def _check_size(self, peer: int, expected: int, nbytes: int) -> None:
+        if nbytes != expected:
+            self._break("a call failed earlier (CommMismatch)")
+            raise CommMismatch(
+                f"rank {self.rank} expected {expected} bytes from rank {peer}, which sent {nbytes}"
+            )
+
+    # Groups, failure and end ------------------------------------------------------------------------
+
+    def split(self, color: int, key: int) -> Transport:
+        """See `Transport.split`."""
+        table = np.empty((self.size, 2), np.int64)
+        self.allgather(np.array([color, key], np.int64), table)
+        members = sorted(
+            (rank for rank in range(self.size) if table[rank, 0] == color),
+            key=lambda rank: (table[rank, 1], rank),
+        )
+        where = replace(
+            self._meeting,
+            key=f"{self._meeting.key}/{self._splits}.{color}",
+            rank=members.index(self.rank),
+            size=len(members),
+        )
+        self._splits += 1
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where)
+        self._children.add(child)
+        return child
+
+    def abort(self, exit_code: int = 1) -> None:
+        """Close all connections, here and of groups split off: what peers wait for fails at once.
+
+        No process ends by it; under torchrun all do when one ends with an error.
+        """
+        self._break("aborted")
+        for child in list(self._children):
+            child.abort(exit_code)
+        gloo, nccl = self._gloo, self._nccl
+        for peer in self._others() if gloo is not None else ():
+            with contextlib.suppress(RuntimeError):  # this one's is closed already
+                # The one way to have gloo close connections, all at once: wait in vain.
+                tensor = torch.empty(1, dtype=torch.uint8)
+                gloo.recv([tensor], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        if nccl is not None:
+            nccl.abort()
+
+    def close(self) -> None:
+        """Close the connections, once short messages are received and the other ranks close as well.
+
+        Collective. The process group stays.
+        """
+        try:
+            if self._broken is None:
+                for peer, tag in self._sent:
+                    self._reclaim(peer, tag, 0)
+                self._take_leave()
+        except RankFailed:
+            pass  # it left without receiving everything
+        finally:
+            self._break("closed")
+            self._posted.clear()
+            self._sent.clear()
+            if self._nccl is not None:
+                self._nccl.close()
+            self._gloo = self._nccl = None
+
+    def _take_leave(self) -> None:
+        """Exchange a last frame with each rank.
+
+        A connection closed while something on it is unread is reset, and takes along what its peer has not read.
+        Behind this frame nothing is sent.
+        """
+        self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
+        nothing = [(peer, _NOTHING) for peer in self._others()]
+        with contextlib.suppress(CommError):
+            self._exchange(nothing, nothing, COLLECTIVE)
+
+    def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except RuntimeError as exc:
+            raise self._translate(exc, peer) from exc
+
+    def _wait(self, peer: int | None, work: Any) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as exc:
+            raise self._translate(exc, peer) from exc
+
+    def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
+        """Our error for one of torch.distributed, after which nothing can be sent."""
+        who = "its peers" if peer is None else f"rank {peer}"
+        reason = str(exc).split(". This is typically caused")[0]
+        error: CommError
+        if "pair closure" in reason:
+            error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {who}")
+        elif "timed out" in reason.lower() or "timeout" in reason.lower():
+            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for {who}")
+        elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
+            error = RankFailed(
+                f"rank {self.rank} lost {who}: it died, left, or gave up after an error of its own ({reason})",
+                () if peer is None else (peer,),
+            )
+        else:
+            error = CommError(f"rank {self.rank}: torch.distributed failed: {reason}")
+        self._break(f"a call failed earlier ({type(error).__name__})")
+        return error
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
+
+    def _break(self, reason: str) -> None:
+        self._broken = self._broken or reason
+
+
+class _Nccl:
+    """Device arrays among the ranks, in the order of CuPy's current stream; a communicator for each tag."""
+
+    def __init__(self, where: Meeting, timeout: timedelta) -> None:
+        self._size = where.size
+        device = torch.device("cuda", torch.cuda.current_device())
+        self._groups: list[Any] = []
+        for tag in (POINT_TO_POINT, COLLECTIVE):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            group = dist.ProcessGroupNCCL(where.open(f"nccl-{tag}"), where.rank, where.size, options)
+            group.eager_connect_single_device(device)  # all ranks must, and not all take part in each exchange
+            self._groups.append(group)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        """All messages between ranks, in rounds of one to and one from each peer."""
+        while sends or recvs:
+            outgoing, sends = _first_of_each(sends)
+            incoming, recvs = _first_of_each(recvs)
+            like = next(iter((outgoing or incoming).values()))
+            nothing = as_tensor(_bytes(like)[:0])
+            # NCCL's all-to-all leaves out what is empty: it is any set of sends and receives.
+            targets, sources = (
+                [as_tensor(_bytes(table[peer])) if peer in table else nothing for peer in range(self._size)]
+                for table in (incoming, outgoing)
+            )
+            with _stream_of(like):
+                self._groups[tag].alltoall(targets, sources).wait()
+
+    def allreduce(self, out: Array, op: str) -> None:
+        """In place."""
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = getattr(dist.ReduceOp, _NCCL_OPS[op])
+        with _stream_of(out):
+            self._groups[COLLECTIVE].allreduce([as_tensor(out.reshape(-1))], options).wait()
+
+    def abort(self) -> None:
+        for group in self._groups:
+            group.abort()
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.shutdown()
+
+
+def _first_of_each(messages: Sequence[Message]) -> tuple[dict[int, Array], list[Message]]:
+    """The first message of each peer, and what is left."""
+    first: dict[int, Array] = {}
+    rest = []
+    for peer, x in messages:
+        if peer in first:
+            rest.append((peer, x))
+        else:
+            first[peer] = x
+    return first, rest
+
+
+def _stream_of(x: Array) -> Any:
+    """CuPy's current stream as PyTorch's."""
+    current: Any = torch.cuda.ExternalStream  # torch leaves it untyped
+    return torch.cuda.stream(current(arrays.namespace(x).cuda.get_current_stream().ptr))
+
+
+_NCCL_OPS = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+
+
+def _reduced_by_nccl(x: Array, op: str) -> bool:
+    """Whether NCCL reduces such an array as we do: not in half precision, and its min and max hide NaN."""
+    if x.dtype.kind in "iu":
+        return x.dtype.name in ("int8", "uint8", "int32", "int64") and op in ("sum", "prod", "min", "max")
+    return x.dtype.name in ("float32", "float64") and op in ("sum", "avg", "prod")
+
+
+def _bytes(x: Array) -> Array:
+    return x.reshape(-1).view(np.uint8)
+
+
+def _swaps(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:
+    """What goes to and comes from each peer that has one message each way."""
+    outgoing, incoming = dict(sends), dict(recvs)
+    several: set[int] = set()
+    for messages, by_peer in ((sends, outgoing), (recvs, incoming)):
+        if len(by_peer) < len(messages):
+            peers = [peer for peer, _ in messages]
+            several.update(peer for peer in by_peer if peers.count(peer) > 1)
+    return {peer: (x, incoming[peer]) for peer, x in outgoing.items() if peer in incoming and peer not in several}
+
+
+def _rest(x: Array) -> torch.Tensor:
+    """What of `x` does not fit its frame. Shares memory with `x`; never copies."""
+    rest = _bytes(x)[BODY_BYTES:]
+    if not rest.flags.writeable:  # PyTorch has no read-only tensors; what is sent is only read
+        memory = (ctypes.c_uint8 * rest.nbytes).from_address(arrays.address(rest))
+        rest = np.frombuffer(memory, np.uint8)
+    return as_tensor(rest)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Setting up the world
+# ---------------------------------------------------------------------------------------------------
+
+
+def connect(
+    *,
+    timeout_s: float = bootstrap.TIMEOUT_S,
+    check: bool = False,
+    trace: bool = True,
+    node: str | int | None = None,
+) -> Communicator:
+    """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
+
+    Collective. The result is also the default communicator, until it is closed.
+
+    The ranks are those of torch.distributed's default process group if there is one. Under torchrun, or
+    where RANK and WORLD_SIZE say so, the group is made (gloo for host tensors, NCCL for CUDA tensors), and
+    destroyed by `close`. Anywhere else this is `bagua_comm.connect`.
+
+    Args:
+        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
+        check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
+            calls where they differ.
+        trace: Keep the latest spans, for `Communicator.trace`.
+        node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
+
+    Raises:
+        BootstrapError: A launcher started this process, but no world can be made of it.
+
+    >>> with connect() as comm:
+    ...     comm.rank, comm.size
+    (0, 1)
+    """
+    bootstrap.check_timeout(timeout_s)
+    transport: Transport | None = None
+    if dist.is_available() and dist.is_initialized():
+        transport = ProcessGroupTransport(timeout_s=timeout_s)
+    elif bootstrap.under_torchrun():
+        transport = _TorchrunWorld(timeout_s=timeout_s)
+    return bagua_comm.connect(timeout_s=timeout_s, check=check, trace=trace, node=node, transport=transport)
+
+
+class _TorchrunWorld(ProcessGroupTransport):
+    """All processes that torchrun started; torch.distributed begins and ends with it."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        _init_process_group(timeout_s)
+        super().__init__(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close the connections, and end torch.distributed. Collective."""
+        super().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_process_group(timeout_s: float) -> None:
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
+    try:
+        store, rank, size = _rendezvous()
+        # Under a new key: what an earlier default group has left in the store would mislead this one.
+        place = dist.distributed_c10d.PrefixStore(f"bagua/world-{_count(store, 'bagua/world', rank)}", store)
+        dist.init_process_group(
+            backend, store=place, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(
+            f"connect: torchrun started this process, but torch.distributed cannot join its world: {exc}"
+        ) from exc
+
+
+@functools.lru_cache(maxsize=1)
+def _rendezvous() -> tuple[Any, int, int]:
+    """The store that torchrun gives, this rank, and the number of ranks. Kept: rank 0 may be serving it."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    return store, rank, size

@@ -1,0 +1,669 @@
+"""torch.distributed as transport: on threads where that will do, and under torchrun, as users start it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua_comm
+import bagua_torch
+from bagua_comm import (
+    BootstrapError,
+    CommAborted,
+    CommError,
+    CommMismatch,
+    CommTimeout,
+    Communicator,
+    RankFailed,
+)
+from bagua_comm.testing import check_transport, reduced, sample
+from bagua_comm.transports.base import COLLECTIVE
+from bagua_torch import ProcessGroupTransport
+from bagua_torch.process_group import BODY_BYTES, UNSENT_FRAMES, Meeting
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def run_threads(size, body, *, timeout_s=30.0, nccl=False):
+    """What `body(transport)` returns on each rank. Ranks are threads, and meet in a store of their own."""
+    store = dist.HashStore()
+
+    def run(rank):
+        meeting = Meeting(store, "test", rank, size, nccl)
+        transport = ProcessGroupTransport(timeout_s=timeout_s, meeting=meeting)
+        result = body(transport)
+        transport.close()
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(run, rank) for rank in range(size)]
+        return [rank.result(timeout=100) for rank in ranks]
+
+
+def error_of(call, *arguments, **options):
+    """The type of `CommError` that a call raises; None if it succeeds."""
+    try:
+        call(*arguments, **options)
+    except CommError as error:
+        return type(error)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arrays
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "check"), [(1, True), (2, True), (3, False), (4, False)])
+def test_it_keeps_the_contract(size, check):
+    run_threads(size, lambda transport: check_transport(Communicator([transport], check=check)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [1, 1000, 100_000, 700_001])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_are_the_same_bytes_on_all_ranks_in_and_out_of_place(size, count, dtype):
+    def body(transport):
+        x = sample(transport.rank, (count,), dtype)
+        out, copy = np.empty_like(x), x.copy()
+        transport.allreduce(x, out, "sum")
+        assert x.tobytes() == copy.tobytes()
+        transport.allreduce(copy, copy, "sum")
+        assert copy.tobytes() == out.tobytes()
+        transport.allreduce(x, x, "avg")
+        return out, x
+
+    results = run_threads(size, body)
+
+    xs = [sample(rank, (count,), dtype) for rank in range(size)]
+    for out, mean in results:
+        assert out.tobytes() == results[0][0].tobytes()
+        assert mean.tobytes() == results[0][1].tobytes()
+        np.testing.assert_allclose(out, reduced(xs, "sum"), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(mean, reduced(xs, "avg"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [3, 1_000_000])
+def test_reductions_that_gloo_does_otherwise(count):
+    def body(transport):
+        half = np.full(count, 2048 if transport.rank == 0 else 1, np.float16)  # 2048 + 1 is 2048 in float16
+        transport.allreduce(half, half, "sum")
+        nan = np.full(count, np.nan if transport.rank == 1 else 0, np.float32)
+        transport.allreduce(nan, nan, "max")
+        small = np.full(count, 100, np.int8)  # the sum is beyond int8
+        transport.allreduce(small, small, "avg")
+        return half, nan, small
+
+    for half, nan, small in run_threads(3, body):
+        assert (half == 2050).all()
+        assert np.isnan(nan).all()
+        assert (small == 100).all()
+
+
+def test_messages_to_oneself_match_in_order_by_tag():
+    def body(transport):
+        me, out = transport.rank, np.zeros(4)
+        transport.exchange([(me, np.array([1.0])), (me, np.array([2.0]))], [])
+        transport.exchange([(me, np.array([3.0]))], [(me, out[0:1])], tag=COLLECTIVE)
+        transport.exchange([(me, np.array([4.0]))], [(me, out[1:2]), (me, out[2:3]), (me, out[3:4])])
+        long = np.zeros(5000)
+        transport.exchange([(me, np.ones(5000))], [(me, long)], tag=COLLECTIVE)
+        assert long.all()
+        return out.tolist()
+
+    assert run_threads(2, body) == [[3, 1, 2, 4]] * 2
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, BODY_BYTES, BODY_BYTES + 1, 100_000])
+def test_several_messages_between_two_ranks_arrive_in_order(nbytes):
+    def body(transport):
+        peer = 1 - transport.rank
+        sends = [(peer, np.full(nbytes, k, np.uint8)) for k in range(3)]
+        recvs = [(peer, np.empty(nbytes, np.uint8)) for _ in range(3)]
+        for tag in (COLLECTIVE, COLLECTIVE, 0, 0):
+            transport.exchange(sends, recvs, tag=tag)
+            assert all((out == k).all() for k, (_, out) in enumerate(recvs))
+        return transport.sent_bytes
+
+    assert run_threads(2, body) == [12 * nbytes] * 2
+
+
+def test_sent_bytes_are_those_of_the_arrays():
+    def body(transport):
+        counts = []
+        for count in (10, 400_000):  # at once; along a ring
+            before = transport.sent_bytes
+            transport.allreduce(np.ones(count), np.empty(count), "sum")
+            counts.append(transport.sent_bytes - before)
+        return counts
+
+    assert run_threads(3, body) == [[160, 2 * 3_200_000 * 2 // 3]] * 3
+
+
+def test_what_is_sent_may_be_read_only():
+    def body(transport):
+        x = np.frombuffer(b"a" * 50_000, np.uint8) if transport.rank == 1 else np.zeros(50_000, np.uint8)
+        transport.broadcast(x, 1)
+        return x.tobytes()
+
+    assert run_threads(3, body) == [b"a" * 50_000] * 3
+
+
+def test_tensors_are_arrays_here_too():
+    def body(transport):
+        x = torch.full((5,), 1.0 + transport.rank, dtype=torch.bfloat16)
+        array = bagua_torch.as_array(x)
+        Communicator([transport]).allreduce(array, out=array)
+        return x.tolist()
+
+    assert run_threads(2, body) == [[3.0] * 5] * 2
+
+
+def test_short_messages_leave_before_they_are_received_and_survive_close():
+    def body(transport):
+        out = np.zeros(UNSENT_FRAMES, int)
+        if transport.rank == 0:
+            for k in range(UNSENT_FRAMES):
+                transport.exchange([(1, np.array([k]))], [])
+        transport.barrier()
+        if transport.rank == 1:
+            for k in range(UNSENT_FRAMES):
+                transport.exchange([], [(0, out[k : k + 1])])
+        return out.tolist()
+
+    assert run_threads(2, body)[1] == list(range(UNSENT_FRAMES))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Device arrays, as far as that can be tried without a device
+# ---------------------------------------------------------------------------------------------------
+
+
+class DeviceArray:
+    """A NumPy array that does not say so."""
+
+    def __init__(self, host):
+        self.host = host
+
+    def __getattr__(self, name):
+        return getattr(self.host, name)
+
+    def __getitem__(self, key):
+        return DeviceArray(self.host[key])
+
+    def __setitem__(self, key, value):
+        self.host[key] = value.host
+
+    def reshape(self, *shape):
+        return DeviceArray(self.host.reshape(*shape))
+
+    def view(self, dtype):
+        return DeviceArray(self.host.view(dtype))
+
+    def copy(self):
+        return DeviceArray(self.host.copy())
+
+
+class FakeNccl:
+    """What is used of ProcessGroupNCCL, by way of gloo."""
+
+    class Options:
+        pass
+
+    def __init__(self, store, rank, size, options):
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
+
+    def eager_connect_single_device(self, device):
+        assert device == torch.device("cuda", 0)
+
+    def alltoall(self, targets, sources):
+        works = [self.gloo.recv([t], peer, 0) for peer, t in enumerate(targets) if t.numel()]
+        works += [self.gloo.send([t], peer, 0) for peer, t in enumerate(sources) if t.numel()]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+    def allreduce(self, tensors, options):
+        return self.gloo.allreduce(tensors, options)
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("bagua_torch.process_group._stream_of", lambda x: contextlib.nullcontext())
+    return DeviceArray
+
+
+def test_device_arrays_are_carried_by_nccl(device):
+    def body(transport):
+        me, p = transport.rank, transport.size
+        right, left = (me + 1) % p, (me - 1) % p
+        first, second, own = (device(np.zeros(n)) for n in (1, 2000, 3))
+        sends = [(right, device(np.full(n, me + 1.0))) for n in (1, 2000)]
+        transport.exchange([*sends, (me, device(np.ones(3)))], [(left, first), (left, second), (me, own)])
+        assert (first.host == left + 1).all()
+        assert (second.host == left + 1).all()
+        assert (own.host == 1).all()
+
+        total = device(np.zeros(10, np.float32))
+        transport.allreduce(device(np.full(10, me, np.float32)), total, "sum")
+        assert (total.host == sum(range(p))).all()
+
+        word = device(np.full(500, me))
+        transport.broadcast(word, 1)
+        assert (word.host == 1).all()
+        return error_of(transport.exchange, [(right, device(np.ones(2)))], [(left, device(np.ones(1)))])
+
+    assert run_threads(3, body, nccl=True) == [CommMismatch] * 3
+
+
+def test_device_arrays_are_carried_only_where_the_group_has_nccl(device):
+    x = device(np.zeros(1))
+    for nccl in (False, True):
+        assert run_threads(1, lambda transport: transport.moves(x), nccl=nccl) == [nccl]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Groups and threads
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_have_the_order_asked_for():
+    def body(transport):
+        group = transport.split(transport.rank % 2, -transport.rank)
+        rows = np.empty((group.size, 1), int)
+        group.allgather(np.array([transport.rank]), rows)
+        large = np.full(700_000, transport.rank, np.float32)
+        group.allreduce(large, large, "sum")
+        group.close()
+        transport.barrier()
+        return group.rank, rows[:, 0].tolist(), large[-1]
+
+    assert run_threads(4, body) == [(1, [2, 0], 2), (1, [3, 1], 4), (0, [2, 0], 2), (0, [3, 1], 4)]
+
+
+def test_several_threads_use_a_duplicate_each_and_make_groups_meanwhile():
+    def work(comm, seed):
+        random = np.random.default_rng(seed)
+        for step in range(20):
+            x = np.full(int(random.integers(1, 600_000)), comm.rank + step, np.float32)
+            comm.allreduce(x, out=x)
+            assert x[0] == x[-1] == 1 + 2 * step
+            assert comm.allgather(np.array(step)).tolist() == [step, step]
+            if step % 5 == 0:
+                with comm.split(0, key=-comm.rank) as group:
+                    assert group.allgather(np.array(comm.rank)).tolist() == [1, 0]
+
+    def body(transport):
+        comm = Communicator([transport])
+        lanes = [comm.lane() for _ in range(3)]
+        for seed, lane in enumerate(lanes):
+            lane.submit(work, lane.comm, seed)
+        work(comm, 3)
+        for lane in lanes:
+            lane.close()
+
+    run_threads(2, body)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What goes wrong
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "counts"),
+    [
+        ("allreduce", (1, 2)),
+        ("allreduce", (0, 1)),
+        ("allreduce", (100, 150_000)),
+        ("allreduce", (20_000, 20_001)),
+        ("allreduce", (700_000, 700_001)),
+        ("allreduce", (1, 700_000)),
+        ("allgather", (3, 4)),
+        ("allgather", (3, 5000)),
+        ("allgather", (5001, 5000)),
+        ("broadcast", (3, 5000)),
+        ("broadcast", (5000, 3)),
+        ("broadcast", (5000, 6000)),
+    ],
+)
+def test_different_sizes_are_a_mismatch_and_never_write_beyond_our_arrays(call, counts):
+    def body(transport):
+        count = counts[transport.rank]
+        guarded = np.full(2 * count + 64, 7.0)
+        out = guarded[32 : 32 + count * (2 if call == "allgather" else 1)]
+        comm = Communicator([transport])
+        if call == "broadcast":
+            error = error_of(comm.broadcast, out, root=0)
+        else:
+            error = error_of(getattr(comm, call), np.ones(count), out=out)
+        assert (guarded[:32] == 7).all()
+        assert (guarded[32 + out.size :] == 7).all()
+        if error is not None:
+            assert error_of(comm.barrier) is CommAborted
+        return error
+
+    errors = run_threads(2, body, timeout_s=1)
+    assert CommMismatch in errors
+    if call != "broadcast":  # whose root may be done before anybody else has come
+        assert errors == [CommMismatch] * 2
+
+
+def test_different_calls_are_a_mismatch():
+    def body(transport):
+        x = np.ones(700_000, np.float32 if transport.rank else np.int32)  # along a ring, and directly
+        return error_of(Communicator([transport]).allreduce, x)
+
+    assert run_threads(2, body, timeout_s=5) == [CommMismatch] * 2
+
+
+@pytest.mark.parametrize("sent", [1, 200, 5000])
+@pytest.mark.parametrize("expected", [2, 300, 6000])
+def test_after_a_mismatch_the_next_message_is_the_next(sent, expected):
+    def body(transport):
+        comm = Communicator([transport])
+        if comm.rank == 0:
+            comm.send(np.ones(sent), dest=1)
+            comm.send(np.array([42.0]), dest=1)
+            return
+        out = np.full(expected + 64, 7.0)
+        with pytest.raises(
+            CommMismatch, match=f"expected {8 * expected} bytes from rank 0, which sent {8 * sent}"
+        ):
+            comm.recv(out[32:-32], source=0)
+        assert (out == 7).all()
+        assert comm.recv(np.empty(1), source=0).tolist() == [42]
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_and_its_peers_are_told():
+    def body(transport):
+        comm = Communicator([transport])
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(1)
+            start = time.monotonic()
+            with pytest.raises(RankFailed) as caught:
+                comm.allreduce(np.ones(5))
+            assert caught.value.ranks
+            assert time.monotonic() - start < 0.3
+            return
+        with pytest.raises(CommError) as caught:
+            comm.allreduce(np.ones(5))
+        assert isinstance(caught.value, (CommTimeout, RankFailed))  # whoever is first closes the connections
+        if isinstance(caught.value, CommTimeout):
+            assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 0.5 s" in str(caught.value)
+        with pytest.raises(CommAborted, match="a call failed earlier"):
+            comm.barrier()
+
+    run_threads(3, body, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("count", [10, 700_000])
+def test_a_timeout_in_gloos_own_reduction(count):
+    def body(transport):
+        if transport.rank == 1:
+            # It says how much it will reduce, and does not.
+            transport._about = 8 * count
+            peers = [(0, np.empty(0, np.uint8))]
+            if count > 10:
+                transport.exchange(peers, peers, tag=COLLECTIVE)
+            time.sleep(1.2)
+            return None
+        return error_of(transport.allreduce, np.ones(count), np.ones(count), "sum")
+
+    assert run_threads(2, body, timeout_s=0.5)[0] is CommTimeout
+
+
+def test_abort_wakes_peers_and_groups_split_off():
+    def body(transport):
+        group = transport.split(0, transport.rank)
+        inner = group.dup()
+        for each in (transport, group, inner):
+            each.barrier()
+        if transport.rank == 0:
+            transport.abort()
+            return error_of(inner.barrier)
+        start = time.monotonic()
+        errors = [error_of(each.barrier) for each in (inner, group, transport)]
+        assert time.monotonic() - start < 5
+        return errors
+
+    assert run_threads(2, body, timeout_s=60) == [CommAborted, [RankFailed] * 3]
+
+
+def test_abort_wakes_a_thread_of_this_rank():
+    def body(transport):
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(error_of, transport.exchange, [], [(1 - transport.rank, np.empty(1))])
+            time.sleep(0.2)
+            if transport.rank == 0:
+                transport.abort()
+            return waiting.result()
+
+    assert run_threads(2, body, timeout_s=60) == [CommAborted, RankFailed]
+
+
+def test_nobody_else_to_meet_is_a_timeout():
+    meeting = Meeting(dist.HashStore(), "test", 0, 2, nccl=False)
+    with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.5 s for its peers"):
+        ProcessGroupTransport(timeout_s=0.5, meeting=meeting)
+
+
+# ---------------------------------------------------------------------------------------------------
+# connect
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_the_world_is_one_rank_and_needs_no_process_group():
+    with bagua_torch.connect() as comm:
+        assert (comm.size, comm.transports[0].name) == (1, "local")
+        assert not dist.is_initialized()
+    with pytest.raises(BootstrapError, match=r"not initialised; call bagua_torch.connect\(\)"):
+        ProcessGroupTransport()
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(BootstrapError, match="timeout_s is -1"):
+        bagua_torch.connect(timeout_s=-1)
+
+
+def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            with bagua_torch.connect(timeout_s=7, trace=False) as comm:
+                assert (comm.size, comm.timeout_s, comm.transports[0].name) == (1, 7, "torch")
+                assert bagua_comm.default() is comm
+                assert comm.allreduce(np.array(3)) == 3
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchrun_without_an_address_to_meet_at_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(BootstrapError, match=r"cannot join its world: .*MASTER_ADDR"):
+        bagua_torch.connect()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Processes
+# ---------------------------------------------------------------------------------------------------
+
+
+def torchrun(ranks, *arguments, timeout_s=90):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
+    path = script(
+        tmp_path,
+        """
+        import numpy as np, torch.distributed as dist
+        import bagua_torch
+        from bagua_comm.testing import check_transport
+
+        with bagua_torch.connect(timeout_s=60) as comm:
+            assert (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
+            assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
+            check_transport(comm)
+        for _ in range(3):  # again, with nothing left of the world before
+            assert not dist.is_initialized()
+            with bagua_torch.connect(timeout_s=60, check=True, node=comm.rank % 2) as comm:
+                assert comm.node == comm.rank % 2
+                mean = comm.allreduce(np.full(700_000, comm.rank, np.float32), op="avg")
+                comm.check_consistency(mean)
+        print(f"rank {comm.rank} of {comm.size} is done", flush=True)
+        """,
+    )
+    result = torchrun(ranks, path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks} is done" in result.stdout
+
+
+def test_a_dead_rank_is_named_within_seconds(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import os, signal, time
+        import numpy as np
+        import bagua_torch
+        from bagua_comm import RankFailed
+
+        comm = bagua_torch.connect(timeout_s=60)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        try:
+            while True:
+                comm.allreduce(np.ones(700_000))
+        except RankFailed as error:
+            print("lost", error.ranks, "within 5 s:", time.monotonic() - start < 5)
+        """,
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # Not by torchrun, which would end the survivor.
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **world, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        output = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, -signal.SIGKILL], output
+    assert re.search(r"lost \((1,)?\) within 5 s: True", output[0])
+
+
+def test_torchs_own_ddp_and_ours_share_one_world(tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import sys
+        import numpy as np, torch, torch.distributed as dist
+        from torch import nn
+        import bagua_comm, bagua_torch
+
+        dist.init_process_group("gloo")
+        theirs, ours = (nn.Sequential(nn.Linear(8, 300), nn.Tanh(), nn.Linear(300, 1)) for _ in range(2))
+        theirs = nn.parallel.DistributedDataParallel(theirs)
+        with bagua_torch.connect(timeout_s=60) as comm:
+            exact = bagua_comm.GradientAllReduce()
+            for algorithm in (exact, bagua_comm.ByteGrad()):
+                ours.load_state_dict(theirs.module.state_dict())
+                wrapped = bagua_torch.DistributedDataParallel(ours, algorithm=algorithm, bucket_bytes=4096)
+                models = [theirs, wrapped]
+                optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+                generator = torch.Generator().manual_seed(comm.rank)
+                for _ in range(5):
+                    x = torch.randn(16, 8, generator=generator)
+                    for model, optimizer in zip(models, optimizers):
+                        optimizer.zero_grad()
+                        model(x).square().mean().backward()
+                        optimizer.step()
+                for a, b in zip(theirs.parameters(), ours.parameters()):
+                    comm.check_consistency(bagua_torch.as_array(b))
+                    torch.testing.assert_close(a, b, **({} if algorithm is exact else dict(rtol=0, atol=1e-2)))
+                wrapped.close()
+            if comm.rank == 0:
+                print("the same weights", flush=True)
+
+        total = torch.ones(1)
+        dist.all_reduce(total)  # the world is still there
+        assert total == dist.get_world_size()
+        group = dist.new_group([1])
+        if dist.get_rank() == 0:
+            try:
+                bagua_torch.ProcessGroupTransport(group)
+            except bagua_comm.BootstrapError as error:
+                assert "not in the group" in str(error)
+        else:
+            assert bagua_torch.ProcessGroupTransport(group).size == 1
+        dist.destroy_process_group()
+        """,
+    )
+    result = torchrun(2, path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "the same weights" in result.stdout
+
+
+def test_the_example_trains_under_torchrun():
+    result = torchrun(2, EXAMPLES / "train.py", "--epochs", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    last = result.stdout.strip().splitlines()[-1]
+    measured = json.loads(last.removeprefix("result: "))
+    assert measured["ranks"] == 2
+    assert 0 < measured["wire_bytes"] < measured["exact_bytes"] / 3
