@@ -145,6 +145,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
         "transports carry": {
             "local": "NumPy arrays between threads of one process",
             "mpi": "NumPy arrays between processes and machines",
+            "torch": "the same under torchrun, through bagua_torch.connect()",
             "dtypes": ", ".join(sorted(arrays.MOVABLE)),
         },
         "environment": {

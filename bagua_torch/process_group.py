@@ -231,9 +231,10 @@ class ProcessGroupTransport(Transport):
                 continue
             self._wait(peer, frame.work)
             x = swaps[peer][0] if peer in swaps else None
-            if frame.head.tolist() != [out.nbytes, -1 if x is None else x.nbytes, self._about]:
+            head = [out.nbytes, -1 if x is None else x.nbytes, self._about]
+            if frame.head.tolist() != head:
                 last = tag == POINT_TO_POINT and i + 1 == len(recvs) and not works
-                raise self._mismatch(peer, tag, out, frame, last)
+                raise self._mismatch(peer, tag, frame, head, last)
             if x is not None and x.nbytes > BODY_BYTES:
                 works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
             if x is None and out.nbytes > BODY_BYTES:
@@ -306,8 +307,8 @@ class ProcessGroupTransport(Transport):
             raise CommMismatch(f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}")
         _bytes(out)[...] = _bytes(x)
 
-    def _mismatch(self, peer: int, tag: int, out: Array, frame: _Frame, last: bool) -> CommMismatch:
-        """What to raise for a message of another size, which is received if nothing else is under way."""
+    def _mismatch(self, peer: int, tag: int, frame: _Frame, expected: list[int], last: bool) -> CommMismatch:
+        """What to raise for a frame with another head; its message is received if nothing else is under way."""
         nbytes, in_return, about = frame.head.tolist()
         if last:
             if nbytes > BODY_BYTES:
@@ -315,11 +316,13 @@ class ProcessGroupTransport(Transport):
             self._post_ahead(peer, tag, frame)
         else:
             self._break("a call failed earlier (CommMismatch)")
+        text = f"rank {self.rank} expected {expected[0]} bytes from rank {peer}, which sent {nbytes}"
         if about != self._about and about and self._about:
-            return CommMismatch(f"rank {self.rank} gave {self._about} bytes, but rank {peer} {about}")
-        text = f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
-        if nbytes == out.nbytes:
-            text += f" in another call, and expected {max(in_return, 0)}"
+            text = f"rank {self.rank} gave {self._about} bytes, but rank {peer} {about}"
+        elif nbytes == expected[0] and in_return >= 0 and expected[1] >= 0:
+            text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
+        elif nbytes == expected[0]:
+            text += " in another call"
         return CommMismatch(text)
 
     # Collectives that are better than those derived from `exchange` ---------------------------------

@@ -379,6 +379,33 @@ def test_different_calls_are_a_mismatch():
     assert run_threads(2, body, timeout_s=5) == [CommMismatch] * 2
 
 
+def test_the_sender_is_told_what_its_peer_expected():
+    def body(transport):
+        sent, expected = ((2000, 3000), (3000, 1000))[transport.rank]
+        peer = 1 - transport.rank
+        with pytest.raises(CommMismatch) as caught:
+            transport.exchange(
+                [(peer, np.zeros(sent, np.uint8))], [(peer, np.empty(expected, np.uint8))], tag=COLLECTIVE
+            )
+        return str(caught.value)
+
+    assert run_threads(2, body) == [
+        "rank 0 sent 2000 bytes to rank 1, which expected 1000",
+        "rank 1 expected 1000 bytes from rank 0, which sent 2000",
+    ]
+
+
+def test_messages_to_oneself_are_checked_as_well():
+    def body(transport):
+        me = transport.rank
+        assert error_of(transport.exchange, [(me, np.ones(2))], [(me, np.ones(3))]) is CommMismatch
+        assert error_of(transport.exchange, [], [(me, np.ones(3))]) is CommTimeout
+        assert error_of(transport.barrier) is (CommAborted if transport.size > 1 else None)
+
+    for size in (1, 2):
+        run_threads(size, body)
+
+
 @pytest.mark.parametrize("sent", [1, 200, 5000])
 @pytest.mark.parametrize("expected", [2, 300, 6000])
 def test_after_a_mismatch_the_next_message_is_the_next(sent, expected):
