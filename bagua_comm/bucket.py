@@ -182,6 +182,8 @@ class Bucket:
     """All tensors and the padding, one-dimensional."""
     views: dict[str, Array] = field(init=False)
     """The tensors, by name and in their shapes. Share memory with `flat`."""
+    padding: Array = field(init=False)
+    """What lies behind them."""
     step: int = 0
     """The training step of its latest exchange, counted from 0."""
 
@@ -193,6 +195,7 @@ class Bucket:
                 f"expected {wanted}({self.spec.size},)"
             )
         self.views = self.spec.cut(self.flat)
+        self.padding = self.flat[sum(tensor.size for tensor in self.spec.tensors) :]
 
     @property
     def nbytes(self) -> int:

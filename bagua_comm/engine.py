@@ -63,12 +63,7 @@ class Engine:
         tracer: Tracer | None = None,
     ) -> None:
         check_algorithm_argument("Engine", "algorithm", algorithm)
-        for bucket in plan.buckets if hasattr(algorithm, "check") else ():
-            try:
-                algorithm.check(bucket.dtype)
-            except TypeError as exc:
-                names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
-                raise type(exc)(f"tensor {names}: {exc}") from exc
+        check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
         self._buckets = self._over(plan, storage)
         self._compare(comm)
@@ -86,7 +81,7 @@ class Engine:
 
     @property
     def phase(self) -> Algorithm:
-        """What the algorithm is in this step."""
+        """What the algorithm is in this step; it changes at FORWARD."""
         return self._phase
 
     @property
@@ -126,6 +121,9 @@ class Engine:
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
+        if point is Point.FORWARD and phase_of(self.algorithm, self.step) != self._phase:
+            self._finish()
+            self._begin_phase(began=self.step)
         window = self._window
         if window.closes is Point.NEVER:
             if point is Point.STEP:
@@ -140,9 +138,6 @@ class Engine:
                     self._submit(bucket)
         if point is Point.STEP:
             self.step += 1
-            if phase_of(self.algorithm, self.step) != self._phase:
-                self._finish()
-                self._begin_phase(began=self.step)
 
     def settle(self) -> None:
         """Wait for what is exchanged between two steps, and write it back: before weights are read or saved."""
@@ -222,6 +217,7 @@ class Engine:
         return {
             "algorithm": repr(self.algorithm),
             "step": self.step,
+            "phase": repr(self._phase),
             "phase_began": self._began,
             "tensors": self._saved(),
         }
@@ -240,8 +236,11 @@ class Engine:
             )
         self._finish(commit=False)
         self.step = saved["step"]
-        self._begin_phase(began=saved["phase_began"])
-        self._load(saved["tensors"])
+        if repr(phase_of(self.algorithm, self.step)) != saved["phase"]:
+            self._begin_phase(began=self.step)  # the one that was saved has ended
+        else:
+            self._begin_phase(began=saved["phase_began"])
+            self._load(saved["tensors"])
 
     def close(self) -> None:
         """Finish what is under way, and free the lane and its communicator; closing twice does nothing.
@@ -384,6 +383,7 @@ class Engine:
         if self._stopped:
             return Future()
         state, bucket.step = self.states[bucket.index], self.step - self._began
+        bucket.padding[...] = 0  # a block that held a NaN has left it there
         if hasattr(self._phase, "begin"):
             self._phase.begin(bucket, state)
         return self._lane.submit(self._exchange, self._phase, bucket, state)
@@ -402,3 +402,21 @@ class Engine:
             for bucket in self._left:
                 self._phase.commit(bucket, self.states[bucket.index])
             self.commits += 1
+
+
+def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
+    """Raise unless the algorithm can exchange the tensors of `plan` over `size` ranks.
+
+    Raises:
+        ArrayError: It cannot do with so many ranks.
+        UnsupportedError: It cannot exchange the dtype of a tensor; it is named.
+    """
+    for bucket in plan.buckets if hasattr(algorithm, "check") else ():
+        try:
+            algorithm.check(bucket.dtype)
+        except TypeError as exc:
+            names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
+            raise type(exc)(f"tensor {names}: {exc}") from exc
+    for phase in phases_of(algorithm):
+        if hasattr(phase, "check_size"):
+            phase.check_size(size)

@@ -14,6 +14,7 @@ before it runs, saves or loads.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,7 +42,9 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
+from bagua_comm.algorithms.schedule import Every
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.engine import check_fit
 
 from .arrays import as_array, as_tensor, dtype_name
 from .broadcast import broadcast_optimizer, broadcast_tensors
@@ -162,6 +165,7 @@ class DistributedDataParallel(nn.Module):
 
         Collective.
         """
+        self._complete_step()
         self.engine.close()
         self._weights_changed()
         self._closed = True
@@ -216,7 +220,9 @@ class DistributedDataParallel(nn.Module):
             UnsupportedError: The algorithm cannot carry a parameter; it is named.
         """
         self._check_optimizers(algorithm)
+        check_fit(algorithm, self._plan, self.comm.size)
         self._check_backward_ended()
+        self._complete_step()
         differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
         self.engine.close()
         if differed:
@@ -232,6 +238,7 @@ class DistributedDataParallel(nn.Module):
 
         Collective.
         """
+        self._complete_step()
         self.engine.settle()
         for parameter in self._trained.values():
             values = as_array(parameter)
@@ -243,6 +250,7 @@ class DistributedDataParallel(nn.Module):
 
         Collective.
         """
+        self._complete_step()
         self.engine.stop()
         self._weights_changed()
 
@@ -255,6 +263,7 @@ class DistributedDataParallel(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """What the algorithm keeps, for `state_dict()`."""
+        self._complete_step()
         return _mapped_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -327,7 +336,8 @@ class DistributedDataParallel(nn.Module):
                 f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
                 f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
             )
-        if not self.optimizers and (len(phases) > 1 or any(phase.payload == "weight" for phase in phases)):
+        counting = len(phases) > 1 or any(p.payload == "weight" or isinstance(p, Every) for p in phases)
+        if counting and not self.optimizers:
             raise ArrayError(f"DistributedDataParallel: {algorithm} needs to know of steps: give the optimizers")
         for phase in phases:
             if isinstance(phase, QAdam):
@@ -378,7 +388,7 @@ class DistributedDataParallel(nn.Module):
             self.module.register_state_dict_pre_hook,
             self.module.register_load_state_dict_pre_hook,
         ):
-            self._hooks.append(register(self._settle))
+            self._hooks.append(register(_Settle(self)))
 
     # A training step, in the order in which it comes here -----------------------------------------------
 
@@ -390,9 +400,10 @@ class DistributedDataParallel(nn.Module):
             return
         if not self._opened:
             # Once per backward pass: what an earlier forward pass saved for it must not change.
+            if self._stepped:
+                self._end_step()  # not all optimizers stepped
+            self._complete_step()
             self._opened = True
-            if self._stepped or (self._averaged and self.engine.payload == "weight"):
-                self._end_step()  # an optimizer was left out, by a GradScaler that found inf, say
             if self._join is not None:
                 self._announce(active=True)
             if self.broadcast_buffers:
@@ -428,10 +439,17 @@ class DistributedDataParallel(nn.Module):
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _settle(self, *_: Any) -> None:
+    def _settle(self) -> None:
         """Before the module runs, saves or loads: what was exchanged since the last step is written back."""
+        if not self.module.training:
+            self._complete_step()
         self.engine.settle()
         self._weights_changed()
+
+    def _complete_step(self) -> None:
+        """Where weights are exchanged, a step left out on this rank (a GradScaler found inf) counts as well."""
+        if self._averaged and not self._opened and self.engine.payload == "weight":
+            self._end_step()
 
     def _before_accumulation(self, name: str) -> Any:
         def attach_gradient(gradient: torch.Tensor) -> None:
@@ -495,18 +513,19 @@ class DistributedDataParallel(nn.Module):
             self.engine.ready(name)
         self.engine.at(Point.BACKWARD)
         self._weights_changed()
+        self._share_momenta()
         self._averaged, self._opened = True, False
         self._stepped.clear()
         if self._join is not None and self.engine.payload == "grad":
             self._divide_by_active()
         if self.find_unused_parameters and self.engine.payload == "grad":
-            self._forget_unused(done.complete, fresh)
+            self._forget_unused(fresh)
 
-    def _forget_unused(self, used: set[str], fresh: Sequence[str]) -> None:
-        """Take away the zero gradients of parameters that no rank used and that had none before. Collective."""
-        mine = np.array([name in used for name in self._trained], np.uint8)
+    def _forget_unused(self, fresh: Sequence[str]) -> None:
+        """Take away the zero gradients of parameters that had none before, on any rank. Collective."""
+        mine = np.array([name not in fresh for name in self._trained], np.uint8)
         for name, somewhere in zip(self._trained, self.comm.allreduce(mine, op="max"), strict=True):
-            if not somewhere and name in fresh:
+            if not somewhere:
                 self._trained[name].grad = None
 
     def _before_optimizer_step(self, *_: Any) -> None:
@@ -514,11 +533,11 @@ class DistributedDataParallel(nn.Module):
         self._check_backward_ended()
         if self._forwarded and not self._averaged:
             self._end_backward()
-        self._share_momenta()
+        self.engine.settle()  # if this step was counted already
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self.optimizers):
+        if len(self._stepped) == len(self.optimizers) and (self._averaged or self.engine.payload == "grad"):
             self._end_step()
 
     def _end_step(self) -> None:
@@ -542,7 +561,7 @@ class DistributedDataParallel(nn.Module):
             frozen = self.engine.buckets[0].step >= phase.warmup_steps
         for optimizer in self.optimizers:
             if isinstance(optimizer, QAdamOptimizer):
-                optimizer.share(momenta, frozen=frozen)
+                optimizer.share(self._trained.values(), momenta, frozen=frozen)
 
     # Uneven data ----------------------------------------------------------------------------------------
 
@@ -552,7 +571,11 @@ class DistributedDataParallel(nn.Module):
         assert self._join is not None
         self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
         while not active and self.engine.step < table[:, 1].max():
-            self.engine.at(Point.STEP)
+            if isinstance(self.engine.phase, QAdam):
+                for optimizer in self.optimizers:
+                    optimizer.step()  # the momentum is the optimizer's to keep
+            else:
+                self.engine.at(Point.STEP)
 
     def _divide_by_active(self) -> None:
         assert self._join is not None
@@ -563,9 +586,9 @@ class DistributedDataParallel(nn.Module):
     def _follow_the_others(self) -> None:
         """Take part in the exchanges of ranks that have data left, until none has. Collective."""
         assert self._join is not None
-        if self._averaged:
-            self._end_step()
+        self._complete_step()
         last: list[int] = []
+        zeroed_in = -1
         while True:
             self._announce(active=False)
             if not self._join.active:
@@ -575,12 +598,16 @@ class DistributedDataParallel(nn.Module):
                 broadcast_tensors(self.comm, list(self.module.buffers()))
             self.engine.at(Point.FORWARD)
             if self.engine.payload == "grad":
+                # Where gradients accumulate, averages of the same step are in them already, on all ranks.
+                keep = zeroed_in == self.engine.step and self._join.divide_by_initial_size
+                zeroed_in = self.engine.step
                 for name, view in self._gradients.items():
-                    view.zero_()
+                    self._trained[name].grad = view if keep else view.zero_()
                     self.engine.ready(name)
             self.engine.at(Point.BACKWARD)
+            self._share_momenta()
             if self.find_unused_parameters and self.engine.payload == "grad":
-                self._forget_unused(set(), ())
+                self._forget_unused(list(self._trained))
         self._weights_changed()
         roots = self.comm.allgather_object(last)
         self._end_together(next((ranks[0] for ranks in roots if ranks), None))
@@ -592,6 +619,21 @@ class DistributedDataParallel(nn.Module):
         broadcast_tensors(self.comm, [*self.module.parameters(), *self.module.buffers()], root=root)
         for optimizer in self.optimizers:
             broadcast_optimizer(self.comm, optimizer, root=root)
+
+
+class _Settle:
+    """A hook of the module that calls its wrapper, without being part of it: a module's copy has an idle one."""
+
+    def __init__(self, wrapper: DistributedDataParallel | None = None) -> None:
+        self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
+
+    def __call__(self, *_: Any) -> None:
+        wrapper = self._wrapper() if self._wrapper is not None else None
+        if wrapper is not None:
+            wrapper._settle()
+
+    def __reduce__(self) -> Any:
+        return _Settle, ()
 
 
 @dataclass

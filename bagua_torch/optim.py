@@ -52,15 +52,29 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 "weight_decay": weight_decay,
             },
         )
-        for group in self.param_groups:
-            fine = group["warmup_steps"] >= 1 and all(0 <= beta < 1 for beta in group["betas"])
-            if not fine or group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0:
-                settings = ", ".join(f"{key}={value!r}" for key, value in group.items() if key != "params")
-                raise ArrayError(f"QAdamOptimizer: a setting is out of range: {settings}")
-        if len({(group["warmup_steps"], group["betas"][0]) for group in self.param_groups}) > 1:
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "_shared"):  # a copy has its own
+            self._shared: dict[Tensor, Tensor] = {}
+            self._frozen: set[Tensor] = set()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters with settings of their own.
+
+        Raises:
+            ArrayError: A setting is out of range, or differs from the other groups' where it may not.
+        """
+        settings = {**self.defaults, **param_group}
+        fine = settings["warmup_steps"] >= 1 and all(0 <= beta < 1 for beta in settings["betas"])
+        if not fine or settings["lr"] < 0 or settings["eps"] < 0 or settings["weight_decay"] < 0:
+            found = ", ".join(f"{key}={value!r}" for key, value in settings.items() if key != "params")
+            raise ArrayError(f"QAdamOptimizer: a setting is out of range: {found}")
+        common = {(group["warmup_steps"], group["betas"][0]) for group in [*self.param_groups, settings]}
+        if len(common) > 1:
             raise ArrayError("QAdamOptimizer: all groups must have the same warmup_steps and the same betas[0]")
-        self._shared: Mapping[Tensor, Tensor] = {}
-        self._frozen = False
+        super().add_param_group(param_group)
 
     @property
     def warmup_steps(self) -> int:
@@ -72,21 +86,25 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """The decay of the momentum."""
         return float(self.param_groups[0]["betas"][0])
 
-    def share(self, momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
+    def share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
         """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
 
         Args:
-            momenta: By parameter; empty to keep one's own again.
+            parameters: Those of one model.
+            momenta: By parameter; what is not in it keeps its own again.
             frozen: Whether the algorithm has averaged the momentum in this step, so that warm-up is over.
         """
-        for parameter, state in self.state.items():
-            shared, own = momenta.get(parameter), state["exp_avg"]
-            if shared is None and parameter in self._shared:
-                state["exp_avg"] = own.clone()
-            elif shared is not None and shared.data_ptr() != own.data_ptr():
-                shared.copy_(own)
-                state["exp_avg"] = shared
-        self._shared, self._frozen = momenta, frozen
+        for parameter in parameters:
+            shared, own = momenta.get(parameter), self.state.get(parameter, {}).get("exp_avg")
+            if shared is None:
+                if self._shared.pop(parameter, None) is not None and own is not None:
+                    self.state[parameter]["exp_avg"] = own.clone()
+            else:
+                self._shared[parameter] = shared
+                if own is not None and shared.data_ptr() != own.data_ptr():
+                    shared.copy_(own)
+                    self.state[parameter]["exp_avg"] = shared
+            (self._frozen.add if frozen else self._frozen.discard)(parameter)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -100,7 +118,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedError: A GradScaler calls; momenta are averaged before it could unscale the gradients.
         """
-        if getattr(self, "grad_scale", None) is not None:
+        if "found_inf" in self.__dict__:  # a GradScaler lends it for this call
+            for name in ("found_inf", "grad_scale"):
+                self.__dict__.pop(name, None)
             raise UnsupportedError(
                 "QAdamOptimizer: QAdam averages the momentum during the backward pass, before GradScaler "
                 "unscales the gradients; use autocast to bfloat16, which needs no scaler"
@@ -118,22 +138,23 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def _step_one(self, x: Tensor, g: Tensor, group: dict[str, Any]) -> None:
         state, (beta1, beta2), shared = self.state[x], group["betas"], self._shared.get(x)
         if not state:
-            state["step"] = 0
+            state["step"] = state["variance_step"] = 0
             state["exp_avg"] = torch.zeros_like(x) if shared is None else shared
             state["exp_avg_sq"] = torch.zeros_like(x)
         m, v = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
-        frozen = state["step"] > group["warmup_steps"] if shared is None else self._frozen
+        frozen = state["step"] > group["warmup_steps"] if shared is None else x in self._frozen
         if not frozen:
             g = g.add(x, alpha=group["weight_decay"]) if group["weight_decay"] else g
             m.lerp_(g, 1 - beta1)
             v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            state["variance_step"] += 1
         else:
             if shared is None:
                 m.lerp_(g, 1 - beta1)
             if group["weight_decay"]:
                 m.add_(x, alpha=(1 - beta1) * group["weight_decay"])
-        second = 1 - beta2 ** min(state["step"], group["warmup_steps"])
+        second = 1 - beta2 ** max(1, state["variance_step"])
         denominator = (v.sqrt() / math.sqrt(second)).add_(group["eps"])
         if frozen:
             denominator.masked_fill_(v == 0, math.inf)

@@ -49,10 +49,10 @@ class Window:
 class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
-    It may have three more methods. `begin(bucket, state)` prepares an exchange when the window opens, and
-    `commit(bucket, state)` writes back what was communicated when it closes; both run on the caller's thread.
-    `phase(step)` gives the algorithm to use in a training step, if that is not always the same, and the property
-    `phases` all of them.
+    It may have four more methods. `check_size(size)` raises if it cannot do with so many ranks. `begin(bucket,
+    state)` prepares an exchange when the window opens, and `commit(bucket, state)` writes back what was
+    communicated when it closes; both run on the caller's thread. `phase(step)` gives the algorithm to use in a
+    training step, if that is not always the same, and the property `phases` all of them.
     """
 
     @property

@@ -68,10 +68,13 @@ class Decentralized:
         """Floating-point dtypes."""
         check_floating(self, dtype)
 
+    def check_size(self, size: int) -> None:
+        """An even number of ranks for "shift_one"."""
+        if self.peers == "shift_one":
+            topology.shift_one(0, size, 0)  # raises on an odd number
+
     def init(self, bucket: Bucket, comm: Communicator) -> Averaged:
         """See `Algorithm.init`. Collective."""
-        if self.peers == "shift_one":
-            topology.shift_one(comm.rank, comm.size, 0)  # raises on an odd number of ranks
         return Averaged(bucket.flat.copy())
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Averaged) -> None:

@@ -74,6 +74,11 @@ class Every:
         """What its algorithm takes."""
         self.algorithm.check(dtype)
 
+    def check_size(self, size: int) -> None:
+        """What its algorithm takes."""
+        if hasattr(self.algorithm, "check_size"):
+            self.algorithm.check_size(size)
+
     def init(self, bucket: Bucket, comm: Communicator) -> Interval:
         """See `Algorithm.init`. Collective."""
         return Interval(self.algorithm.init(bucket, comm))

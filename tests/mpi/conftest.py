@@ -1,5 +1,6 @@
 import os
 import tempfile
+from contextlib import contextmanager
 
 import pytest
 
@@ -12,9 +13,8 @@ def comm():
         yield comm
 
 
-@pytest.fixture
-def shared_folder(comm):
-    """A new folder that all ranks see, and its path on all of them."""
+@contextmanager
+def folder_of_all(comm):
     folder = tempfile.TemporaryDirectory() if comm.rank == 0 else None
     yield comm.broadcast_object(folder.name if folder else None, root=0)
     comm.barrier()
@@ -23,13 +23,21 @@ def shared_folder(comm):
 
 
 @pytest.fixture
-def gloo(comm, shared_folder):
+def shared_folder(comm):
+    """A new folder that all ranks see, and its path on all of them."""
+    with folder_of_all(comm) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def gloo(comm):
     """PyTorch's own process group over the same processes, for comparison."""
-    import torch
+    from torch import distributed
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{shared_folder}/store", rank=comm.rank, world_size=comm.size
-    )
-    yield
-    torch.distributed.destroy_process_group()
+    with folder_of_all(comm) as folder:
+        distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size
+        )
+        yield
+        distributed.destroy_process_group()

@@ -1,7 +1,5 @@
 """DistributedDataParallel over MPI processes, beside PyTorch's own. Run by tests/test_mpirun.py."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -10,17 +8,6 @@ import bagua_comm
 from bagua_torch import DistributedDataParallel, as_array
 
 pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture
-def gloo(comm, shared_folder):
-    """PyTorch's own process group over the same processes, for comparison."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{shared_folder}/store", rank=comm.rank, world_size=comm.size
-    )
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def make_model():

@@ -1,0 +1,344 @@
+"""What cannot work is refused on every rank, before the first step; what is not finite stays visible."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch_training import (
+    GRADIENT_ALGORITHMS,
+    QADAM,
+    WEIGHT_ALGORITHMS,
+    assert_same_on_all_ranks,
+    batch,
+    filled,
+    gradients,
+    loss_of,
+    make_model,
+    optimizer_for,
+    sgd,
+    train_step,
+    weights,
+)
+
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    CommMismatch,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    QAdam,
+    UnsupportedError,
+    after,
+    every,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel, QAdamOptimizer, comm_hook
+
+
+def refused(make_optimizers, algorithm, error, match, *, make=make_model, ranks=2):
+    """Wrapping raises on every rank, and the communicator can still be used."""
+
+    def body(comm):
+        model = make()
+        before = weights(model)
+        with pytest.raises(error, match=match):
+            DistributedDataParallel(model, make_optimizers(model, comm.rank), algorithm, comm=comm)
+        assert torch.equal(weights(model), before)
+        model(torch.ones(2, 4, dtype=before.dtype)).sum().backward()  # trains by itself: no hooks are left
+        assert comm.allreduce(np.array(1)) == comm.size
+
+    run_ranks(ranks, body, timeout_s=3)
+
+
+def adam(model, rank):
+    return torch.optim.Adam(model.parameters())
+
+
+# Algorithm and optimizer ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "algorithm", [Decentralized("shift_one"), every(2, Decentralized("shift_one"))], ids=repr
+)
+def test_shift_one_on_an_odd_number_of_ranks(algorithm, ranks):
+    refused(adam, algorithm, ArrayError, "even number", ranks=ranks)
+
+
+def test_shift_one_on_an_odd_number_of_ranks_is_refused_before_the_steps_that_come_first():
+    refused(adam, after(2, GradientAllReduce(), Decentralized("shift_one")), ArrayError, "even number", ranks=3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *WEIGHT_ALGORITHMS,
+        AsyncModelAverage(warmup_steps=5),
+        after(2, GradientAllReduce(), ByteGrad()),
+        every(2, GradientAllReduce()),
+    ],
+    ids=repr,
+)
+def test_algorithms_that_need_to_know_of_steps_without_optimizers(algorithm):
+    refused(lambda model, rank: (), algorithm, ArrayError, "give the optimizers")
+
+
+def test_qadam_without_its_optimizer():
+    refused(lambda model, rank: (), QADAM, ArrayError, "needs its QAdamOptimizer")
+
+
+@pytest.mark.parametrize("algorithm", [QADAM, after(5, GradientAllReduce(), QADAM)], ids=repr)
+def test_qadam_with_adam(algorithm):
+    refused(adam, algorithm, ArrayError, "bagua_torch.QAdamOptimizer, but the optimizer is Adam")
+
+
+@pytest.mark.parametrize("settings", [{"warmup_steps": 4}, {"warmup_steps": 3, "betas": (0.8, 0.999)}], ids=repr)
+def test_qadam_with_an_optimizer_of_other_settings(settings):
+    refused(
+        lambda model, rank: QAdamOptimizer(model.parameters(), **settings),
+        QADAM,
+        ArrayError,
+        r"warmup_steps=\d and betas\[0\]=0.\d, but QAdam\(.*\) has 3 and 0.9",
+    )
+
+
+def test_an_optimizer_of_another_module():
+    def of_a_copy(model, rank):
+        return torch.optim.Adam(copy.deepcopy(model).parameters())
+
+    refused(
+        of_a_copy, GradientAllReduce(), ArrayError, r"optimizer 0 \(Adam\) has none of the module's parameters"
+    )
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), DiLoCo()], ids=repr)
+def test_optimizers_that_leave_a_parameter_out(algorithm):
+    def without_the_last(model, rank):
+        return torch.optim.Adam(list(model.parameters())[:-1])
+
+    refused(without_the_last, algorithm, ArrayError, "no optimizer given steps '4.bias'; give all optimizers")
+
+
+def test_frozen_parameters_need_no_optimizer():
+    def body(comm):
+        model = make_model()
+        model[4].requires_grad_(False)
+        frozen = weights(model[4])
+        optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+        ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=2), comm=comm)
+        for step in range(4):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.close()
+        assert torch.equal(weights(model[4]), frozen)
+
+    run_ranks(2, body)
+
+
+# Ranks that don't fit together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make_optimizers",
+    [
+        lambda model, rank: [sgd, adam_of][rank](model.parameters()),
+        lambda model, rank: [] if rank else sgd(model.parameters()),
+        lambda model, rank: sgd([{"params": [p]} for p in model.parameters()] if rank else model.parameters()),
+    ],
+    ids=["kinds", "numbers", "groups"],
+)
+def test_optimizers_that_differ_between_ranks(make_optimizers):
+    refused(make_optimizers, GradientAllReduce(), CommMismatch, "different")
+
+
+def adam_of(parameters):
+    return torch.optim.Adam(parameters)
+
+
+def test_settings_of_algorithms_that_differ_between_ranks():
+    def body(comm):
+        model = make_model()
+        with pytest.raises(CommMismatch, match="different algorithms"):
+            DistributedDataParallel(model, sgd(model.parameters()), DiLoCo(2 + comm.rank), comm=comm)
+
+    run_ranks(2, body)
+
+
+# Modules --------------------------------------------------------------------------------------------------
+
+
+class Lookup(nn.Module):
+    """An embedding with sparse gradients, and a layer with dense ones."""
+
+    def __init__(self, sparse=True):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=sparse)
+        self.layer = nn.Linear(4, 2)
+        filled(self)
+
+    def forward(self, words):
+        return self.layer(self.table(words).mean(1))
+
+
+def words(rank, step):
+    return torch.randint(0, 10, (3, 2), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_sparse_gradients_are_made_dense_and_averaged(ranks, accumulated):
+    plain = Lookup(sparse=False)
+    optimizer = sgd(plain.parameters())
+    for step in range(5):
+        optimizer.zero_grad()
+        for part in range(1 + accumulated):
+            sum(loss_of(plain, words(rank, step + 50 * part)) / ranks for rank in range(ranks)).backward()
+        optimizer.step()
+
+    def body(comm):
+        model = Lookup()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        for step in range(5):
+            optimizer.zero_grad()
+            if accumulated:
+                with ddp.no_sync():
+                    loss_of(ddp, words(comm.rank, step + 50)).backward()
+            loss_of(ddp, words(comm.rank, step)).backward()
+            assert model.table.weight.grad.layout is torch.strided
+            optimizer.step()
+        ddp.close()
+        return weights(model)
+
+    for actual in run_ranks(ranks, body):
+        torch.testing.assert_close(actual, weights(plain), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [Decentralized(), DiLoCo(local_steps=2)], ids=repr)
+def test_sparse_gradients_stay_sparse_where_weights_are_exchanged(algorithm):
+    """They reach the optimizer as they are; the result is that of dense ones."""
+
+    def trained(sparse):
+        def body(comm):
+            model = Lookup(sparse)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+            for step in range(5):
+                train_step(ddp, optimizer, words(comm.rank, step))
+                assert model.table.weight.grad.is_sparse == sparse
+            ddp.close()
+            return weights(model)
+
+        return run_ranks(2, body)
+
+    for actual, expected in zip(trained(sparse=True), trained(sparse=False), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_module_without_trainable_parameters():
+    def body(comm):
+        for module in (nn.ReLU(), nn.BatchNorm1d(2, affine=False), make_model().requires_grad_(False)):
+            with pytest.raises(ArrayError, match="no parameter to train"):
+                DistributedDataParallel(module, algorithm=DiLoCo(), comm=comm)
+
+    run_ranks(2, body)
+
+
+def test_complex_parameters():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match=r"'phase'.*complex64"):
+            DistributedDataParallel(Complex(), comm=comm)
+
+    run_ranks(2, body)
+
+
+class Shapes(nn.Module):
+    """Parameters that are empty, transposed, of no dimension, and in another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0))
+        self.transposed = nn.Parameter(torch.empty(3, 4).t())
+        self.scalar = nn.Parameter(torch.tensor(0.0))
+        self.images = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        filled(self)
+
+    def forward(self, x):
+        seen = self.images(x.new_ones(1, 2, 4, 4)).mean()
+        return (x @ self.transposed) * self.scalar + self.empty.sum() + seen
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS], ids=repr)
+def test_unusual_shapes_and_layouts(algorithm):
+    plain = Shapes()
+    optimizer = optimizer_for(algorithm, plain.parameters())
+    for step in range(5):
+        train_step(plain, optimizer, batch(0, step))
+
+    def body(comm):
+        model = Shapes()
+        optimizer = optimizer_for(algorithm, model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        for step in range(5):
+            train_step(ddp, optimizer, batch(0, step))
+        ddp.switch(GradientAllReduce())
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+        return weights(model)
+
+    for actual in run_ranks(2, body):
+        if not isinstance(algorithm, DiLoCo):  # which makes outer steps of its own
+            torch.testing.assert_close(actual, weights(plain), rtol=0.1, atol=0.02)
+
+
+# Values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QADAM], ids=repr)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("step_of_it", [0, 4])
+def test_gradients_that_are_not_finite_are_seen_on_every_rank(algorithm, value, step_of_it):
+    """Quantized as well: no code hides them. With QAdam past its warm-up they are in the momentum instead."""
+
+    def body(comm):
+        model = make_model()
+        optimizer = optimizer_for(algorithm, model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        for step in range(step_of_it + 1):
+            optimizer.zero_grad()
+            factor = value if step == step_of_it and comm.rank == 1 else 1.0
+            (loss_of(ddp, batch(comm.rank, step)) * factor).backward()
+            seen = gradients(model).isfinite()
+            before = weights(model)
+            optimizer.step()
+        ddp.close()
+        assert before.isfinite().all()
+        return bool(seen.all()), bool(weights(model).isfinite().any())
+
+    for rank, (gradients_finite, any_weight_finite) in enumerate(run_ranks(2, body)):
+        local = algorithm is QADAM and step_of_it >= algorithm.warmup_steps
+        assert gradients_finite == (local and rank == 0)
+        assert not any_weight_finite
+
+
+@pytest.mark.parametrize("average", ["mean", None, ByteGrad()], ids=repr)
+def test_a_hook_of_what_is_no_average(average):
+    def body(comm):
+        with pytest.raises(ArrayError, match="expected an Average"):
+            comm_hook(average, comm)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", QAdam, 3], ids=repr)
+def test_what_is_no_algorithm(algorithm):
+    refused(adam, algorithm, ArrayError, "expected an algorithm")

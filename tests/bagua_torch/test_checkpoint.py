@@ -1,0 +1,517 @@
+"""Checkpoints, restarts, and changes of the algorithm on the way."""
+
+import pytest
+import torch
+from torch import nn
+from torch_training import (
+    ALGORITHMS,
+    ASYNC_ALGORITHMS,
+    QADAM,
+    WEIGHT_ALGORITHMS,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    loss_of,
+    make_model,
+    optimizer_for,
+    sgd,
+    through_a_file,
+    train_step,
+    weights,
+)
+
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    CommError,
+    Decentralized,
+    DiLoCo,
+    ErrorFeedback,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    QAdam,
+    UnsupportedError,
+    after,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
+
+REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
+STEPS = 9
+
+
+# Into the plain module, and back --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_checkpoints_of_module_and_optimizer_load_into_plain_ones(algorithm):
+    def body(comm):
+        model = nn.Sequential(nn.BatchNorm1d(4), make_model())
+        optimizer = optimizer_for(algorithm, model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+        for step in range(5):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        saved = through_a_file({"module": ddp.module.state_dict(), "optimizer": optimizer.state_dict()})
+        ddp.close()
+
+        plain = nn.Sequential(nn.BatchNorm1d(4), make_model(seed=1))
+        plain_optimizer = optimizer_for(algorithm, plain.parameters())
+        plain.load_state_dict(saved["module"])
+        plain_optimizer.load_state_dict(saved["optimizer"])
+
+        assert list(saved["module"]) == list(plain.state_dict())
+        # Of the asynchronous one a round may have ended in close().
+        if algorithm not in ASYNC_ALGORITHMS:
+            for name, value in model.state_dict().items():
+                assert torch.equal(plain.state_dict()[name], value)
+            for each, each_optimizer in ((model, optimizer), (plain, plain_optimizer)):
+                train_step(each, each_optimizer, batch(0, 5))
+            assert torch.equal(weights(plain), weights(model))
+
+    run_ranks(2, body)
+
+
+def test_a_plain_checkpoint_loads_into_a_wrapped_module():
+    plain = make_model(seed=1)
+
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
+        train_step(ddp, optimizer, batch(comm.rank, 0))
+        ddp.module.load_state_dict(plain.state_dict())
+        with torch.no_grad():
+            assert torch.equal(ddp.module(batch(0, 0)), plain(batch(0, 0)))
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_what_was_exchanged():
+    """What is exchanged after a step is written back before weights are loaded, not after."""
+
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=1), comm=comm)
+        saved = through_a_file(ddp.module.state_dict())
+        train_step(ddp, optimizer, batch(comm.rank, 0))
+        ddp.module.load_state_dict(saved)
+        ddp.eval()(batch(0, 0))
+        ddp.close()
+        assert torch.equal(weights(model), weights(make_model()))
+
+    run_ranks(2, body)
+
+
+# Restarts -------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """One rank's model, optimizers and wrapper."""
+
+    def __init__(self, comm, algorithm, *, seed=0, bucket_bytes=200, optimizers=1):
+        self.comm = comm
+        self.model = nn.Sequential(nn.BatchNorm1d(4), make_model(seed))
+        parameters = list(self.model.parameters())
+        parts = [parameters] if optimizers == 1 else [parameters[:3], parameters[3:]]
+        self.optimizers = [optimizer_for(algorithm, part) for part in parts]
+        self.ddp = DistributedDataParallel(
+            self.model, self.optimizers, algorithm, comm=comm, bucket_bytes=bucket_bytes
+        )
+
+    def run(self, first, last, *, skipped=()):
+        """Train from step `first` to `last`; `skipped`: pairs of a rank and a step in which it doesn't step."""
+        for step in range(first, last):
+            self.model.zero_grad()
+            loss_of(self.ddp, batch(self.comm.rank, step)).backward()
+            if (self.comm.rank, step) in skipped:
+                continue
+            self.optimizers[step % len(self.optimizers)].step()
+
+    def saved(self):
+        return through_a_file(
+            {
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "ddp": self.ddp.state_dict(),
+                "module": self.model.state_dict(),
+            }
+        )
+
+    def load(self, saved):
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.ddp.load_state_dict(saved["ddp"])
+
+    def close(self):
+        """The final weights and buffers."""
+        self.ddp.close()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buckets=200):
+    """Saved and loaded into new objects after `at` steps, training ends as if nothing had been."""
+
+    def through(comm):
+        training = Training(comm, algorithm, optimizers=optimizers)
+        training.run(0, STEPS, skipped=skipped)
+        return training.close()
+
+    def restarted(comm):
+        training = Training(comm, algorithm, optimizers=optimizers)
+        training.run(0, at, skipped=skipped)
+        saved = training.saved()
+        training.run(at, at + 2, skipped=skipped)  # leaves what was saved as it is
+        training.close()
+
+        training = Training(
+            comm, algorithm, seed=1 + comm.rank, optimizers=optimizers, bucket_bytes=other_buckets
+        )
+        training.load(saved)
+        for name, value in saved["module"].items():
+            assert torch.equal(training.model.state_dict()[name], value)
+        training.run(at, STEPS, skipped=skipped)
+        return training.close()
+
+    expected = run_ranks(ranks, through, timeout_s=5)
+    for rank, actual in enumerate(run_ranks(ranks, restarted, timeout_s=5)):
+        for name, value in expected[rank].items():
+            assert torch.equal(actual[name], value), f"{name} of rank {rank}"
+
+
+@pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_restart_changes_nothing(ranks, algorithm, at):
+    """Saved between the optimizer's step and the next forward pass, while weights may be under way."""
+    if ranks == 1 and "shift_one" in repr(algorithm):
+        return  # refused; see test_bad_input.py
+    assert_restarts(ranks, algorithm, at)
+
+
+@pytest.mark.parametrize("algorithm", [a for a in REPEATABLE if not isinstance(a, QAdam)], ids=repr)
+def test_a_restart_where_optimizers_alternate(algorithm):
+    """The step of the only optimizer that stepped has not ended yet when it is saved."""
+    assert_restarts(2, algorithm, 4, optimizers=2)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one rank", "all ranks"])
+def test_a_restart_after_a_step_was_skipped(algorithm, ranks):
+    assert_restarts(2, algorithm, 4, skipped=[(rank, 3) for rank in ranks])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [DiLoCo(local_steps=3), LowPrecisionOnePeer(), QAdam(warmup_steps=3, average=GradientAllReduce().average)],
+    ids=repr,
+)
+def test_a_restart_with_other_buckets(algorithm):
+    """What does not depend on the buckets, as exact averages do not, goes on bit for bit."""
+    if isinstance(algorithm, LowPrecisionOnePeer):
+
+        def body(comm):
+            training = Training(comm, algorithm)
+            training.run(0, 4)
+            saved = training.saved()
+            training.close()
+            training = Training(comm, algorithm, bucket_bytes=10**6)
+            training.load(saved)
+            for (bucket,), (state,) in [(training.ddp.engine.buckets, training.ddp.engine.states)]:
+                comm.check_consistency(bucket.flat[:0])
+                return state.sent[0].copy(), state.received[0].copy()
+            return None
+
+        (sent, received), (other_sent, other_received) = run_ranks(2, body)
+        assert sent.tobytes() == other_received.tobytes()
+        assert received.tobytes() == other_sent.tobytes()
+    else:
+        assert_restarts(2, algorithm, 4, other_buckets=10**6)
+
+
+def test_the_state_of_another_algorithm_is_refused():
+    def body(comm):
+        training = Training(comm, DiLoCo(local_steps=3))
+        saved = training.saved()
+        training.close()
+        training = Training(comm, DiLoCo(local_steps=4))
+        with pytest.raises(ArrayError, match=r"saved with DiLoCo\(local_steps=3.*DiLoCo\(local_steps=4"):
+            training.load(saved)
+        training.run(0, 5)
+        training.close()
+
+    run_ranks(2, body)
+
+
+def test_a_restart_in_the_middle_of_an_accumulation_keeps_nothing_of_it():
+    """As with PyTorch's own, gradients are in no checkpoint."""
+
+    def body(comm):
+        training = Training(comm, ByteGrad())
+        with training.ddp.no_sync():
+            loss_of(training.ddp, batch(comm.rank, 0)).backward()
+        saved = training.saved()
+        training.close()
+        return sorted(saved["ddp"]), sorted(f"module.{name}" for name in saved["module"])
+
+    for names, module_names in run_ranks(2, body):
+        assert names == sorted(["_extra_state", *module_names])
+
+
+@pytest.mark.parametrize("algorithm", ASYNC_ALGORITHMS, ids=repr)
+def test_an_asynchronous_average_restarts_from_any_step(algorithm):
+    """Not bit for bit: rounds end when they end. Step counts go on, and ranks agree in the end."""
+
+    def body(comm):
+        training = Training(comm, algorithm)
+        training.run(0, 5)
+        saved = training.saved()
+        training.run(5, 7)
+        training.close()
+        training = Training(comm, algorithm, seed=1 + comm.rank)
+        training.load(saved)
+        assert training.ddp.engine.step == 5
+        for name, value in saved["module"].items():
+            assert torch.equal(training.model.state_dict()[name], value)
+        training.run(5, STEPS)
+        training.ddp.switch(GradientAllReduce())
+        assert_same_on_all_ranks(comm, training.model[1])
+        training.close()
+
+    run_ranks(2, body)
+
+
+# Another algorithm on the way -----------------------------------------------------------------------------
+
+CHAIN = [
+    ByteGrad(),
+    Decentralized(),
+    GradientAllReduce(),
+    QADAM,
+    AsyncModelAverage(interval_s=0),
+    LowPrecisionDecentralized(),
+    Decentralized("one_peer_exponential"),
+    DiLoCo(local_steps=2),
+    after(2, GradientAllReduce(ErrorFeedback()), LowPrecisionOnePeer()),
+    GradientAllReduce(),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_switching_through_all_algorithms(ranks):
+    """The loss goes on falling, and after each switch all ranks have the same weights."""
+
+    def body(comm):
+        model = nn.Sequential(nn.BatchNorm1d(4), make_model())
+        optimizer = optimizer_for(QADAM, model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, CHAIN[0], comm=comm, bucket_bytes=100)
+        losses = []
+        for number, algorithm in enumerate(CHAIN):
+            if number:
+                ddp.switch(algorithm)
+            assert ddp.algorithm == algorithm
+            assert ddp.engine.step == 0
+            comm.check_consistency(as_array(weights(model)))
+            with torch.no_grad():
+                losses.append(loss_of(ddp, batch(0, 0)).item())
+            for step in range(5):
+                train_step(ddp, optimizer, batch(comm.rank, step))
+        comm.check_consistency(as_array(weights(model)))
+        ddp.close()
+        return losses
+
+    for losses in run_ranks(ranks, body):
+        assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
+def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        for step in range(4):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.eval()(batch(0, 0))  # what was exchanged is written back
+        mine = weights(model)
+        ddp.train().switch(GradientAllReduce())
+        mean = weights(model)
+        momenta = torch.cat([state["momentum_buffer"].reshape(-1) for state in optimizer.state.values()])
+        comm.check_consistency(as_array(momenta))
+        for step in range(3):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+        return mine, mean
+
+    (first, mean), (second, other_mean) = run_ranks(2, body)
+    assert torch.equal(mean, other_mean)
+    torch.testing.assert_close(mean, (first + second) / 2)
+
+
+def test_after_switching_gradients_are_averaged_as_if_wrapped_anew():
+    def trained(comm, *, switched):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(
+            model, optimizer, DiLoCo(local_steps=1) if switched else ByteGrad(), comm=comm
+        )
+        if switched:
+            ddp.switch(ByteGrad())
+        for step in range(4):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.close()
+        return weights(model)
+
+    for actual, expected in run_ranks(2, lambda comm: [trained(comm, switched=s) for s in (True, False)]):
+        assert torch.equal(actual, expected)
+
+
+def test_a_restart_after_switching():
+    def body(comm):
+        training = Training(comm, GradientAllReduce())
+        training.run(0, 3)
+        training.ddp.switch(LowPrecisionDecentralized())
+        training.run(3, 6)
+        saved = training.saved()
+        training.run(6, STEPS)
+        expected = training.close()
+        training = Training(comm, LowPrecisionDecentralized(), seed=1)
+        training.load(saved)
+        training.run(6, STEPS)
+        for name, value in training.close().items():
+            assert torch.equal(value, expected[name])
+
+    run_ranks(2, body)
+
+
+def test_qadam_switched_to_later_warms_up_as_adam_does():
+    """Its warm-up begins with the switch: until it is over, and on one rank, it is Adam to the bit."""
+    plain = make_model()
+    adam = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(7):
+        train_step(plain, adam, batch(0, step))
+
+    def body(comm):
+        model = make_model()
+        optimizer = QAdamOptimizer(model.parameters(), lr=0.01, warmup_steps=4)
+        ddp = DistributedDataParallel(model, optimizer, GradientAllReduce(), comm=comm)
+        for step in range(7):
+            if step == 3:
+                ddp.switch(QAdam(warmup_steps=4))
+            train_step(ddp, optimizer, batch(0, step))
+        ddp.close()
+        return weights(model)
+
+    assert torch.equal(run_ranks(1, body)[0], weights(plain))
+
+
+def make_wide_model():
+    return make_model().double()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "make", "algorithm", "error", "match"),
+    [
+        (3, make_model, Decentralized("shift_one"), ArrayError, "even number"),
+        (2, make_wide_model, ByteGrad(), UnsupportedError, "float64"),
+        (2, make_model, QAdam(warmup_steps=5), ArrayError, "the optimizer is SGD"),
+        (2, make_model, "exact", ArrayError, "expected an algorithm"),
+    ],
+    ids=["odd ranks", "dtype", "optimizer", "no algorithm"],
+)
+@pytest.mark.parametrize("before", [GradientAllReduce(), DiLoCo(local_steps=2)], ids=repr)
+def test_a_switch_that_is_refused_leaves_the_training_as_it_is(ranks, make, algorithm, error, match, before):
+    def trained(refused):
+        def body(comm):
+            model = make()
+            optimizer = sgd(model.parameters())
+            ddp = DistributedDataParallel(model, optimizer, before, comm=comm)
+            for step in range(6):
+                if refused and step == 3:
+                    with pytest.raises(error, match=match):
+                        ddp.switch(algorithm)
+                    assert ddp.algorithm == before
+                x = batch(comm.rank, step).to(next(model.parameters()).dtype)
+                train_step(ddp, optimizer, x)
+            ddp.close()
+            return weights(model)
+
+        return run_ranks(ranks, body, timeout_s=5)
+
+    for actual, expected in zip(trained(refused=True), trained(refused=False), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_switching_in_the_middle_of_a_backward_pass_is_refused():
+    def body(comm):
+        model = make_model()
+        ddp = DistributedDataParallel(model, sgd(model.parameters()), comm=comm)
+
+        class Broken(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                raise ZeroDivisionError
+
+        broken = model[2].register_forward_hook(
+            lambda module, inputs, output: output + Broken.apply(inputs[0])[:1]
+        )
+        with pytest.raises(ZeroDivisionError):
+            loss_of(ddp, batch(comm.rank, 0)).backward()
+        broken.remove()
+        with pytest.raises(CommError, match="the last backward pass did not end"):
+            ddp.switch(DiLoCo())
+        ddp.close()
+
+    run_ranks(1, body)
+
+
+# Averages for evaluation, and pauses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [*WEIGHT_ALGORITHMS, *ASYNC_ALGORITHMS], ids=repr)
+def test_averaged_weights_are_the_mean_of_all_ranks(algorithm):
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        for step in range(4):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.stop()
+        before = weights(model)
+        ddp.average_weights()
+        assert_same_on_all_ranks(comm, model)
+        averaged = weights(model)
+        ddp.resume()
+        for step in range(4, 6):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.close()
+        return before, averaged
+
+    (first, averaged), (second, _) = run_ranks(2, body)
+    torch.testing.assert_close(averaged, (first + second) / 2)
+
+
+def test_nothing_is_exchanged_between_stop_and_resume():
+    def body(comm):
+        model = make_model()
+        ddp = DistributedDataParallel(model, comm=comm)
+        ddp.stop()
+        ddp.stop()
+        loss_of(ddp, batch(comm.rank, 0)).backward()
+        assert ddp.engine.counter.calls == 0
+        local = gradients(model).clone()
+        ddp.resume()
+        model.zero_grad()
+        loss_of(ddp, batch(comm.rank, 0)).backward()
+        ddp.close()
+        return local, gradients(model)
+
+    (first, mean), (second, _) = run_ranks(2, body)
+    torch.testing.assert_close(mean, (first + second) / 2)

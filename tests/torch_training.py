@@ -1,0 +1,123 @@
+"""A small model to train with PyTorch, and the algorithms to train it by.
+
+Ranks are threads here, which share PyTorch's generator; all that is random comes from generators of its own.
+"""
+
+import io
+
+import torch
+from torch import nn
+
+from bagua_comm import (
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    ErrorFeedback,
+    GradientAllReduce,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    QAdam,
+    Quantized,
+    after,
+    every,
+)
+from bagua_comm.algorithms.base import phases_of
+from bagua_torch import QAdamOptimizer, as_array
+
+GRADIENT_ALGORITHMS = [
+    GradientAllReduce(),
+    ByteGrad(),
+    GradientAllReduce(ErrorFeedback()),
+    GradientAllReduce(Hierarchical(Quantized())),
+]
+QADAM = QAdam(warmup_steps=3)
+WEIGHT_ALGORITHMS = [
+    Decentralized(),
+    Decentralized("shift_one"),
+    Decentralized("one_peer_exponential"),
+    LowPrecisionDecentralized(),
+    LowPrecisionOnePeer(),
+    DiLoCo(local_steps=3),
+    DiLoCo(local_steps=2, average=ErrorFeedback()),
+    every(2, Decentralized("shift_one")),
+]
+CHANGING_ALGORITHMS = [
+    after(3, GradientAllReduce(), LowPrecisionDecentralized()),
+    after(2, LowPrecisionOnePeer(), ByteGrad()),
+]
+ASYNC_ALGORITHMS = [AsyncModelAverage(interval_s=0), AsyncModelAverage(interval_s=0, warmup_steps=2)]
+ALGORITHMS = [
+    *GRADIENT_ALGORITHMS,
+    QADAM,
+    *WEIGHT_ALGORITHMS,
+    *CHANGING_ALGORITHMS,
+    *ASYNC_ALGORITHMS,
+]
+
+
+def make_model(seed=0):
+    return filled(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), seed=seed
+    )
+
+
+def filled(module, seed=0):
+    """The module with parameters that depend on the seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return module
+
+
+def batch(rank, step, size=6):
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def loss_of(model, x):
+    """The mean over a batch, so that the mean over ranks is that over one large batch."""
+    return model(x).square().sum(-1).mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def optimizer_for(algorithm, parameters, **settings):
+    """The optimizer that QAdam needs, or SGD with momentum."""
+    for phase in phases_of(algorithm):
+        if isinstance(phase, QAdam):
+            return QAdamOptimizer(parameters, lr=0.01, warmup_steps=phase.warmup_steps, **settings)
+    return sgd(parameters)
+
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss_of(model, x).backward()
+    optimizer.step()
+
+
+def weights(module):
+    """A copy of all parameters, one behind the other."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def gradients(module):
+    return torch.cat([parameter.grad.reshape(-1) for parameter in module.parameters()])
+
+
+def assert_same_on_all_ranks(comm, *modules):
+    """Parameters and buffers are equal bit for bit."""
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            comm.check_consistency(as_array(tensor.detach().clone()))
+
+
+def through_a_file(value):
+    """What is left of `value` after saving and loading it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
