@@ -605,6 +605,9 @@ class DistributedDataParallel(nn.Module):
                     self._trained[name].grad = view if keep else view.zero_()
                     self.engine.ready(name)
             self.engine.at(Point.BACKWARD)
+            if self.engine.payload == "weight":
+                # Ranks that have data may wait for this exchange before they announce their next step.
+                self.engine.at(Point.STEP)
             self._share_momenta()
             if self.find_unused_parameters and self.engine.payload == "grad":
                 self._forget_unused(list(self._trained))

@@ -17,7 +17,13 @@ from torch_training import (
 )
 
 from bagua_comm import (
+    AsyncModelAverage,
+    ByteGrad,
+    DiLoCo,
     GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    after,
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
@@ -137,3 +143,36 @@ def test_all_ranks_end_with_the_same_weights(algorithm, batches):
     for actual, _, other_steps in others:
         assert torch.equal(actual, first)
         assert other_steps == steps == max(batches) + 3
+
+
+@pytest.mark.parametrize("accumulate", ["no_sync", "every"])
+@pytest.mark.parametrize("batches", [(3, 5), (0, 4), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LowPrecisionDecentralized(),
+        LowPrecisionOnePeer(),
+        DiLoCo(3),
+        AsyncModelAverage(0.0, warmup_steps=2),
+        after(2, LowPrecisionOnePeer(), ByteGrad()),
+        after(2, ByteGrad(), DiLoCo(2)),
+    ],
+    ids=repr,
+)
+def test_nobody_waits_for_ever_where_weights_are_exchanged(algorithm, batches, accumulate):
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+        with ddp.join():
+            for step in range(batches[comm.rank]):
+                optimizer.zero_grad()
+                with ddp.no_sync() if accumulate == "no_sync" else contextlib.nullcontext():
+                    loss_of(ddp, batch(comm.rank, step)).backward()
+                loss_of(ddp, batch(comm.rank, step + 100)).backward()
+                optimizer.step()
+        ddp.switch(GradientAllReduce())
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+
+    run_ranks(len(batches), body)
