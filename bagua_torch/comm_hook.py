@@ -70,21 +70,23 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         bound[bucket.index] = bucket, function
         return function
 
-    def hook(state: object, given: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket's gradients in place."""
-        bucket = bucket_of(given)
-        check_average(average, bucket.spec.dtype)
+        ours = bucket_of(bucket)
+        check_average(average, ours.spec.dtype)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def exchange() -> None:
             try:
-                averaging(bucket)(bucket.flat)
+                averaging(ours)(ours.flat)
             except Exception as exc:
                 future.set_exception(exc)  # type: ignore[arg-type]
                 raise
-            future.set_result(given.buffer())
+            future.set_result(bucket.buffer())
 
         lane.submit(exchange)
         return future
 
+    # PyTorch looks at these two, which are text here.
+    hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
     return hook
