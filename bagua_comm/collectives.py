@@ -120,7 +120,7 @@ class ErrorFeedback:
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
     ...     mean, x = ErrorFeedback(Quantized(MinMaxUInt8())).bind(comm), np.array([0, 0.3, 255], np.float32)
-    ...     return sum(mean(x.copy()) for _ in range(10)) / 10
+    ...     return (sum(mean(x.copy()) for _ in range(10)) / 10).round(3)
     >>> run_ranks(2, body)[0]
     array([  0. ,   0.3, 255. ], dtype=float32)
     """

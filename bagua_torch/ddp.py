@@ -269,6 +269,9 @@ class DistributedDataParallel(nn.Module):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
         self.engine.load_state_dict(_mapped_leaves(state, _to_array))
+        self._backward = _Backward()
+        self._opened = self._forwarded = self._averaged = False
+        self._stepped.clear()
         self._weights_changed()
 
     # Setting up -----------------------------------------------------------------------------------------
@@ -407,7 +410,8 @@ class DistributedDataParallel(nn.Module):
             if self._join is not None:
                 self._announce(active=True)
             if self.broadcast_buffers:
-                broadcast_tensors(self.comm, list(self.module.buffers()))
+                root = self._join.active[0] if self._join is not None else 0
+                broadcast_tensors(self.comm, list(self.module.buffers()), root=root)
         self._share_momenta()
         self._forwarded = True
         self.engine.at(Point.FORWARD)
@@ -595,11 +599,13 @@ class DistributedDataParallel(nn.Module):
                 break
             last = self._join.active
             if self.broadcast_buffers:
-                broadcast_tensors(self.comm, list(self.module.buffers()))
+                broadcast_tensors(self.comm, list(self.module.buffers()), root=last[0])
             self.engine.at(Point.FORWARD)
             if self.engine.payload == "grad":
                 # Where gradients accumulate, averages of the same step are in them already, on all ranks.
-                keep = zeroed_in == self.engine.step and self._join.divide_by_initial_size
+                keep = (
+                    bool(self.optimizers) and zeroed_in == self.engine.step and self._join.divide_by_initial_size
+                )
                 zeroed_in = self.engine.step
                 for name, view in self._gradients.items():
                     self._trained[name].grad = view if keep else view.zero_()
