@@ -190,7 +190,7 @@ class Scratch:
     """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
 
     What `take` returned is valid until the same key is taken again. Owned by one communicator or
-    transport, and used like it by one thread at a time.
+    transport, and used like it by one thread at a time; on a device, by one stream at a time.
 
     >>> scratch = Scratch()
     >>> a = scratch.take("wire", (2, 8), np.uint8, like=np.empty(0))
@@ -201,6 +201,8 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str], Array] = {}
+        self._outgrown: list[Array] = []
+        """Device memory that a CUDA graph may have captured."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
@@ -209,8 +211,30 @@ class Scratch:
         place = (key, library(like))
         buffer = self._buffers.get(place)
         if buffer is None or buffer.nbytes < nbytes:
+            if buffer is not None and place[1] != "numpy":
+                self._outgrown.append(buffer)
             buffer = self._buffers[place] = namespace(like).empty(nbytes, np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
+
+
+def mark(x: Array) -> Any:
+    """An event after all that is enqueued so far on the current stream of a device array; None for a host array."""
+    if library(x) == "numpy":
+        return None
+    event = namespace(x).cuda.Event(disable_timing=True)
+    event.record()
+    return event
+
+
+def after(event: Any) -> None:
+    """Make the current stream wait for what `mark` gave; the host does not wait."""
+    if event is not None:
+        sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
+
+
+def use_device(index: int) -> None:
+    """Make a CUDA device this thread's current one."""
+    importlib.import_module("cupy").cuda.Device(index).use()
 
 
 def device_count() -> int:

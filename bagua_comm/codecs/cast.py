@@ -21,18 +21,13 @@ class _Cast(Codec):
         return padded(2 * count)
 
     def _encode(self, chunks: Array, wire: Array) -> None:
-        wire[:, 2 * chunks.shape[1] :] = 0
-        kernels.of(chunks).cast_saturating(chunks, self._elements(wire, chunks.shape[1]))
+        kernels.of(chunks).cast_encode(chunks, wire, arrays.dtype_named(self.wire_dtype))
 
     def _decode(self, wire: Array, out: Array) -> None:
-        kernels.of(out).cast_saturating(self._elements(wire, out.shape[1]), out)
+        kernels.of(out).cast_decode(wire, out, arrays.dtype_named(self.wire_dtype))
 
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
-        out[:, 2 * count :] = 0
-        kernels.of(wire).cast_combine(self._elements(wire, count), self._elements(out, count), dtype, op)
-
-    def _elements(self, wire: Array, count: int) -> Array:
-        return wire[:, : 2 * count].view(arrays.dtype_named(self.wire_dtype))
+        kernels.of(wire).cast_combine(wire, out, count, dtype, arrays.dtype_named(self.wire_dtype), op)
 
 
 @dataclass(frozen=True)

@@ -70,35 +70,24 @@ class MinMaxUInt8(Codec):
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements."""
-        return padded(self._blocks(count) * 2 * dtype.itemsize) + padded(count)
+        return self._start(count, dtype) + padded(count)
 
     def _encode(self, chunks: Array, wire: Array) -> None:
-        header, codes = self._parts(wire, chunks.shape[1], chunks.dtype, clear_padding=True)
-        kernels.of(chunks).minmax_encode(chunks, header, codes, self._size(chunks.shape[1]), self.eps)
+        m = chunks.shape[1]
+        kernels.of(chunks).minmax_encode(chunks, wire, self._start(m, chunks.dtype), self._size(m), self.eps)
 
     def _decode(self, wire: Array, out: Array) -> None:
-        header, codes = self._parts(wire, out.shape[1], out.dtype)
-        kernels.of(out).minmax_decode(header, codes, out, self._size(out.shape[1]), self.eps)
+        m = out.shape[1]
+        kernels.of(out).minmax_decode(wire, out, self._start(m, out.dtype), self._size(m), self.eps)
 
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
-        header, codes = self._parts(wire, count, dtype)
-        out_header, out_codes = self._parts(out, count, dtype, clear_padding=True)
-        kernels.of(wire).minmax_combine(header, codes, out_header, out_codes, self._size(count), self.eps, op)
+        start, block = self._start(count, dtype), self._size(count)
+        kernels.of(wire).minmax_combine(wire, out, count, dtype, start, block, self.eps, op)
 
     def _size(self, count: int) -> int:
+        """Elements in a block of a chunk of `count`."""
         return max(1, count) if self.block is None else self.block
 
-    def _blocks(self, count: int) -> int:
-        return -(-count // self._size(count))
-
-    def _parts(
-        self, wire: Array, count: int, dtype: DType, *, clear_padding: bool = False
-    ) -> tuple[Array, Array]:
-        """Views of `wire`, (n, w): the header, (n, nb, 2), and the codes, (n, count)."""
-        nb = self._blocks(count)
-        used, start = nb * 2 * dtype.itemsize, padded(nb * 2 * dtype.itemsize)
-        if clear_padding:
-            wire[:, used:start] = 0
-            wire[:, start + count :] = 0
-        header = wire[:, :used].view(dtype).reshape(len(wire), nb, 2)
-        return header, wire[:, start : start + count]
+    def _start(self, count: int, dtype: DType) -> int:
+        """Where the codes of a chunk begin, in bytes."""
+        return padded(-(-count // self._size(count)) * 2 * dtype.itemsize)

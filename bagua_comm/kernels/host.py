@@ -221,6 +221,47 @@ def _elementwise(formula: Callable[..., Any], inputs: Sequence[Array], outputs: 
 # ---------------------------------------------------------------------------------------------------
 
 
+def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
+    """Cast `chunks`, (n, m), to rows of `wire`, (n, w) uint8: m elements of dtype `sent`, then zeros.
+
+    Rounded half to even; what is finite stays finite, NaN (the canonical one) and inf stay.
+    """
+    m = chunks.shape[1]
+    cast_saturating(chunks, _sent(wire, m, sent))
+    wire[:, m * sent.itemsize :] = 0
+
+
+def cast_decode(wire: Array, out: Array, sent: DType) -> None:
+    """Cast what `cast_encode` wrote to `out`, (n, m)."""
+    cast_saturating(_sent(wire, out.shape[1], sent), out)
+
+
+def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType, op: str) -> None:
+    """Sum the n rows of `wire`, `count` elements each, in float32 and row order, and encode the result in `out`, (1, w).
+
+    "avg" divides by n. The result is rounded to the element dtype `dtype` before it is cast.
+    """
+    n, rows, target = len(wire), _sent(wire, count, sent), _sent(out, count, sent)[0]
+    total, term = _scratch(2, count)
+    with np.errstate(all="ignore"):
+        for start in range(0, count, PIECE):
+            piece = slice(start, min(start + PIECE, count))
+            acc, part = total[: piece.stop - start], term[: piece.stop - start]
+            widen(rows[0, piece], acc)
+            for row in range(1, n):
+                widen(rows[row, piece], part)
+                np.add(acc, part, out=acc)
+            if op == "avg":
+                np.divide(acc, np.float32(n), out=acc)
+            cast_saturating(acc.astype(dtype, copy=False), target[piece])
+    out[:, count * sent.itemsize :] = 0
+
+
+def _sent(wire: Array, count: int, dtype: DType) -> Array:
+    """The elements in rows of `wire`."""
+    return wire[:, : count * dtype.itemsize].view(dtype)
+
+
 def cast_saturating(x: Array, out: Array) -> None:
     """Round `x` to the dtype of `out`, half to even; what is finite stays finite, NaN and inf stay.
 
@@ -248,26 +289,6 @@ def widen(x: Array, out: Array) -> None:
         np.copyto(out, x)
 
 
-def cast_combine(wire: Array, out: Array, dtype: DType, op: str) -> None:
-    """Sum the rows of `wire`, (n, m), in float32 and row order, and cast the result to `out`, (1, m).
-
-    "avg" divides by n. The result is rounded to the element dtype `dtype` before it is cast.
-    """
-    n, m = wire.shape
-    total, term = _scratch(2, m)
-    with np.errstate(all="ignore"):
-        for start in range(0, m, PIECE):
-            piece = slice(start, min(start + PIECE, m))
-            acc, part = total[: piece.stop - start], term[: piece.stop - start]
-            widen(wire[0, piece], acc)
-            for row in range(1, n):
-                widen(wire[row, piece], part)
-                np.add(acc, part, out=acc)
-            if op == "avg":
-                np.divide(acc, np.float32(n), out=acc)
-            cast_saturating(acc.astype(dtype, copy=False), out[0, piece])
-
-
 def largest_finite(dtype: DType) -> float:
     """The largest finite value of a float dtype of at most 32 bits."""
     if dtype.name == "bfloat16":
@@ -276,7 +297,7 @@ def largest_finite(dtype: DType) -> float:
 
 
 def _clamp_finite(x: Array, limit: float) -> None:
-    """Bring finite values of float32 `x` into [-limit, limit], in place; NaN and inf stay."""
+    """Bring finite values of float32 `x` into [-limit, limit], in place; NaN (canonical) and inf stay."""
     if x.size == 0:
         return
     low, high = x.min(), x.max()
@@ -284,6 +305,7 @@ def _clamp_finite(x: Array, limit: float) -> None:
         return
     beyond = np.isfinite(x) & (np.abs(x) > limit)
     np.copyto(x, np.copysign(limit, x), where=beyond)
+    np.copyto(x, np.float32(np.nan), where=np.isnan(x))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -291,12 +313,14 @@ def _clamp_finite(x: Array, limit: float) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def minmax_encode(chunks: Array, header: Array, codes: Array, block: int, eps: float) -> None:
-    """Encode `chunks`, (n, m), of float32, float16 or bfloat16.
+def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
+    """Encode `chunks`, (n, m), of float32, float16 or bfloat16, in rows of `wire`, (n, w) uint8.
 
-    `header`, (n, nb, 2), receives min and max of every block in the dtype of `chunks`, and `codes`,
-    (n, m) uint8, the codes; nb = ceil(m / block).
+    A row receives min and max of every block in the dtype of `chunks`, then, from byte `start` on, m codes.
+    What is left of it is zeroed.
     """
+    header, codes = _parts_of(wire, chunks.shape[1], chunks.dtype, start, block)
+    _clear_padding(wire, header, codes, start)
     value = np.empty(min(chunks.size, PIECE), np.float32)
     wide = np.empty(0 if chunks.dtype == np.float32 else min(chunks.size, max(SPAN, block)), np.float32)
     with np.errstate(all="ignore"):
@@ -304,8 +328,9 @@ def minmax_encode(chunks: Array, header: Array, codes: Array, block: int, eps: f
             _encode_blocks(x, ends, code, np.float32(eps), value, wide)
 
 
-def minmax_decode(header: Array, codes: Array, out: Array, block: int, eps: float) -> None:
-    """Decode to `out`, (n, m): x' = (code + lower) / scale, kept finite, rounded once."""
+def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
+    """Decode rows of `wire` to `out`, (n, m): x' = (code + lower) / scale, kept finite, rounded once."""
+    header, codes = _parts_of(wire, out.shape[1], out.dtype, start, block)
     value = np.empty(0 if out.dtype == np.float32 else min(out.size, PIECE), np.float32)
     with np.errstate(all="ignore"):
         for x, ends, code in _spans(out, header, codes, block):
@@ -321,21 +346,16 @@ def minmax_decode(header: Array, codes: Array, out: Array, block: int, eps: floa
 
 
 def minmax_combine(
-    header: Array,
-    codes: Array,
-    out_header: Array,
-    out_codes: Array,
-    block: int,
-    eps: float,
-    op: str,
+    wire: Array, out: Array, count: int, dtype: DType, start: int, block: int, eps: float, op: str
 ) -> None:
-    """Decode n encoded chunks, add them in row order, and encode the sum (or mean) as one chunk.
+    """Decode n rows of `wire`, `count` elements each, add them in row order, and encode the sum in `out`, (1, w).
 
-    `header` (n, nb, 2) and `codes` (n, m) hold the chunks, `out_header` (1, nb, 2) and `out_codes`
-    (1, m) receive the result. Sums are float32; they are rounded once, to the dtype of the header.
+    "avg" divides by n. Sums are float32; they are rounded once, to the element dtype.
     """
+    header, codes = _parts_of(wire, count, dtype, start, block)
+    out_header, out_codes = _parts_of(out, count, dtype, start, block)
+    _clear_padding(out, out_header, out_codes, start)
     n, m = codes.shape
-    dtype = header.dtype
     span = max(block, SPAN // block * block)  # whole blocks
     total = np.empty(min(span, m), np.float32)
     rounded = total if dtype == np.float32 else np.empty(min(span, m), dtype)
@@ -364,6 +384,18 @@ def minmax_combine(
                 np.copyto(narrow, acc, casting="unsafe")
             for x, ends, code in _spans(narrow, out_header[:, blocks], out_codes[:, elements], block):
                 _encode_blocks(x, ends, code, np.float32(eps), term, wide)
+
+
+def _parts_of(wire: Array, count: int, dtype: DType, start: int, block: int) -> tuple[Array, Array]:
+    """Views of `wire`: the pairs (min, max) of all blocks, (n, nb, 2), and the codes, (n, count)."""
+    nb = -(-count // block)
+    header = wire[:, : nb * 2 * dtype.itemsize].view(dtype).reshape(len(wire), nb, 2)
+    return header, wire[:, start : start + count]
+
+
+def _clear_padding(wire: Array, header: Array, codes: Array, start: int) -> None:
+    wire[:, 2 * header.shape[1] * header.itemsize : start] = 0
+    wire[:, start + codes.shape[1] :] = 0
 
 
 def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: Array, wide: Array) -> None:

@@ -247,42 +247,79 @@ def test_cast_combine_adds_in_float32_and_rounds_to_the_element_dtype_first(wire
     total = (rows[0].astype(np.float32) + rows[1].astype(np.float32)) + rows[2].astype(np.float32)
     mean = total / np.float32(3) if op == "avg" else total
     expected = saturated(mean.astype(dtype_named(element)), dtype_named(wire))
-    out = np.empty((1, 40), rows.dtype)
+    out = np.empty((1, 96), np.uint8)
 
-    host.cast_combine(rows, out, dtype_named(element), op)
+    host.cast_combine(sent(rows, 96), out, 40, dtype_named(element), rows.dtype, op)
 
-    assert same_bytes(expected, out[0])
+    assert same_bytes(sent(expected[None], 96), out)
 
 
 def test_cast_combine_saturates_a_float32_sum_but_not_a_float16_one():
-    rows = np.full((2, 1), 65504, np.float16)
-    out = np.empty((1, 1), np.float16)
-    host.cast_combine(rows, out, np.dtype("float32"), "sum")
-    assert out.tolist() == [[65504.0]]
-    host.cast_combine(rows, out, np.dtype("float16"), "sum")  # the sum itself is infinite
-    assert [[np.inf]] == out.tolist()
+    half = np.dtype(np.float16)
+    rows, out = np.full((2, 1), 65504, half).view(np.uint8), np.empty((1, 2), np.uint8)
+    host.cast_combine(rows, out, 1, np.dtype("float32"), half, "sum")
+    assert out.view(half).tolist() == [[65504.0]]
+    host.cast_combine(rows, out, 1, half, half, "sum")  # the sum itself is infinite
+    assert [[np.inf]] == out.view(half).tolist()
+
+
+def sent(rows, w):
+    """Rows of wire, (n, w) uint8: the elements, then zeros."""
+    wire = np.zeros((len(rows), w), np.uint8)
+    wire[:, : rows.shape[1] * rows.itemsize] = rows.view(np.uint8)
+    return wire
+
+
+@pytest.mark.parametrize("target", ["float16", "bfloat16"])
+def test_every_nan_is_sent_as_the_canonical_one(target):
+    nans = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)[None]
+    wire, dtype = np.empty((1, 32), np.uint8), dtype_named(target)
+    host.cast_encode(nans, wire, dtype)
+    expected = {"float16": 0x7E00, "bfloat16": 0x7FC0}[target]
+    assert [expected] * 4 + [0] * 12 == wire.view(np.uint16)[0].tolist()
 
 
 # MinMaxUInt8
 
 
 def encoded(x, block, eps):
+    """Header, (n, nb, 2), and codes, (n, m); what lies behind them is zero."""
     n, m = x.shape
-    header, codes = np.empty((n, -(-m // block), 2), x.dtype), np.empty((n, m), np.uint8)
-    host.minmax_encode(x, header, codes, block, eps)
-    return header, codes
+    start, wire = wire_of(x.dtype, n, m, block)
+    host.minmax_encode(x, wire, start, block, eps)
+    return parts_of(wire, x.dtype, m, block)
 
 
 def decoded(header, codes, block, eps):
     out = np.empty(codes.shape, header.dtype)
-    host.minmax_decode(header, codes, out, block, eps)
+    start, wire = wire_of(header.dtype, *codes.shape, block, header, codes)
+    host.minmax_decode(wire, out, start, block, eps)
     return out
 
 
 def combined(header, codes, block, eps, op):
-    out_header, out_codes = np.empty_like(header[:1]), np.empty_like(codes[:1])
-    host.minmax_combine(header, codes, out_header, out_codes, block, eps, op)
-    return out_header, out_codes
+    (n, m), dtype = codes.shape, header.dtype
+    start, wire = wire_of(dtype, n, m, block, header, codes)
+    _, out = wire_of(dtype, 1, m, block)
+    host.minmax_combine(wire, out, m, dtype, start, block, eps, op)
+    return parts_of(out, dtype, m, block)
+
+
+def wire_of(dtype, n, m, block, header=None, codes=None):
+    """Where codes start, and n rows of wire with 8 bytes of padding in either part."""
+    used = -(-m // block) * 2 * dtype.itemsize
+    wire = np.full((n, used + 8 + m + 8), 0xEE, np.uint8)
+    if header is not None:
+        wire[:, :used].view(dtype)[...] = header.reshape(n, -1)
+        wire[:, used + 8 : used + 8 + m] = codes
+    return used + 8, wire
+
+
+def parts_of(wire, dtype, m, block):
+    n, used = len(wire), -(-m // block) * 2 * dtype.itemsize
+    assert not wire[:, used : used + 8].any()
+    assert not wire[:, used + 8 + m :].any()
+    return wire[:, :used].view(dtype).reshape(n, -1, 2), wire[:, used + 8 : used + 8 + m]
 
 
 def block_by_block(x, block, eps, op):

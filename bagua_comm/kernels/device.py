@@ -1,0 +1,274 @@
+"""Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` says what each of them computes.
+
+A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing, and
+allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; CuPy keeps the result on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+
+from ..arrays import Array, DType, Scratch, dtype_name
+
+_THREADS = 256
+_ACCESS_BYTES = 16
+_HELD = 16
+"""Elements that a thread of minmax.cu keeps in registers."""
+
+_WARP, _LARGEST_CTA, _MOST_ROWS, _MOST_CTAS = 32, 1024, 65535, 2**31 - 1
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sums
+# ---------------------------------------------------------------------------------------------------
+
+
+def reduce_rows(rows: Array, out: Array, op: str) -> None:
+    """See `host.reduce_rows`."""
+    p, m = rows.shape
+    defines = ["INTEGER"] if rows.dtype.kind in "iu" else []
+    _flat("reduce.cu", f"reduce_{op}", (rows, out, p), m, rows.dtype, defines)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Element-wise steps of algorithms and optimizers
+# ---------------------------------------------------------------------------------------------------
+
+
+def scale(x: Array, factor: float) -> None:
+    """See `host.scale`."""
+    _elementwise("scale", x, x, float(x.dtype.type(factor)))
+
+
+def add(x: Array, y: Array, out: Array) -> None:
+    """See `host.add`."""
+    _elementwise("add", x, x, y, out)
+
+
+def subtract(x: Array, y: Array, out: Array) -> None:
+    """See `host.subtract`."""
+    _elementwise("subtract", x, x, y, out)
+
+
+def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
+    """See `host.loss`."""
+    _elementwise("loss", x, x, decoded, out, float(factor))
+
+
+def midpoint(x: Array, y: Array, out: Array) -> None:
+    """See `host.midpoint`."""
+    _elementwise("midpoint", x, x, y, out)
+
+
+def blend(x: Array, y: Array, weight: float, out: Array) -> None:
+    """See `host.blend`."""
+    _elementwise("blend", x, x, y, out, float(weight))
+
+
+def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Array) -> None:
+    """See `host.ring_difference`."""
+    _elementwise("ring_difference", x, x, left, right, weight, out)
+
+
+def move_half(x: Array, received: Array, sent: Array, out: Array) -> None:
+    """See `host.move_half`."""
+    _elementwise("move_half", x, x, received, sent, out)
+
+
+def advance(x: Array, mean: Array, snapshot: Array) -> None:
+    """See `host.advance`."""
+    _elementwise("advance", x, x, mean, snapshot)
+
+
+def add_scaled(x: Array, y: Array, factor: float) -> None:
+    """See `host.add_scaled`."""
+    _elementwise("add_scaled", x, x, y, float(factor))
+
+
+def sgd_step(
+    x: Array, g: Array, buffer: Array, *, lr: float, momentum: float, weight_decay: float, nesterov: bool
+) -> None:
+    """See `host.sgd_step`."""
+    _elementwise("sgd_step", x, x, g, buffer, float(lr), float(momentum), float(weight_decay), int(nesterov))
+
+
+def adam_moments(
+    x: Array, g: Array, m: Array, v: Array, *, betas: tuple[float, float], weight_decay: float
+) -> None:
+    """See `host.adam_moments`."""
+    _elementwise("adam_moments", x, x, g, m, v, *map(float, betas), float(weight_decay))
+
+
+def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, corrections: tuple[float, float]) -> None:
+    """See `host.adam_step`."""
+    first, second = corrections
+    _elementwise("adam_step", x, x, m, v, lr / first, math.sqrt(second), float(eps))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Casts
+# ---------------------------------------------------------------------------------------------------
+
+
+def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
+    """See `host.cast_encode`."""
+    n, m = chunks.shape
+    _cast("encode", (chunks, wire, n), m, n, wire, chunks.dtype, sent)
+
+
+def cast_decode(wire: Array, out: Array, sent: DType) -> None:
+    """See `host.cast_decode`."""
+    n, m = out.shape
+    _cast("decode", (wire, out, n), m, n, wire, out.dtype, sent)
+
+
+def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType, op: str) -> None:
+    """See `host.cast_combine`."""
+    _cast("combine", (wire, out, len(wire)), count, 1, wire, dtype, sent, int(op == "avg"))
+
+
+def _cast(
+    name: str, args: tuple[Any, ...], m: int, rows: int, wire: Array, dtype: DType, sent: DType, *more: int
+) -> None:
+    if m and rows:
+        kernel = _kernel("cast.cu", name, dtype_name(dtype), f"WIRE={dtype_name(sent)}")
+        grid = (_ctas(m, dtype), min(rows, _MOST_ROWS))
+        kernel(grid, (_THREADS,), (*args, m, wire.shape[1], *more))
+
+
+# ---------------------------------------------------------------------------------------------------
+# MinMaxUInt8
+# ---------------------------------------------------------------------------------------------------
+
+
+class _Teams(NamedTuple):
+    """How minmax.cu shares out rows of `count` elements, cut into blocks, among threads."""
+
+    team: int
+    """Threads that work on a block, or on a segment of one."""
+    block: int
+    blocks: int
+    segments: int
+    """Of a block."""
+
+    @classmethod
+    def for_blocks(cls, count: int, block: int) -> _Teams:
+        block = min(block, count)
+        threads = -(-block // _HELD)
+        team = min(1 << (threads - 1).bit_length(), _LARGEST_CTA)
+        return cls(team, block, -(-count // block), -(-threads // team))
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        ctas = -(-self.blocks * self.segments // self.cta[1])
+        return min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)
+
+    @property
+    def cta(self) -> tuple[int, int]:
+        """Threads in a team, teams in a CTA."""
+        return self.team, _THREADS // self.team if self.team <= _WARP else 1
+
+
+def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_encode`."""
+    n, m = chunks.shape
+    _encode("encode", (chunks,), wire, n, m, start, block, eps, chunks.dtype)
+
+
+def minmax_combine(
+    wire: Array, out: Array, count: int, dtype: DType, start: int, block: int, eps: float, op: str
+) -> None:
+    """See `host.minmax_combine`."""
+    _encode("combine", (wire, len(wire), int(op == "avg")), out, 1, count, start, block, eps, dtype)
+
+
+def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_decode`."""
+    n, m = out.shape
+    if out.size:
+        teams = _Teams.for_blocks(m, block)
+        layout = (n, m, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps))
+        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(teams.grid(n), teams.cta, (wire, out, *layout))
+
+
+def _encode(
+    name: str,
+    source: tuple[Any, ...],
+    wire: Array,
+    rows: int,
+    count: int,
+    start: int,
+    block: int,
+    eps: float,
+    dtype: DType,
+) -> None:
+    """Encode what kernel `name` reads from `source`: in one pass, or in two if blocks are longer than a CTA holds."""
+    if not rows * count:
+        return
+    teams, element = _Teams.for_blocks(count, block), dtype_name(dtype)
+    grid, cta = teams.grid(rows), teams.cta
+    layout = (rows, count, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps))
+    if teams.segments == 1:
+        _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, *layout))
+        return
+    stream = cupy.cuda.get_current_stream()
+    ranges = _scratch(wire.device.id, stream.ptr).take(
+        "ranges", (rows * teams.blocks * teams.segments, 2), np.float32, like=wire
+    )
+    _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, *layout))
+    _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, *layout))
+
+
+@functools.cache
+def _scratch(device: int, stream: int) -> Scratch:
+    """Memory for what one kernel leaves to the next of the same stream."""
+    return Scratch()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Launches
+# ---------------------------------------------------------------------------------------------------
+
+
+def _elementwise(name: str, like: Array, *args: Any) -> None:
+    _flat("elementwise.cu", name, args, like.size, like.dtype)
+
+
+def _flat(
+    file: str, name: str, args: Sequence[Any], count: int, dtype: DType, defines: Sequence[str] = ()
+) -> None:
+    """Launch a kernel whose threads each take 16 bytes' worth of `count` elements."""
+    if count:
+        _kernel(file, name, dtype_name(dtype), *defines)((_ctas(count, dtype),), (_THREADS,), (*args, count))
+
+
+def _ctas(count: int, dtype: DType) -> int:
+    return min(-(-count * dtype.itemsize // (_ACCESS_BYTES * _THREADS)), _MOST_CTAS)
+
+
+@functools.cache
+def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
+    return _module(file, element, *defines).get_function(name)
+
+
+@functools.cache
+def _module(file: str, element: str, *defines: str) -> Any:
+    return cupy.RawModule(code=source(file), options=compile_options(element, *defines), backend="nvrtc")
+
+
+def source(file: str) -> str:
+    """The text of a .cu file, with what it includes."""
+    folder = files(__package__)
+    header = folder.joinpath("numbers.cuh").read_text()
+    return folder.joinpath(file).read_text().replace('#include "numbers.cuh"', header)
+
+
+def compile_options(element: str, *defines: str) -> tuple[str, ...]:
+    """What NVRTC is told: no multiply and add become one rounding, so that the bytes are the host's."""
+    return ("--std=c++17", "-fmad=false", f"-DELEMENT={element}", *(f"-D{define}" for define in defines))

@@ -1,0 +1,163 @@
+// The element-wise steps of algorithms and optimizers, each in one pass. host.py is the specification.
+//
+// float16 and bfloat16 are worked out in float32 and rounded once; float64 in float64. A thread has 16 bytes' worth of
+// neighbouring elements of every array, and goes on by the size of the grid. An output may be an input.
+
+#include "numbers.cuh"
+
+constexpr int width = access_bytes / sizeof(element);
+
+// One array of a formula: where it is, and this thread's part of it.
+struct In {
+    const element* x;
+    wide values[width];
+
+    __device__ void read(int64 at, int64 number) {
+        element raw[width];
+        load(x + at, number, raw);
+#pragma unroll
+        for (int i = 0; i < width; ++i) values[i] = widen(raw[i]);
+    }
+    __device__ void write(int64, int64) const {}
+};
+
+struct Out {
+    element* x;
+    wide values[width];
+
+    __device__ void read(int64, int64) {}
+    __device__ void write(int64 at, int64 number) const {
+        element raw[width];
+#pragma unroll
+        for (int i = 0; i < width; ++i) raw[i] = narrow<element>(values[i]);
+        store(x + at, number, raw);
+    }
+};
+
+struct InOut {
+    element* x;
+    wide values[width];
+
+    __device__ void read(int64 at, int64 number) {
+        In in{x};
+        in.read(at, number);
+        memcpy(values, in.values, sizeof(values));
+    }
+    __device__ void write(int64 at, int64 number) const {
+        Out out{x};
+        memcpy(out.values, values, sizeof(values));
+        out.write(at, number);
+    }
+};
+
+template <class Formula, class... Arrays>
+__device__ void each(int64 count, Formula formula, Arrays... arrays) {
+    int64 step = int64(gridDim.x) * blockDim.x * width;
+    for (int64 at = (int64(blockIdx.x) * blockDim.x + threadIdx.x) * width; at < count; at += step) {
+        int64 number = min(count - at, int64(width));
+        (arrays.read(at, number), ...);
+#pragma unroll
+        for (int i = 0; i < width; ++i) formula(arrays.values[i]...);
+        (arrays.write(at, number), ...);
+    }
+}
+
+extern "C" __global__ void add(const element* x, const element* y, element* out, int64 count) {
+    each(count, [](wide x, wide y, wide& out) { out = x + y; }, In{x}, In{y}, Out{out});
+}
+
+extern "C" __global__ void subtract(const element* x, const element* y, element* out, int64 count) {
+    each(count, [](wide x, wide y, wide& out) { out = x - y; }, In{x}, In{y}, Out{out});
+}
+
+extern "C" __global__ void scale(element* x, float64 factor, int64 count) {
+    wide by = wide(factor);
+    each(count, [=](wide& x) { x = x * by; }, InOut{x});
+}
+
+extern "C" __global__ void loss(const element* x, const element* decoded, element* out, float64 factor, int64 count) {
+    wide by = wide(factor);
+    each(
+        count,
+        [=](wide x, wide decoded, wide& out) {
+            wide lost = (x - decoded) * by;
+            out = lost - lost == 0 ? lost : 0;  // finite
+        },
+        In{x}, In{decoded}, Out{out});
+}
+
+extern "C" __global__ void midpoint(const element* x, const element* y, element* out, int64 count) {
+    each(count, [](wide x, wide y, wide& out) { out = (x + y) / 2; }, In{x}, In{y}, Out{out});
+}
+
+extern "C" __global__ void blend(const element* x, const element* y, element* out, float64 weight, int64 count) {
+    wide mine = wide(weight), other = wide(1 - weight);
+    each(count, [=](wide x, wide y, wide& out) { out = x * mine + y * other; }, In{x}, In{y}, Out{out});
+}
+
+extern "C" __global__ void ring_difference(const element* x, const element* left, const element* right,
+                                           const element* weight, element* out, int64 count) {
+    constexpr wide share = wide(5.0 / 3);
+    each(
+        count,
+        [=](wide x, wide left, wide right, wide weight, wide& out) { out = x + left / 3 + right / 3 - weight * share; },
+        In{x}, In{left}, In{right}, In{weight}, Out{out});
+}
+
+extern "C" __global__ void move_half(const element* x, const element* received, const element* sent, element* out,
+                                     int64 count) {
+    each(
+        count, [](wide x, wide received, wide sent, wide& out) { out = x + (received - sent) / 2; },
+        In{x}, In{received}, In{sent}, Out{out});
+}
+
+extern "C" __global__ void advance(element* x, const element* mean, const element* snapshot, int64 count) {
+    each(
+        count, [](wide& x, wide mean, wide snapshot) { x = x + (mean - snapshot); },
+        InOut{x}, In{mean}, In{snapshot});
+}
+
+extern "C" __global__ void add_scaled(element* x, const element* y, float64 factor, int64 count) {
+    wide by = wide(factor);
+    each(count, [=](wide& x, wide y) { x = x + y * by; }, InOut{x}, In{y});
+}
+
+extern "C" __global__ void sgd_step(element* x, const element* g, element* buffer, float64 lr, float64 momentum,
+                                    float64 weight_decay, int64 nesterov, int64 count) {
+    wide rate = wide(lr), mu = wide(momentum), decay = wide(weight_decay);
+    each(
+        count,
+        [=](wide& x, wide g, wide& b) {
+            if (decay != 0) g = g + x * decay;
+            b = b * mu + g;
+            x = x - (nesterov ? g + b * mu : b) * rate;
+        },
+        InOut{x}, In{g}, InOut{buffer});
+}
+
+extern "C" __global__ void adam_moments(const element* x, const element* g, element* m, element* v, float64 beta1,
+                                        float64 beta2, float64 weight_decay, int64 count) {
+    wide b1 = wide(beta1), rest1 = wide(1 - beta1), b2 = wide(beta2), rest2 = wide(1 - beta2);
+    wide decay = wide(weight_decay);
+    each(
+        count,
+        [=](wide x, wide g, wide& m, wide& v) {
+            if (decay != 0) g = g + x * decay;
+            m = m * b1 + g * rest1;
+            v = v * b2 + g * g * rest2;
+        },
+        In{x}, In{g}, InOut{m}, InOut{v});
+}
+
+// `rate` is lr / (1 - beta1^t), `root` is sqrt(1 - beta2^t).
+extern "C" __global__ void adam_step(element* x, const element* m, const element* v, float64 rate, float64 root,
+                                     float64 eps, int64 count) {
+    wide by = wide(rate), divisor = wide(root), least = wide(eps);
+    each(
+        count,
+        [=](wide& x, wide m, wide v) {
+            wide direction = m / (sqrt(v) / divisor + least);
+            x = x - (v == 0 ? 0 : direction) * by;
+        },
+        InOut{x}, In{m}, In{v});
+}

@@ -1,0 +1,165 @@
+// What all kernels share: element types, exact conversions, and access to memory in 16-byte words.
+//
+// A .cu file is compiled once for each dtype of its arrays, with ELEMENT defined as NumPy's name of it.
+// Nothing is contracted to a fused multiply-add (-fmad=false) unless it is written as one: the bytes must be those of host.py.
+
+#pragma once
+
+using int8 = signed char;
+using uint8 = unsigned char;
+using int16 = short;
+using uint16 = unsigned short;
+using int32 = int;
+using uint32 = unsigned int;
+using int64 = long long;
+using uint64 = unsigned long long;
+using float32 = float;
+using float64 = double;
+
+struct float16 {
+    uint16 bits;
+};
+
+struct bfloat16 {
+    uint16 bits;
+};
+
+using element = ELEMENT;
+
+constexpr uint32 canonical_nan = 0x7fc00000;
+constexpr float32 levels = 255;
+
+#ifdef __CUDACC__
+__device__ inline float32 half_to_float(uint16 bits) {
+    float32 x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+__device__ inline uint16 float_to_half(float32 x) {
+    uint16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+#endif  // elsewhere, whoever compiles this defines the two
+
+
+// ---- Conversions. What is narrower than 32 bits is worked on in float32 and rounded once, half to even. ----
+
+template <class T>
+struct Wide {
+    using type = T;
+};
+template <>
+struct Wide<float16> {
+    using type = float32;
+};
+template <>
+struct Wide<bfloat16> {
+    using type = float32;
+};
+
+using wide = Wide<element>::type;
+
+template <class T>
+__device__ inline T widen(T x) {
+    return x;
+}
+
+__device__ inline float32 widen(float16 x) { return half_to_float(x.bits); }
+
+__device__ inline float32 widen(bfloat16 x) { return __uint_as_float(uint32(x.bits) << 16); }
+
+__device__ inline bool is_nan(float32 x) { return x != x; }
+
+__device__ inline bool is_finite(float32 x) { return x - x == 0; }
+
+template <class T>
+struct Narrow {
+    static __device__ T of(T x) { return x; }
+};
+template <>
+struct Narrow<float16> {
+    static __device__ float16 of(float32 x) { return {is_nan(x) ? uint16(0x7e00) : float_to_half(x)}; }
+};
+template <>
+struct Narrow<bfloat16> {
+    static __device__ bfloat16 of(float32 x) {
+        uint32 bits = is_nan(x) ? canonical_nan : __float_as_uint(x);
+        return {uint16((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+    }
+};
+
+template <class T>
+__device__ inline T narrow(typename Wide<T>::type x) {
+    return Narrow<T>::of(x);
+}
+
+template <class T>
+__device__ constexpr float32 largest_finite() {
+    return 3.4028234663852886e38f;
+}
+template <>
+__device__ constexpr float32 largest_finite<float16>() {
+    return 65504;
+}
+template <>
+__device__ constexpr float32 largest_finite<bfloat16>() {
+    return 3.3895313892515355e38f;
+}
+
+
+// ---- Memory: `count` elements in one access where address and number allow it, else one by one. ----
+
+constexpr int access_bytes = 16;
+
+template <int bytes>
+struct Word;
+template <>
+struct Word<4> {
+    using type = uint1;
+};
+template <>
+struct Word<8> {
+    using type = uint2;
+};
+template <>
+struct Word<16> {
+    using type = uint4;
+};
+
+template <int bytes>
+__device__ inline bool aligned(const void* at) {
+    return reinterpret_cast<uint64>(at) % bytes == 0;
+}
+
+template <int count, class T>
+__device__ inline void load(const T* from, int64 valid, T (&to)[count]) {
+    using word = typename Word<count * sizeof(T)>::type;
+    if (valid >= count && aligned<sizeof(word)>(from)) {
+        word all = *reinterpret_cast<const word*>(from);
+        memcpy(to, &all, sizeof(word));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) to[i] = i < valid ? from[i] : T{};
+}
+
+template <int count, class T>
+__device__ inline void store(T* to, int64 valid, const T (&from)[count]) {
+    using word = typename Word<count * sizeof(T)>::type;
+    if (valid >= count && aligned<sizeof(word)>(to)) {
+        word all;
+        memcpy(&all, from, sizeof(word));
+        *reinterpret_cast<word*>(to) = all;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i)
+        if (i < valid) to[i] = from[i];
+}
+
+// Zero the bytes from `begin` to `end` of a row, with the threads of one team.
+__device__ inline void clear(uint8* row, int64 begin, int64 end, int lane, int team) {
+    for (int64 i = begin + lane; i < end; i += team) row[i] = 0;
+}

@@ -1,0 +1,87 @@
+"""Kernels built by the C++ compiler, and run on the CPU: what NVRTC and a launch are on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import re
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+COMPILER = "g++"
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w")
+
+_one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
+
+
+class Kernels:
+    """What one compilation gives: `source` for CUDA, with the -D options of `options`."""
+
+    def __init__(self, source: str, options: Sequence[str] = ()) -> None:
+        self._library = ctypes.CDLL(str(_compiled(source, tuple(o for o in options if o.startswith("-D")))))
+
+    def launch(
+        self,
+        name: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Any],
+        order: str = "forward",
+    ) -> None:
+        """Run a kernel over a grid, its threads in the given order.
+
+        An argument is an int (64 bits; addresses, too), a float (64 bits) or a NumPy scalar.
+
+        Raises:
+            RuntimeError: The kernel did what would hang or fault on a GPU.
+        """
+        wanted = getattr(self._library, f"{name}_arguments")()
+        assert wanted == len(args), f"{name} takes {wanted} arguments, got {len(args)}"
+        values = [_value(arg) for arg in args]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        run = getattr(self._library, f"{name}_grid")
+        run.restype = ctypes.c_char_p
+        with _one_at_a_time:
+            problem = run(_dim3(grid), _dim3(block), pointers, ctypes.c_bool(order == "backward"))
+        if problem is not None:
+            raise RuntimeError(f"{name}: {problem.decode()}")
+
+
+@functools.cache
+def _compiled(source: str, defines: tuple[str, ...]) -> Path:
+    compiler = [COMPILER, *FLAGS, *defines, "-include", str(HEADER), "-x", "c++", "-"]
+    kernels = re.findall(r'extern "C" void (\w+)', _run([*compiler, "-E"], source))
+    code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
+    key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
+    library = Path(_folder().name) / f"{key}.so"
+    _run([*compiler, "-o", str(library)], code)
+    return library
+
+
+def _run(command: list[str], code: str) -> str:
+    result = subprocess.run(command, input=code, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, np.generic):
+        return (ctypes.c_char * arg.nbytes).from_buffer_copy(arg.tobytes())
+    return ctypes.c_double(arg) if isinstance(arg, float) else ctypes.c_longlong(arg)
+
+
+def _dim3(extent: Sequence[int]) -> Any:
+    return (ctypes.c_uint * 3)(*extent, *[1] * (3 - len(extent)))

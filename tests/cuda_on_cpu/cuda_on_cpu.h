@@ -1,0 +1,242 @@
+// CUDA for one CPU thread: enough to run the project's kernels as they are.
+//
+// Every thread of a CTA is a fiber, which runs until it waits for others: at a barrier, or at a shuffle of its warp. The
+// order in which fibers run is given, forwards or backwards, so that what only works by luck fails in one of the two.
+// Shared memory is poisoned before every CTA. Barriers and shuffles that not all threads reach, shuffles from lanes that
+// don't take part, and 16-byte words at odd addresses are errors.
+
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __noinline__
+#define __shared__ static __attribute__((section("shared_memory")))
+
+using std::sqrt;
+
+template <class T>
+T min(T a, T b) { return b < a ? b : a; }
+template <class T>
+T max(T a, T b) { return a < b ? b : a; }
+
+struct uint3 {
+    unsigned x, y, z;
+};
+struct dim3 {
+    unsigned x, y, z;
+};
+
+static uint3 threadIdx, blockIdx;
+static dim3 blockDim, gridDim;
+static std::string failure;
+
+static void fail(const std::string& what) {
+    if (!failure.empty()) return;
+    auto text = [](const uint3& at) {
+        return "(" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " + std::to_string(at.z) + ")";
+    };
+    failure = what + ", in thread " + text(threadIdx) + " of CTA " + text(blockIdx);
+}
+
+// Words are copied by their members, so that the compiler itself assumes no alignment.
+template <int count>
+struct CheckedWord {
+    unsigned words[count];
+
+    CheckedWord() = default;
+    CheckedWord(const CheckedWord& other) { *this = other; }
+    CheckedWord& operator=(const CheckedWord& other) {
+        if (reinterpret_cast<uintptr_t>(this) % sizeof *this || reinterpret_cast<uintptr_t>(&other) % sizeof *this)
+            if (!on_stack(this) || !on_stack(&other)) check(on_stack(this) ? &other : this);
+        for (int i = 0; i < count; ++i) words[i] = other.words[i];
+        return *this;
+    }
+
+  private:
+    static void check(const void* at) {
+        if (reinterpret_cast<uintptr_t>(at) % sizeof(CheckedWord))
+            fail("a word of " + std::to_string(sizeof(CheckedWord)) + " bytes is at an address that does not fit");
+    }
+    static bool on_stack(const void* at);
+};
+using uint1 = CheckedWord<1>;
+using uint2 = CheckedWord<2>;
+using uint4 = CheckedWord<4>;
+
+inline float __uint_as_float(unsigned bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline unsigned __float_as_uint(float x) {
+    unsigned bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+inline float half_to_float(unsigned short bits) {
+    _Float16 x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+inline unsigned short float_to_half(float x) {
+    _Float16 half = x;
+    unsigned short bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+
+// ---- Fibers ----
+
+struct Fiber {
+    ucontext_t context;
+    uint3 index;
+    enum { ready, at_barrier, at_shuffle, done } state;
+    unsigned mask, distance;  // of a shuffle
+    unsigned long long value;
+};
+
+constexpr size_t stack_bytes = 1 << 16;
+constexpr int warp_size = 32;
+constexpr unsigned long long poison = 0xffc0dead'ffc0deadull;
+
+static std::vector<Fiber> fibers;
+static std::vector<char> stacks;
+static ucontext_t scheduler;
+static Fiber* running;
+static void (*body)(void**);
+static void** arguments;
+
+template <int count>
+bool CheckedWord<count>::on_stack(const void* at) {
+    return at >= stacks.data() && at < stacks.data() + stacks.size();
+}
+
+static void wait() { swapcontext(&running->context, &scheduler); }
+
+inline void __syncthreads() {
+    running->state = Fiber::at_barrier;
+    wait();
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance) {
+    static_assert(sizeof(T) <= sizeof running->value);
+    Fiber* self = running;
+    memcpy(&self->value, &value, sizeof value);
+    self->mask = mask, self->distance = distance, self->state = Fiber::at_shuffle;
+    wait();
+    memcpy(&value, &self->value, sizeof value);
+    return value;
+}
+
+static void start_fiber() {
+    body(arguments);
+    running->state = Fiber::done;
+    wait();
+}
+
+// Let the lanes of a warp exchange their values, if all of them wait for it.
+static bool shuffle(Fiber* lanes, int count) {
+    unsigned mask = lanes[0].mask;
+    for (int lane = 0; lane < warp_size; ++lane) {
+        if (!(mask >> lane & 1)) continue;
+        if (lane >= count || lanes[lane].state != Fiber::at_shuffle || lanes[lane].mask != mask) return false;
+    }
+    unsigned long long values[warp_size];
+    for (int lane = 0; lane < count; ++lane) {
+        int from = lane ^ lanes[lane].distance;
+        values[lane] = from < count && mask >> from & 1 ? lanes[from].value : poison;
+    }
+    for (int lane = 0; lane < count; ++lane)
+        if (mask >> lane & 1) lanes[lane].value = values[lane], lanes[lane].state = Fiber::ready;
+    return true;
+}
+
+// Whether what the fibers wait for has come.
+static bool release() {
+    bool any = false, all = true;
+    for (size_t first = 0; first < fibers.size(); first += warp_size) {
+        int count = std::min<size_t>(warp_size, fibers.size() - first);
+        if (fibers[first].state == Fiber::at_shuffle) any = shuffle(&fibers[first], count) || any;
+    }
+    if (any) return true;
+    for (Fiber& fiber : fibers) all = all && fiber.state == Fiber::at_barrier;
+    if (all)
+        for (Fiber& fiber : fibers) fiber.state = Fiber::ready;
+    return all;
+}
+
+extern char __start_shared_memory[] __attribute__((weak)), __stop_shared_memory[] __attribute__((weak));
+
+static void run_cta(bool backwards) {
+    if (__start_shared_memory) memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
+    size_t count = fibers.size(), left = count;
+    for (size_t i = 0; i < count; ++i) {
+        Fiber& fiber = fibers[i];
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = &stacks[i * stack_bytes];
+        fiber.context.uc_stack.ss_size = stack_bytes;
+        makecontext(&fiber.context, start_fiber, 0);
+        fiber.state = Fiber::ready;
+        fiber.index = {unsigned(i % blockDim.x), unsigned(i / blockDim.x % blockDim.y),
+                       unsigned(i / blockDim.x / blockDim.y)};
+    }
+    while (left && failure.empty()) {
+        bool ran = false;
+        for (size_t i = 0; i < count; ++i) {
+            Fiber& fiber = fibers[backwards ? count - 1 - i : i];
+            if (fiber.state != Fiber::ready) continue;
+            running = &fiber, threadIdx = fiber.index, ran = true;
+            swapcontext(&scheduler, &fiber.context);
+            left -= fiber.state == Fiber::done;
+        }
+        if (left && !ran && !release()) fail("not all threads reach a barrier or shuffle");
+    }
+}
+
+// Run a grid. Returns nullptr, or what went wrong.
+static const char* run_grid(void (*kernel)(void**), const unsigned* grid, const unsigned* block, void** args,
+                            bool backwards) {
+    body = kernel, arguments = args, failure.clear();
+    gridDim = {grid[0], grid[1], grid[2]}, blockDim = {block[0], block[1], block[2]};
+    size_t count = size_t(block[0]) * block[1] * block[2];
+    if (count == 0 || count > 1024 || grid[0] == 0 || grid[1] == 0 || grid[1] > 65535) return "no such grid";
+    fibers.resize(count);
+    stacks.resize(count * stack_bytes);
+    size_t ctas = size_t(grid[0]) * grid[1] * grid[2];
+    for (size_t i = 0; i < ctas && failure.empty(); ++i) {
+        size_t at = backwards ? ctas - 1 - i : i;
+        blockIdx = {unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]), unsigned(at / grid[0] / grid[1])};
+        run_cta(backwards);
+    }
+    return failure.empty() ? nullptr : failure.c_str();
+}
+
+template <class... Args, size_t... at>
+void call(void (*kernel)(Args...), void** args, std::index_sequence<at...>) {
+    kernel(*static_cast<Args*>(args[at])...);
+}
+
+// Makes `NAME_grid`, which runs kernel NAME with pointers to its arguments, as cuLaunchKernel does.
+#define LAUNCHER(name)                                                                                             \
+    template <class... Args>                                                                                       \
+    constexpr size_t name##_count(void (*)(Args...)) { return sizeof...(Args); }                                   \
+    static void name##_body(void** args) { call(name, args, std::make_index_sequence<name##_count(&name)>()); }    \
+    extern "C" size_t name##_arguments() { return name##_count(&name); }                                           \
+    extern "C" const char* name##_grid(const unsigned* grid, const unsigned* block, void** args, bool backwards) { \
+        return run_grid(name##_body, grid, block, args, backwards);                                                \
+    }
