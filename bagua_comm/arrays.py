@@ -218,7 +218,7 @@ class Scratch:
 
 
 def mark(x: Array) -> Any:
-    """An event after all that is enqueued so far on the current stream of a device array; None for a host array."""
+    """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""
     if library(x) == "numpy":
         return None
     event = namespace(x).cuda.Event(disable_timing=True)
@@ -241,9 +241,14 @@ def device_count() -> int:
     """How many CUDA devices CuPy sees; 0 without CuPy or without a driver."""
     try:
         cupy = importlib.import_module("cupy")
-    except ModuleNotFoundError:
+    except ImportError:
         return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError:
         return 0
+
+
+def bus_id(index: int) -> str:
+    """Where a CUDA device is plugged in: its name on this machine, whatever its number in this process."""
+    return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)

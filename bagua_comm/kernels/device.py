@@ -22,7 +22,10 @@ _ACCESS_BYTES = 16
 _HELD = 16
 """Elements that a thread of minmax.cu keeps in registers."""
 
-_WARP, _LARGEST_CTA, _MOST_ROWS, _MOST_CTAS = 32, 1024, 65535, 2**31 - 1
+_WARP, _MOST_ROWS, _MOST_CTAS = 32, 65535, 2**31 - 1
+
+LARGEST_CTA = 512
+"""Threads; twice as many would need more registers than there are."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -162,7 +165,7 @@ class _Teams(NamedTuple):
     def for_blocks(cls, count: int, block: int) -> _Teams:
         block = min(block, count)
         threads = -(-block // _HELD)
-        team = min(1 << (threads - 1).bit_length(), _LARGEST_CTA)
+        team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
         return cls(team, block, -(-count // block), -(-threads // team))
 
     def grid(self, rows: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@
 //
 // A row of the wire: nb pairs (min, max) in the element dtype, padded to 32 bytes; the codes, padded to 32 bytes.
 //
-// Threads. A team works on a block: 1, 2, 4 ... 32 threads of a warp, or a whole CTA of up to 1024. threadIdx.x is the
+// Threads. A team works on a block: 1, 2, 4 ... 32 threads of a warp, or a whole CTA of up to 512. threadIdx.x is the
 // lane in the team, threadIdx.y the team in the CTA, blockIdx.y a row. A thread keeps 16 elements in registers, so that
 // memory is read once; it reads them in 16-byte words, neighbours next to each other:
 //
@@ -87,14 +87,15 @@ struct Decoder {
 
     template <int count>
     __device__ void decode(const uint8 (&codes)[count], float32 (&values)[count]) const {
+        if (!plain) {
+#pragma unroll
+            for (int i = 0; i < count; ++i) values[i] = constant ? fill : bounded(codes[i] + lower, scale);
+            return;
+        }
         // The bits of 2^23 + code are those of 2^23 with the code below; 2^23 itself goes with `lower`, exactly.
         float32 shifted = lower - 8388608;
 #pragma unroll
-        for (int i = 0; i < count; ++i)
-            if (plain)
-                values[i] = divide(__uint_as_float(0x4b000000 | codes[i]) + shifted);
-            else
-                values[i] = constant ? fill : bounded(codes[i] + lower, scale);
+        for (int i = 0; i < count; ++i) values[i] = divide(__uint_as_float(0x4b000000 | codes[i]) + shifted);
     }
 
     // level / scale, correctly rounded: the second correction of a quotient that the first has brought to within an
@@ -130,7 +131,7 @@ struct Sum {
     bool mean;
 
     __device__ void read(const Segment& segment, int64 at, float32 (&values)[width]) const {
-#pragma unroll 4
+#pragma unroll 2
         for (int64 r = 0; r < summands; ++r) {
             const uint8* row = wire + r * layout.stride;
             uint8 codes[width];

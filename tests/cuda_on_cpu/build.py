@@ -17,7 +17,7 @@ import numpy as np
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = "g++"
-FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w")
+FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
 

@@ -1,7 +1,8 @@
 // CUDA for one CPU thread: enough to run the project's kernels as they are.
 //
-// Every thread of a CTA is a fiber, which runs until it waits for others: at a barrier, or at a shuffle of its warp. The
-// order in which fibers run is given, forwards or backwards, so that what only works by luck fails in one of the two.
+// Every thread of a CTA is a fiber, which runs until it waits for others: at a barrier, or at a shuffle of its warp. A warp
+// runs as far as it can before the next one; the order, forwards or backwards, is given, so that what only works by luck
+// fails in one of the two.
 // Shared memory is poisoned before every CTA. Barriers and shuffles that not all threads reach, shuffles from lanes that
 // don't take part, and 16-byte words at odd addresses are errors.
 
@@ -166,18 +167,20 @@ static bool shuffle(Fiber* lanes, int count) {
     return true;
 }
 
-// Whether what the fibers wait for has come.
-static bool release() {
-    bool any = false, all = true;
-    for (size_t first = 0; first < fibers.size(); first += warp_size) {
-        int count = std::min<size_t>(warp_size, fibers.size() - first);
-        if (fibers[first].state == Fiber::at_shuffle) any = shuffle(&fibers[first], count) || any;
-    }
-    if (any) return true;
-    for (Fiber& fiber : fibers) all = all && fiber.state == Fiber::at_barrier;
-    if (all)
-        for (Fiber& fiber : fibers) fiber.state = Fiber::ready;
-    return all;
+// Run one warp until all of its threads are done or wait at the barrier. Returns how many came to their end.
+static size_t run_warp(size_t first, bool backwards) {
+    size_t ended = 0;
+    int count = std::min<size_t>(warp_size, fibers.size() - first);
+    do {
+        for (int i = 0; i < count; ++i) {
+            Fiber& fiber = fibers[first + (backwards ? count - 1 - i : i)];
+            if (fiber.state != Fiber::ready) continue;
+            running = &fiber, threadIdx = fiber.index;
+            swapcontext(&scheduler, &fiber.context);
+            ended += fiber.state == Fiber::done;
+        }
+    } while (failure.empty() && fibers[first].state == Fiber::at_shuffle && shuffle(&fibers[first], count));
+    return ended;
 }
 
 extern char __start_shared_memory[] __attribute__((weak)), __stop_shared_memory[] __attribute__((weak));
@@ -196,15 +199,12 @@ static void run_cta(bool backwards) {
                        unsigned(i / blockDim.x / blockDim.y)};
     }
     while (left && failure.empty()) {
-        bool ran = false;
-        for (size_t i = 0; i < count; ++i) {
-            Fiber& fiber = fibers[backwards ? count - 1 - i : i];
-            if (fiber.state != Fiber::ready) continue;
-            running = &fiber, threadIdx = fiber.index, ran = true;
-            swapcontext(&scheduler, &fiber.context);
-            left -= fiber.state == Fiber::done;
-        }
-        if (left && !ran && !release()) fail("not all threads reach a barrier or shuffle");
+        size_t warps = (count + warp_size - 1) / warp_size;
+        for (size_t i = 0; i < warps; ++i) left -= run_warp((backwards ? warps - 1 - i : i) * warp_size, backwards);
+        if (!left) return;
+        for (Fiber& fiber : fibers)
+            if (fiber.state != Fiber::at_barrier) fail("not all threads reach a barrier or shuffle");
+        for (Fiber& fiber : fibers) fiber.state = Fiber::ready;
     }
 }
 

@@ -1,0 +1,94 @@
+"""Where the fake differs from the installed CuPy: `python -m cuda_on_cpu.compare` prints names that CuPy has not.
+
+It runs in a process of its own, since the two share their names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from . import fake_cuda, fake_cupy, fake_nccl
+
+STAND_INS = {
+    "cupy": fake_cupy,
+    "cupy.cuda": fake_cuda,
+    "cupy.cuda.nccl": fake_nccl,
+    "cupy.cuda.runtime": fake_cuda.runtime,
+    "cupyx": fake_cupy.cupyx,
+}
+EXAMPLES = {
+    "Stream": lambda real: real.null,
+    "CUDARuntimeError": lambda real: real(100),
+    "NcclError": lambda real: real(1),
+}
+"""Real objects whose attributes only an instance has."""
+
+
+def differences() -> Iterator[str]:
+    for path, fake in STAND_INS.items():
+        real = importlib.import_module(path)
+        for name, member in vars(fake).items():
+            ours = getattr(member, "__module__", f"{__package__}.fake_").startswith(f"{__package__}.fake_")
+            if ours and not name.startswith("_") and not inspect.ismodule(member):
+                yield from _compare(f"{path}.{name}", member, getattr(real, name, None))
+
+
+def _compare(path: str, fake: Any, real: Any) -> Iterator[str]:
+    if real is None:
+        yield f"{path} does not exist"
+        return
+    if not callable(fake):
+        if not isinstance(fake, fake_cuda.Stream) and fake != real:
+            yield f"{path} is {real}"
+        return
+    parameters, known = _parameters(fake), _parameters(real)
+    rest = iter(known)
+    if "**" not in known and not all(name in rest for name in parameters):
+        yield f"{path}({', '.join(parameters)}) takes ({', '.join(known)})"
+    if inspect.isclass(fake):
+        for name, member in vars(fake).items():
+            if not re.match(r"_[^_]|__(init|module|doc|dict|weakref|annotations|hash)__", name):
+                yield from _compare(
+                    f"{path}.{name}", _plain(member), _plain(inspect.getattr_static(real, name, None))
+                )
+        example = EXAMPLES.get(real.__name__, lambda real: real)(real)
+        for name in re.findall(r"self\.([a-z]\w*)\b.* = ", inspect.getsource(fake)):
+            if not hasattr(example, name):
+                yield f"{path}.{name} does not exist"
+
+
+def _plain(member: Any) -> Any:
+    """A method as what is called; what is no method as "a value"."""
+    member = getattr(member, "__func__", member)
+    return member if callable(member) or member is None else "a value"
+
+
+def _parameters(function: Any) -> list[str]:
+    """Names in order, "*" before those that are keywords only, "**" where any keyword will do."""
+    try:
+        found = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        found = []
+    if not found or any(each.kind is each.VAR_POSITIONAL for each in found):
+        return _documented(function)
+    names = ["**" if each.kind is each.VAR_KEYWORD else each.name for each in found]
+    keywords = [i for i, each in enumerate(found) if each.kind is each.KEYWORD_ONLY]
+    if keywords:
+        names.insert(keywords[0], "*")
+    return [name for name in names if name != "self"]
+
+
+def _documented(function: Any) -> list[str]:
+    """The same from the first "name(type a, b=1)" of a docstring, which is where Cython writes it."""
+    call = re.search(r"\w+\((.*?)\)( ->|$)", function.__doc__ or "", re.MULTILINE)
+    found = [part.split("=")[0].split() for part in call.group(1).split(",")] if call else []
+    names = [words[-1] for words in found if words]
+    return ["**" if name.startswith("**") else name for name in names if name != "self"]
+
+
+if __name__ == "__main__":
+    print(*differences(), sep="\n")

@@ -1,0 +1,511 @@
+"""What CUDA promises about the order of work, in plain Python: streams, events, graphs, memory and its reuse.
+
+Every operation on device memory is enqueued on a stream, and runs when the stream's policy, or a host that waits,
+makes it: "eager" streams run everything at once, "lazy" ones nothing until they must. A device may take any such
+order, so code that is right under every policy does not lean on luck. Code that forgot to wait works on the wrong
+bytes: memory is poisoned when it is allocated, and again, in the order of its stream, when it is freed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+POLICIES = {"lazy": ("lazy", "lazy"), "main-first": ("eager", "lazy"), "side-first": ("lazy", "eager")}
+"""How the default stream and how all other streams run."""
+
+POISON = 0xFF
+"""Every byte of memory that nobody has written: NaN in all float dtypes."""
+
+ALIGNMENT = GUARD = 512
+GUARD_BYTE = 0x5A
+"""Before and after each array, where nobody writes."""
+
+ERRORS = {
+    100: "cudaErrorNoDevice: no CUDA-capable device is detected",
+    101: "cudaErrorInvalidDevice: invalid device ordinal",
+    400: "cudaErrorInvalidResourceHandle: invalid resource handle",
+    600: "cudaErrorNotReady: device not ready",
+    900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    902: "cudaErrorStreamCaptureMerge: attempt to merge two distinct capture sequences",
+    903: "cudaErrorStreamCaptureUnmatched: the capture was not initiated in this stream",
+    904: "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work",
+    905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
+    906: "cudaErrorStreamCaptureImplicit: the legacy stream would depend on a capturing blocking stream",
+    907: "cudaErrorCapturedEvent: operation not permitted on an event last recorded in a capturing stream",
+}
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        self.status = status
+        super().__init__(ERRORS[status])
+
+
+class Hang(AssertionError):
+    """What a real device would wait for without end."""
+
+
+@dataclass(eq=False)
+class Block:
+    """A piece of memory that a device reaches. What is enqueued holds this: it knows addresses, not owners."""
+
+    start: int
+    bytes: np.ndarray
+    device: int | None  # None for pinned host memory
+    pool: Queue | None  # freed device memory is reused in the order of this stream
+    guarded: np.ndarray | None = None  # with the bytes before and after; None for memory of somebody else
+    freed: bool = False
+
+    def check_guard(self, what: str) -> None:
+        if self.guarded is not None:
+            before, after = self.guarded[: -len(self.bytes) - GUARD], self.guarded[-GUARD:]
+            assert (before == GUARD_BYTE).all(), f"{what}: written before the start of an array"
+            assert (after == GUARD_BYTE).all(), f"{what}: written past the end of an array"
+
+    def poison(self) -> None:
+        poison(self.bytes)
+
+
+class Memory:
+    """Owns a `Block`: when the last array over it is gone, `freed` gets it."""
+
+    def __init__(self, block: Block, freed: deque[Block]) -> None:
+        self.block = block
+        weakref.finalize(self, freed.append, block).atexit = False
+
+
+class Operation:
+    """One thing on a stream. It runs once everything in `waits` is done and, for NCCL, all ranks have come."""
+
+    def __init__(self, queue: Queue, name: str, run: Callable[[], None], waits: Iterable[Operation]) -> None:
+        self.queue, self.name, self.run = queue, name, run
+        self.waits = tuple(wait for wait in waits if not wait.done)
+        self.thread = threading.current_thread().name
+        self.capture: Capture | None = None
+        self.calls: Sequence[Any] = ()  # of NCCL, and where each meets the other ranks'
+        self.meetings: list[Any] = []
+        self.blocks: tuple[Block, ...] = ()
+        self.done = False
+        self.finished_at = 0.0
+
+    def blocker(self) -> Operation | str | None:
+        """What must be done before this can run: an operation, or words for what nobody has enqueued."""
+        for wait in self.waits:
+            if not wait.done:
+                return wait
+        blockers = (meeting.blocker() for meeting in self.meetings)
+        return next((blocker for blocker in blockers if blocker is not None), None)
+
+    def execute(self) -> None:
+        with np.errstate(all="ignore"):
+            self.run()
+            for meeting in self.meetings:
+                meeting.hold()
+        self.done, self.finished_at = True, time.perf_counter()
+        self.waits, self.blocks, self.calls, self.meetings, self.run = (), (), (), [], _nothing
+
+    def __repr__(self) -> str:
+        return f"{self.name} on {self.queue} (enqueued by {self.thread})"
+
+
+@dataclass(eq=False)
+class Queue:
+    """A stream as the device sees it."""
+
+    ptr: int
+    device: int
+    eager: bool
+    blocking: bool = False  # whether it takes turns with the default stream
+    tail: Operation | None = None
+    capture: Capture | None = None
+    before_capture: Operation | None = None
+
+    def __repr__(self) -> str:
+        return f"stream {self.ptr} of device {self.device}"
+
+
+@dataclass(eq=False)
+class Capture:
+    """What was enqueued on `origin`, and on streams that joined it, since begin_capture."""
+
+    origin: Queue
+    operations: list[Operation] = field(default_factory=list)
+    queues: list[Queue] = field(default_factory=list)
+
+    def add(self, queue: Queue) -> None:
+        self.queues.append(queue)
+        queue.capture, queue.before_capture, queue.tail = self, queue.tail, None
+
+    def end(self) -> None:
+        joined, rest = set(), [self.origin.tail]
+        while rest:
+            if (operation := rest.pop()) is not None and operation not in joined:
+                joined.add(operation)
+                rest.extend(operation.waits)
+        for queue in self.queues:
+            queue.capture, queue.tail, queue.before_capture = None, queue.before_capture, None
+        if len(joined) < len(self.operations):
+            raise CUDARuntimeError(904)
+
+
+@dataclass(frozen=True)
+class Enqueued:
+    """An entry of the log."""
+
+    thread: str
+    device: int
+    stream: int
+    name: str
+
+
+class Machine:
+    """Devices, their streams and their memory. One lock: whoever waits runs what must run.
+
+    Attributes:
+        count: How many devices there are.
+        log: What was enqueued, in order; `names` picks from it.
+        host_syncs: The calls that made the host wait for a device.
+        timeout_s: How long anything may wait while nothing happens at all.
+        order: In which order a kernel's threads run: "forward" or "backward".
+    """
+
+    def __init__(self, policy: str = "lazy", *, count: int = 1, timeout_s: float = 20.0) -> None:
+        self.main, self.side = POLICIES[policy]
+        self.count, self.timeout_s, self.order = count, timeout_s, "forward"
+        self.changed = threading.Condition(threading.RLock())
+        self.log: list[Enqueued] = []
+        self.host_syncs: list[str] = []
+        self.nccl_worlds: dict[bytes, Any] = {}
+        self.nccl_allows_sharing = False  # two ranks on one device
+        self.nccl_connects = True  # first calls make the host wait for the other ranks' first calls
+        self.nccl_async_error: int | None = None  # what check_async_error reports
+        self._queues: dict[tuple[int, int], Queue] = {}  # (device if the default stream, ptr)
+        self._ptrs = itertools.count(0x1000, 0x10)
+        self._blocks: dict[int, Block] = {}
+        self._freed: deque[Block] = deque()
+        self._forbidden: list[int | None] = []
+        self._local = threading.local()
+
+    # Devices and streams ----------------------------------------------------------------------------
+
+    @property
+    def device(self) -> int:
+        """The current device of this thread."""
+        return getattr(self._local, "device", 0)
+
+    @device.setter
+    def device(self, index: int) -> None:
+        if not 0 <= index < self.count:
+            raise CUDARuntimeError(101)
+        self._local.device = index
+
+    @property
+    def local(self) -> dict[Any, Any]:
+        """What CuPy keeps for each thread: current streams, and where `with` blocks return to."""
+        return self._local.__dict__
+
+    def new_stream(self, *, blocking: bool = False, eager: bool | None = None) -> Queue:
+        """A stream on the current device."""
+        with self.changed:
+            ptr, eager = next(self._ptrs), self.side == "eager" if eager is None else eager
+            return self._queues.setdefault((-1, ptr), Queue(ptr, self.device, eager, blocking))
+
+    def queues(self) -> list[Queue]:
+        with self.changed:
+            return list(self._queues.values())
+
+    def queue(self, ptr: int) -> Queue:
+        """The stream at `ptr`; 0 is the default stream of the current device."""
+        with self.changed:
+            if ptr == 0:
+                return self._queues.setdefault((self.device, 0), Queue(0, self.device, self.main == "eager"))
+            assert (-1, ptr) in self._queues, f"there is no stream at {ptr:#x}"
+            return self._queues[-1, ptr]
+
+    # Work -------------------------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        queue: Queue,
+        name: str,
+        run: Callable[[], None],
+        *,
+        blocks: Iterable[Block] = (),
+        waits: Iterable[Operation] = (),
+        calls: Sequence[Any] = (),
+        log: bool = True,
+    ) -> Operation:
+        """Put an operation at the end of a stream. Returns at once; nothing here waits for another rank."""
+        with self.changed:
+            self._reuse_freed()
+            blocks = tuple(blocks)
+            for block in blocks:
+                assert not block.freed, f"{name}: uses memory that is freed"
+                on_device = block.device in (None, queue.device)
+                assert on_device, f"{name}: an array of device {block.device} is used on {queue}"
+            operation = Operation(queue, name, run, [*self._before(queue), *waits])
+            operation.calls, operation.blocks, operation.capture = calls, blocks, queue.capture
+            if log:
+                self.log.append(Enqueued(operation.thread, queue.device, queue.ptr, name))
+            if queue.capture is not None:
+                queue.capture.operations.append(operation)
+            else:
+                self._arrive(operation)
+            queue.tail = operation
+            self.progress()
+            return operation
+
+    def _before(self, queue: Queue) -> list[Operation]:
+        """What comes before anything new on `queue`: its tail, and the turns of the default stream."""
+        queues = [queue]
+        if queue.ptr == 0:
+            queues += [each for each in self._queues.values() if each.blocking and each.device == queue.device]
+            if any(each.capture for each in queues):
+                raise CUDARuntimeError(906)
+        elif queue.blocking and queue.capture is None and (queue.device, 0) in self._queues:
+            queues.append(self._queues[queue.device, 0])
+        return [each.tail for each in queues if each.tail is not None]
+
+    def _arrive(self, operation: Operation) -> None:
+        operation.meetings = [call.arrive(operation) for call in operation.calls]
+
+    def wait_event(self, queue: Queue, recorded: Operation | None) -> None:
+        """Everything enqueued on `queue` from now on comes after `recorded`."""
+        with self.changed:
+            if recorded is None:
+                return
+            if recorded.capture is not queue.capture:
+                if recorded.capture is None:
+                    raise CUDARuntimeError(905)
+                if queue.capture is not None:
+                    raise CUDARuntimeError(902)
+                if recorded.capture.origin.capture is not recorded.capture:
+                    raise CUDARuntimeError(907)
+                self._reuse_freed()
+                recorded.capture.add(queue)
+            self.enqueue(queue, "wait", _nothing, waits=[recorded], log=False)
+
+    def progress(self) -> None:
+        """Something has changed: eager streams go on, and whoever waits looks again."""
+        with self.changed:
+            for queue in self.queues():
+                if queue.eager and queue.capture is None and queue.tail is not None:
+                    self._advance(queue.tail)
+            self.changed.notify_all()
+
+    def _advance(self, target: Operation, steps: int = sys.maxsize) -> str | None:
+        """Run what `target` needs, and `target`, as far as possible; returns what it is stuck at, or None."""
+        path, on_path = [target], {target}
+        while path:
+            operation = path[-1]
+            blocker = None if operation.done else operation.blocker()
+            if isinstance(blocker, str):
+                return f"{operation}, {blocker}"
+            if isinstance(blocker, Operation):
+                if blocker in on_path:
+                    return f"{operation}, which waits for itself"
+                path.append(blocker)
+                on_path.add(blocker)
+                continue
+            if not operation.done:
+                if steps == 0:
+                    return f"{operation}, which is not done yet"
+                steps -= 1
+                operation.execute()
+            on_path.remove(path.pop())
+        return None
+
+    # The host ---------------------------------------------------------------------------------------
+
+    def poll(self, operation: Operation | None) -> bool:
+        """Whether `operation` is done. Time passes meanwhile: whoever polls makes one operation run."""
+        with self.changed:
+            if operation is None:
+                return True
+            if operation.capture is not None:
+                raise CUDARuntimeError(907)
+            if not operation.done:
+                self.settle(operation, steps=1)
+            return operation.done
+
+    def settle(self, operation: Operation | None, *, steps: int = sys.maxsize) -> None:
+        """Let the device do what `operation` needs, as far as it can. The host waits for nothing."""
+        with self.changed:
+            self._reuse_freed()
+            if operation is not None:
+                self._advance(operation, steps)
+            self.progress()
+
+    def wait(self, operations: Iterable[Operation | None], call: str) -> None:
+        """Make the host wait until all of `operations` are done."""
+        with self.changed:
+            self.note_host_sync(call)
+            self._reuse_freed()
+            for operation in operations:
+                if operation is None:
+                    continue
+                if operation.capture is not None:
+                    raise CUDARuntimeError(900)
+                self.wait_until(lambda op=operation: self._advance(op), f"{call} stands at")
+            self.progress()
+
+    def wait_until(self, stuck_at: Callable[[], str | None], what: str) -> None:
+        """Block until `stuck_at` returns None; every wait of the host for others ends here, or as a `Hang`."""
+        with self.changed:
+            while (problem := stuck_at()) is not None:
+                if not self.changed.wait(self.timeout_s):
+                    name = threading.current_thread().name
+                    raise Hang(f"{name} waited {self.timeout_s:g} s: {what} {problem}")
+
+    def note_host_sync(self, call: str) -> None:
+        thread = threading.get_ident()
+        forbidden = any(only in (None, thread) for only in self._forbidden)
+        assert not forbidden, f"{threading.current_thread().name}: {call} makes the host wait for the device"
+        self.host_syncs.append(call)
+
+    @contextlib.contextmanager
+    def forbid_host_sync(self, *, this_thread: bool = False) -> Iterator[None]:
+        """Calls that make the host wait for a device fail meanwhile: on all threads, or on this one only."""
+        entry = threading.get_ident() if this_thread else None
+        self._forbidden.append(entry)
+        try:
+            yield
+        finally:
+            self._forbidden.remove(entry)
+
+    def names(self, *, device: int | None = None, thread: str | None = None) -> list[str]:
+        """What was enqueued, by one thread or for one device: "kernel NAME", "nccl NAME", "copy", "graph", ..."""
+        entries = [entry for entry in self.log if device in (None, entry.device)]
+        return [entry.name for entry in entries if thread in (None, entry.thread)]
+
+    @property
+    def launches(self) -> list[str]:
+        """The names of the kernels that were launched."""
+        return [name.removeprefix("kernel ") for name in self.names() if name.startswith("kernel ")]
+
+    # Memory -----------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, pool: Queue | None) -> Memory:
+        """Memory full of poison: of the device of `pool`, or pinned host memory if that is None."""
+        guarded = np.full(ALIGNMENT + GUARD + nbytes + GUARD, GUARD_BYTE, np.uint8)
+        start = GUARD + -(guarded.ctypes.data + GUARD) % ALIGNMENT
+        data = guarded[start : start + nbytes]
+        poison(data)
+        address, device = data.ctypes.data if nbytes else 0, None if pool is None else pool.device
+        return self._own(Block(address, data, device, pool, guarded[: start + nbytes + GUARD]))
+
+    def share(self, host: np.ndarray) -> Memory:
+        """Somebody else's memory, played by that of `host`, as memory of the current device."""
+        low, high = np.lib.array_utils.byte_bounds(host)
+        first = np.lib.stride_tricks.as_strided(host, (1,), (host.itemsize,)).view(np.uint8)
+        data = np.lib.stride_tricks.as_strided(first, (high - low,), (1,))
+        return self._own(Block(low, data, self.device, None))
+
+    def _own(self, block: Block) -> Memory:
+        with self.changed:
+            self._reuse_freed()
+            self._blocks[id(block)] = block
+            return Memory(block, self._freed)
+
+    def _reuse_freed(self) -> None:
+        """Poison what was freed: CuPy's pools hand it out again, pinned memory without regard to streams."""
+        for _ in range(len(self._freed)):
+            block = self._freed.popleft()
+            if block.pool is not None and block.pool.capture is not None:
+                self._freed.append(block)  # later: a graph is no place for it
+                continue
+            block.freed = True
+            block.check_guard("before it was freed")
+            del self._blocks[id(block)]
+            if block.pool is not None:
+                before = [block.pool.tail] if block.pool.tail else []
+                block.pool.tail = Operation(block.pool, "reuse of freed memory", block.poison, before)
+                if block.pool.eager:
+                    self._advance(block.pool.tail)
+            elif block.guarded is not None:
+                block.poison()
+
+    def find(self, address: int, nbytes: int) -> tuple[Block | None, np.ndarray]:
+        """The block that has these bytes, and a view of them; no block for no bytes.
+
+        Raises:
+            AssertionError: No allocation has all of them.
+        """
+        if nbytes == 0:
+            return None, np.empty(0, np.uint8)
+        with self.changed:
+            self._reuse_freed()
+            for block in self._blocks.values():
+                offset = address - block.start
+                if offset >= 0 and offset + nbytes <= len(block.bytes):
+                    return block, block.bytes[offset : offset + nbytes]
+        raise AssertionError(f"no allocation of device or pinned memory has the {nbytes} bytes at {address:#x}")
+
+    # Graphs -----------------------------------------------------------------------------------------
+
+    def begin_capture(self, queue: Queue) -> None:
+        with self.changed:
+            if queue.capture is not None:
+                raise CUDARuntimeError(900)
+            self._reuse_freed()
+            Capture(queue).add(queue)
+
+    def end_capture(self, queue: Queue) -> list[Operation]:
+        with self.changed:
+            capture = queue.capture
+            if capture is None or capture.origin is not queue:
+                raise CUDARuntimeError(903)
+            capture.end()
+            return capture.operations
+
+    def replay(self, operations: Sequence[Operation], queue: Queue) -> None:
+        """Enqueue copies of captured operations, as free in their order as they were."""
+        with self.changed:
+            self._reuse_freed()
+            if queue.capture is not None:
+                raise NotImplementedError("a graph inside a graph")
+            first, copies = self._before(queue), dict[Operation, Operation]()
+            for each in operations:
+                for block in each.blocks:
+                    assert not block.freed, f"graph: {each.name} uses memory that was freed since it was captured"
+                waits = [*first, *(copies[wait] for wait in each.waits)]
+                # Which branch of a graph goes first is as free as which stream does.
+                copy = Operation(queue, each.name, each.run, waits if self.side == "lazy" else reversed(waits))
+                copy.calls = each.calls
+                self._arrive(copy)
+                copies[each] = copy
+            self.enqueue(queue, "graph", _nothing, waits=reversed(copies.values()))
+
+
+def poison(data: np.ndarray) -> None:
+    """Make what was never written, or may have been reused, visible in what is computed from it."""
+    data.view(np.uint8).fill(POISON)
+
+
+def _nothing() -> None:
+    pass
+
+
+_running = Machine()
+
+
+def use(machine: Machine) -> None:
+    """Put `machine` behind the modules that stand in for CuPy's."""
+    global _running
+    _running = machine
+
+
+def running() -> Machine:
+    """The machine behind the modules that stand in for CuPy's."""
+    return _running

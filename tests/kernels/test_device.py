@@ -1,0 +1,386 @@
+"""The .cu files against host.py, byte for byte. They run here as they are, on the CPU (cuda_on_cpu)."""
+
+import inspect
+import json
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels, quantized_allreduce
+from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
+from bagua_comm.kernels import host
+from bagua_comm.testing import run_ranks
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CODED = ("float32", "float16", "bfloat16")
+FLOATING = (*CODED, "float64")
+
+pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one stream: no order to get wrong
+
+
+@pytest.fixture
+def run(device):
+    """kernels/device.py, on the fake device."""
+    return kernels.of(up(np.empty(0)))
+
+
+def up(x, shift=0):
+    """`x` on the device, `shift` elements behind an address that words of 16 bytes fit."""
+    cupy = import_module("cupy")
+    room = cupy.empty(x.size + shift, x.dtype)
+    array = room[shift:].reshape(x.shape)
+    array.set(np.ascontiguousarray(x))
+    return array
+
+
+def normal(shape, dtype, seed=0, scale=1.0):
+    random = np.random.default_rng(seed)
+    return (random.standard_normal(shape) * scale).astype(np.float32).astype(dtype_named(dtype))
+
+
+def twice(codec, x, shift=0):
+    """What encoding, decoding and combining give on the host, and on the device."""
+    wire = codec.encode(x)
+    on_host = [wire, codec.decode(wire, np.empty_like(x))]
+    on_host += [codec.combine(wire, op=op, count=x.shape[1], dtype=x.dtype) for op in ("sum", "avg")]
+
+    cupy = import_module("cupy")
+    wires = up(wire, shift)
+    out = up(np.zeros_like(x), shift)
+    combined = [up(np.full_like(wire[:1], 0xEE), shift) for _ in range(2)]
+    on_device = [codec.encode(up(x, shift), up(np.full_like(wire, 0xEE), shift)), codec.decode(wires, out)]
+    for target, op in zip(combined, ("sum", "avg"), strict=True):
+        on_device.append(codec.combine(wires, target, op=op, count=x.shape[1], dtype=x.dtype))
+    cupy.cuda.get_current_stream().synchronize()
+    return [a.tobytes() for a in on_host], [a.get().tobytes() for a in on_device]
+
+
+# MinMaxUInt8
+
+
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize(
+    ("n", "m", "block"),
+    [
+        (1, 1, 512),
+        (3, 1000, 512),  # a warp a block; the last is short
+        (9, 512, 512),
+        (2, 100, 1),  # a thread a block
+        (2, 333, 20),  # blocks that words don't fit
+        (3, 777, 64),
+        (2, 5000, 700),  # a CTA of two warps
+        (2, 9000, None),  # one block a chunk: two segments, the second short
+    ],
+)
+def test_minmax(device, dtype, n, m, block, order):
+    device.order = order
+    codec = MinMaxUInt8(block, 1e-7 if block is None else 0.0)
+    on_host, on_device = twice(codec, normal((n, m), dtype, seed=m))
+    assert on_host == on_device
+
+
+FINITE = {"float32": 3e38, "float16": 65504.0, "bfloat16": 3e38}
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("shift", [0, 1, 3])
+def test_minmax_of_special_values_at_odd_addresses(device, dtype, shift):
+    x = normal((11, 1030), dtype, scale=30)
+    x[0, 700] = np.nan
+    x[1, 3], x[1, 600] = np.inf, -np.inf
+    x[2] = 1.5
+    x[3] = 0
+    x[3, ::2] *= -1  # -0.0
+    x[4] = normal(1030, dtype, scale=1e-42 if dtype != "float16" else 1e-7)  # denormal
+    x[5] = FINITE[dtype]
+    x[6] = np.linspace(-FINITE[dtype], FINITE[dtype], 1030)  # the range overflows float32
+    x[7] = 1e4 + normal(1030, "float32").astype(x.dtype)  # far from zero
+    x[8] = normal(1030, dtype) ** 5  # heavy tails
+    x[9, 512:] = FINITE[dtype] / 2 * (1 - np.arange(518) / 1e5)
+    on_host, on_device = twice(MinMaxUInt8(), x, shift)
+    assert on_host == on_device
+
+
+@pytest.mark.parametrize("case", json.loads((GOLDEN / "minmax.json").read_text()), ids=lambda case: case["name"])
+def test_golden_bytes(device, case):
+    n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
+    codec = MinMaxUInt8(case["block"], case["eps"])
+    data = {part: np.fromfile(GOLDEN / name, np.uint8) for part, name in case["files"].items()}
+
+    if case["kind"] == "codec":
+        x, wire = data["input"].view(dtype).reshape(n, m), data["wire"].reshape(n, -1)
+        assert data["wire"].tobytes() == codec.encode(up(x)).get().tobytes()
+        assert data["decoded"].tobytes() == codec.decode(up(wire), up(np.zeros_like(x))).get().tobytes()
+    elif case["kind"] == "combine":
+        wire = up(data["wire"].reshape(n, -1))
+        combined = codec.combine(wire, op=case["op"], count=m, dtype=dtype)
+        assert data["combined"].tobytes() == combined.get().tobytes()
+    else:
+        x = data["input"].view(dtype).reshape(n, m)
+
+        def body(comm):
+            return quantized_allreduce(comm, up(x[comm.rank]), codec=codec, op=case["op"]).get().tobytes()
+
+        assert [data["output"].tobytes()] * n == run_ranks(n, body)
+
+
+def wire_of_any_blocks(count=300):
+    """All codes of blocks whose ends are arbitrary, across the whole range of exponents."""
+    random = np.random.default_rng(0)
+    low = (random.standard_normal(count) * 2.0 ** random.integers(-100, 100, count)).astype(np.float32)
+    width = np.abs(low) * (2.0 ** random.integers(-14, 14, count)).astype(np.float32)
+    wire = np.zeros((count, 32 + 256), np.uint8)
+    wire[:, :8].view(np.float32)[...] = np.stack([low, low + width], axis=1)
+    wire[:, 32:] = np.arange(256)
+    return wire
+
+
+def decoded_twice(wire):
+    out = np.empty((len(wire), 256), np.float32)
+    on_device = MinMaxUInt8().decode(up(wire), up(out)).get()
+    return MinMaxUInt8().decode(wire, out).tobytes(), on_device.tobytes()
+
+
+def test_decode_divides_as_exactly_as_the_host(device):
+    expected, actual = decoded_twice(wire_of_any_blocks())
+    assert expected == actual
+
+
+def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
+    monkeypatch.setattr(run, "_MOST_CTAS", 2)
+    monkeypatch.setattr(run, "_MOST_ROWS", 2)
+    x = normal((5, 5000), "float32")
+    for codec in (MinMaxUInt8(), MinMaxUInt8(1000), BFloat16()):
+        on_host, on_device = twice(codec, x)
+        assert on_host == on_device
+
+
+def test_combine_of_many_chunks(device):
+    on_host, on_device = twice(MinMaxUInt8(), normal((33, 520), "bfloat16"))
+    assert on_host == on_device
+
+
+def test_empty_arrays_launch_nothing(device):
+    codec = MinMaxUInt8()
+    codec.encode(up(np.empty((2, 0), np.float32)))
+    Float16().encode(up(np.empty((2, 0), np.float32)))
+    kernels.of(up(np.empty(0, np.float32))).add(*[up(np.empty(0, np.float32))] * 3)
+    assert device.launches == []
+
+
+def test_quantized_allreduce_is_three_launches_and_two_collectives(device):
+    x = normal((2, 2048), "float32")
+    arrays = [up(row) for row in x]
+    expected = run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank], op="avg").tobytes())
+
+    def body(comm):
+        with device.forbid_host_sync(this_thread=True):
+            out = quantized_allreduce(comm, arrays[comm.rank], op="avg")
+        calls = {name: counter.calls for name, counter in comm.counters.by_operation.items()}
+        return out.get().tobytes(), calls
+
+    results = run_ranks(2, body)
+
+    assert sorted(["encode", "combine", "decode"] * 2) == sorted(device.launches)
+    assert expected == [out for out, _ in results]
+    assert [calls for _, calls in results] == [{"alltoall": 1, "allgather": 1}] * 2
+
+
+# Casts
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize(("n", "m", "shift"), [(1, 1, 0), (3, 999, 0), (3, 1000, 1), (2, 5000, 0)])
+def test_cast(device, codec, dtype, n, m, shift):
+    x = normal((n, m), dtype, scale=1e4)
+    special = [np.nan, np.inf, -np.inf, -0.0, 65504.0, 65519.0, 65520.0, -7e4, 1e-8, 3.4e38, -3.4e38, 6e-8]
+    with np.errstate(over="ignore"):
+        x[0, : len(special)] = np.array(special[:m], np.float32).astype(x.dtype)
+    on_host, on_device = twice(codec, x, shift)
+    assert on_host == on_device
+
+
+def test_cast_of_every_float16_and_bfloat16(device):
+    bits = np.arange(2**16, dtype=np.uint16).reshape(1, -1)
+    for codec in (Float16(), BFloat16()):
+        for dtype in ("float16", "bfloat16"):
+            on_host, on_device = twice(codec, bits.view(dtype_named(dtype)))
+            assert on_host == on_device
+
+
+# Sums and element-wise steps
+
+
+@pytest.mark.parametrize("dtype", [*FLOATING, *sorted(INTEGERS)])
+def test_reduce_rows(device, run, dtype):
+    for m, shift in ((1, 0), (1001, 0), (400, 1)):
+        rows = normal((5, m), "float32", seed=m, scale=1e3).astype(dtype_named(dtype))
+        if dtype in FLOATING:
+            rows[2, m // 2] = np.nan
+        for op in ARITHMETIC_OPS + (BITWISE_OPS if dtype in INTEGERS else ()):
+            expected, out = np.empty(m, rows.dtype), up(np.zeros(m, rows.dtype), shift)
+            host.reduce_rows(rows, expected, op)
+            on_device = up(rows, shift)
+            run.reduce_rows(on_device, out, op)
+            run.reduce_rows(on_device, on_device[1], op)
+            assert same(expected, out.get()), (op, m)
+            assert same(expected, on_device[1].get()), (op, m)
+
+
+STEPS = {
+    "scale": (1, {"factor": 0.3}),
+    "add": (3, {}),
+    "subtract": (3, {}),
+    "loss": (2, {"factor": 3, "out": None}),
+    "midpoint": (3, {}),
+    "blend": (2, {"weight": 0.9, "out": None}),
+    "ring_difference": (5, {}),
+    "move_half": (4, {}),
+    "advance": (3, {}),
+    "add_scaled": (2, {"factor": -0.7}),
+    "sgd_step": (3, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    "adam_moments": (4, {"betas": (0.9, 0.999), "weight_decay": 0.01}),
+    "adam_step": (3, {"lr": 1e-3, "eps": 1e-8, "corrections": (0.1, 0.001)}),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize("step", STEPS)
+def test_element_wise_steps(device, run, step, dtype):
+    arrays, settings = STEPS[step]
+    for count, shift in ((1, 0), (1003, 0), (400, 1)):
+        values = [np.abs(normal(count, dtype, seed)) for seed in range(arrays + ("out" in settings))]
+        values[0][count // 2] = np.inf
+        values[-1][:3] = 0
+        on_device = [up(x, shift) for x in values]
+        for module, operands in ((host, values), (run, on_device)):
+            options = settings | ({"out": operands[-1]} if "out" in settings else {})
+            getattr(module, step)(*operands[:arrays], **options)
+        for expected, actual in zip(values, on_device, strict=True):
+            assert same(expected, actual.get()), (count, shift)
+
+
+def test_steps_without_weight_decay_or_nesterov(device, run):
+    for step, options in (
+        ("sgd_step", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}),
+        ("adam_moments", {"betas": (0.9, 0.999), "weight_decay": 0.0}),
+    ):
+        values = [normal(100, "float32", seed) for seed in range(STEPS[step][0])]
+        values[0][3] = np.inf  # times no weight decay this is no NaN
+        on_device = [up(x) for x in values]
+        getattr(host, step)(*values, **options)
+        getattr(run, step)(*on_device, **options)
+        assert all(same(x, y.get()) for x, y in zip(values, on_device, strict=True))
+
+
+def test_an_output_may_be_an_input(device, run):
+    x, y = normal(100, "float16", 1), normal(100, "float16", 2)
+    on_device = up(x)
+    run.midpoint(on_device, up(y), out=on_device)
+    host.midpoint(x, y, out=x)
+    assert x.tobytes() == on_device.get().tobytes()
+
+
+def same(expected, actual):
+    """Equal bytes, but for which of the NaNs: that of an operation differs between processors."""
+    nan = np.isnan(expected.astype(np.float64)), np.isnan(actual.astype(np.float64))
+    return (
+        expected.dtype == actual.dtype
+        and (nan[0] == nan[1]).all()
+        and expected[~nan[0]].tobytes() == actual[~nan[1]].tobytes()
+    )
+
+
+def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
+    used = {"reduce_rows", "scale", *STEPS} | {
+        f"{codec}_{verb}" for codec in ("cast", "minmax") for verb in ("encode", "decode", "combine")
+    }
+    expected = {name: inspect.signature(getattr(host, name)) for name in used}
+    actual = {name: inspect.signature(getattr(run, name)) for name in used}
+    assert expected == actual
+
+
+# Kernels that are broken on purpose
+
+
+def check_warps(run):
+    x = normal((7, 1102), "float32", scale=5)
+    x[1, 40] = np.nan
+    return twice(MinMaxUInt8(), x)
+
+
+def check_odd_addresses(run):
+    return twice(MinMaxUInt8(), normal((3, 1100), "float32"), shift=1)
+
+
+def check_ctas(run):
+    run._MOST_CTAS = 2  # several blocks each
+    return twice(MinMaxUInt8(1000), normal((2, 9000), "float32"))
+
+
+def check_segments(run):
+    return twice(MinMaxUInt8(None), normal((2, 20000), "float32"))
+
+
+def check_bfloat16(run):
+    return twice(MinMaxUInt8(20), normal((3, 333), "bfloat16"))
+
+
+def check_quotients(run):
+    return decoded_twice(wire_of_any_blocks(3000))
+
+
+def check_rows(run):
+    rows = np.random.default_rng(0).integers(0, 256, (5, 333)).astype(dtype_named("bfloat16"))  # sums half-way
+    out = np.empty(333, rows.dtype)
+    on_device = up(out)
+    run.reduce_rows(up(rows), on_device, "sum")
+    host.reduce_rows(rows, out, "sum")
+    return out.tobytes(), on_device.get().tobytes()
+
+
+MUTANTS = {
+    "first barrier dropped": ("    __syncthreads();  // `shared`", "    // `shared`", check_ctas),
+    "second barrier dropped": ("    __syncthreads();\n    return", "    return", check_ctas),
+    "barrier that not all reach": ("    __syncthreads();\n", "    if (lane) __syncthreads();\n", check_ctas),
+    "wrong stride": ("slot) * blockDim.x + threadIdx.x", "slot) * warp + threadIdx.x", check_ctas),
+    "half of the lanes": ("int distance = lanes / 2", "int distance = lanes / 4", check_warps),
+    "words at any address": ("aligned<sizeof(word)>(from)", "true", check_odd_addresses),
+    "one element too many": ("if (i < valid) to[i]", "if (i <= valid) to[i]", check_warps),
+    "truncated codes": ("rintf(values[j][i] * found.scale)", "truncf(values[j][i] * found.scale)", check_warps),
+    "padding not cleared": ("if (segment.last) clear", "if (false) clear", check_warps),
+    "ranks in reverse order": ("wire + r * layout", "wire + (summands - 1 - r) * layout", check_warps),
+    "quotients not corrected": ("quotient = fmaf(fmaf(-scale", "level = fmaf(fmaf(-scale", check_quotients),
+    "NaN not seen": ("a < b || is_nan(a) ? a : b", "a < b ? a : b", check_warps),
+    "half-way cases up": ("0x7fff + (bits >> 16 & 1)", "0x8000", check_rows),
+    "sums not rounded": ("widen(narrow<element>(total))", "total", check_bfloat16),
+    "a segment forgotten": ("i < layout.segments;", "i < layout.segments - 1;", check_segments),
+    "rows that overlap": ("rows + r * count + at", "rows + r * (count - 1) + at", check_rows),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
+    before, after, check = MUTANTS[mutant]
+    whole = run.source
+    assert any(before in whole(file) for file in ("minmax.cu", "reduce.cu"))
+    monkeypatch.setattr(run, "source", lambda file: whole(file).replace(before, after))
+    noticed = []
+    for device.order in ("forward", "backward"):
+        try:
+            expected, actual = check(run)
+            noticed.append(expected != actual)
+        except (RuntimeError, AssertionError):  # what would hang, fault, or write where it must not
+            noticed.append(True)
+    assert any(noticed)
+
+
+@pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in MUTANTS.values()))
+def test_a_whole_kernel_passes(device, run, check):
+    for device.order in ("forward", "backward"):
+        expected, actual = check(run)
+        assert expected == actual

@@ -1,0 +1,68 @@
+"""Every kernel compiles for every architecture; this needs no GPU and no driver.
+
+NVRTC is driven through its binding, since `cupy.cuda.compiler` asks for a driver.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+
+import pytest
+
+ARCHITECTURES = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120")
+REGISTERS = 65536  # of a multiprocessor
+CODED = ("float32", "float16", "bfloat16")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+MODULES = {
+    "minmax.cu": [(dtype,) for dtype in CODED],
+    "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
+    "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
+    "reduce.cu": [(dtype,) for dtype in (*CODED, "float64")] + [(dtype, "INTEGER") for dtype in INTEGERS],
+}
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    return import_module("cupy_backends.cuda.libs.nvrtc")
+
+
+def compiled(nvrtc, file, architecture, options):
+    """The cubin and what ptxas says of it."""
+    device = import_module("bagua_comm.kernels.device")
+    program = nvrtc.createProgram(device.source(file), file, (), ())
+    options = [f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *device.compile_options(*options)]
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_every_file_compiles_for_every_architecture_without_spilling_registers(nvrtc, file):
+    with ThreadPoolExecutor(2) as pool:
+        results = pool.map(lambda sm: compiled(nvrtc, file, sm, MODULES[file][0]), ARCHITECTURES)
+        by_architecture = dict(zip(ARCHITECTURES, results, strict=True))
+    for architecture, (cubin, log) in by_architecture.items():
+        frames = [line for line in log.splitlines() if "bytes stack frame" in line]
+        spilling = [line for line in frames if " 0 bytes stack" not in line]
+        assert cubin.startswith(b"\x7fELF"), architecture
+        assert frames, architecture
+        assert spilling == [], architecture
+        most = max(int(count) for count in re.findall(r"Used (\d+) registers", log))
+        assert most * import_module("bagua_comm.kernels.device").LARGEST_CTA <= REGISTERS, architecture
+
+
+@pytest.mark.parametrize("file", MODULES)
+def test_every_file_compiles_for_every_dtype(nvrtc, file):
+    with ThreadPoolExecutor(2) as pool:
+        cubins = list(pool.map(lambda options: compiled(nvrtc, file, "75", options)[0], MODULES[file][1:]))
+    assert len(MODULES[file]) - 1 == sum(cubin.startswith(b"\x7fELF") for cubin in cubins)
+
+
+def test_a_mistake_is_an_error(nvrtc, monkeypatch):
+    device = import_module("bagua_comm.kernels.device")
+    broken = device.source("cast.cu").replace("int64 summands", "summands")
+    monkeypatch.setattr(device, "source", lambda file: broken)
+    with pytest.raises(nvrtc.NVRTCError):
+        compiled(nvrtc, "cast.cu", "90", ("float32", "WIRE=float16"))
