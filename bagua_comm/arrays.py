@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import sys
@@ -45,12 +46,13 @@ def dtype_named(name: str) -> DType:
 
 def is_movable(dtype: DType) -> bool:
     """Whether arrays of this dtype can be sent: numbers in native byte order."""
-    return dtype in _NAMES or (dtype.name == "bfloat16" and dtype.isnative)
+    return dtype in _NAMES or (dtype_name(dtype) == "bfloat16" and dtype.isnative)
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_name(dtype: DType) -> str:
     """The name of a dtype; NumPy works `dtype.name` out anew each time, which takes microseconds."""
-    return _NAMES.get(dtype) or dtype.name
+    return dtype.name
 
 
 def library(x: Array) -> str:

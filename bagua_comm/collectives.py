@@ -258,7 +258,7 @@ def quantized_allreduce(
     if op not in ("sum", "avg"):
         raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
     send, _ = comm.accept(call, "x", x)
-    if send.dtype.name not in codec.dtypes:
+    if arrays.dtype_name(send.dtype) not in codec.dtypes:
         wanted = ", ".join(sorted(codec.dtypes))
         raise UnsupportedError(f"{call}: {codec} cannot code {send.dtype.name}, only {wanted}")
     out, target = comm.landing(call, out, send.shape, send)
@@ -276,7 +276,7 @@ def quantized_allreduce(
         target[...] = send
         return finished(out, target)
 
-    with comm.tracer.span(call, codec=repr(codec), op=op, bytes=send.nbytes):
+    with comm.tracer.span(call, codec=codec, op=op, bytes=send.nbytes):
         count = -(-send.size // p)
         chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
         shape = (p, codec.wire_nbytes(count, send.dtype))

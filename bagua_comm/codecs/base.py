@@ -100,7 +100,7 @@ class Codec(ABC):
         return n, m
 
     def _check_dtype(self, call: str, dtype: DType) -> None:
-        if dtype.name not in self.dtypes or not dtype.isnative:
+        if arrays.dtype_name(dtype) not in self.dtypes or not dtype.isnative:
             wanted = ", ".join(sorted(self.dtypes))
             raise UnsupportedError(f"{call}: {self} cannot code {dtype}, only {wanted} in native byte order")
 

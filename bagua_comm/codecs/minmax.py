@@ -26,6 +26,7 @@ the quotient of `scale` in float64 rounded to float32, everything rounded half t
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,24 +71,27 @@ class MinMaxUInt8(Codec):
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements."""
-        return self._start(count, dtype) + padded(count)
+        return self._layout(count, dtype)[2]
 
     def _encode(self, chunks: Array, wire: Array) -> None:
-        m = chunks.shape[1]
-        kernels.of(chunks).minmax_encode(chunks, wire, self._start(m, chunks.dtype), self._size(m), self.eps)
+        block, start, _ = self._layout(chunks.shape[1], chunks.dtype)
+        kernels.of(chunks).minmax_encode(chunks, wire, start, block, self.eps)
 
     def _decode(self, wire: Array, out: Array) -> None:
-        m = out.shape[1]
-        kernels.of(out).minmax_decode(wire, out, self._start(m, out.dtype), self._size(m), self.eps)
+        block, start, _ = self._layout(out.shape[1], out.dtype)
+        kernels.of(out).minmax_decode(wire, out, start, block, self.eps)
 
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
-        start, block = self._start(count, dtype), self._size(count)
+        block, start, _ = self._layout(count, dtype)
         kernels.of(wire).minmax_combine(wire, out, count, dtype, start, block, self.eps, op)
 
-    def _size(self, count: int) -> int:
-        """Elements in a block of a chunk of `count`."""
-        return max(1, count) if self.block is None else self.block
+    def _layout(self, count: int, dtype: DType) -> tuple[int, int, int]:
+        return _layout(count, self.block, dtype.itemsize)
 
-    def _start(self, count: int, dtype: DType) -> int:
-        """Where the codes of a chunk begin, in bytes."""
-        return padded(-(-count // self._size(count)) * 2 * dtype.itemsize)
+
+@functools.lru_cache(maxsize=1024)
+def _layout(count: int, block: int | None, itemsize: int) -> tuple[int, int, int]:
+    """Of a chunk of `count` elements: the block's size, the byte where the codes begin, and the bytes in all."""
+    block = max(1, count) if block is None else block
+    start = padded(-(-count // block) * 2 * itemsize)
+    return block, start, start + padded(count)

@@ -1,7 +1,8 @@
 """Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` says what each of them computes.
 
-A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing, and
-allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; CuPy keeps the result on disk.
+A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing,
+and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; CuPy keeps the
+result on disk.
 """
 
 from __future__ import annotations
@@ -154,28 +155,25 @@ def _cast(
 class _Teams(NamedTuple):
     """How minmax.cu shares out rows of `count` elements, cut into blocks, among threads."""
 
-    team: int
-    """Threads that work on a block, or on a segment of one."""
     block: int
     blocks: int
     segments: int
     """Of a block."""
 
-    @classmethod
-    def for_blocks(cls, count: int, block: int) -> _Teams:
-        block = min(block, count)
-        threads = -(-block // _HELD)
-        team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
-        return cls(team, block, -(-count // block), -(-threads // team))
+    grid: tuple[int, int]
+    cta: tuple[int, int]
+    """Threads in a team, teams in a CTA."""
 
-    def grid(self, rows: int) -> tuple[int, int]:
-        ctas = -(-self.blocks * self.segments // self.cta[1])
-        return min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)
 
-    @property
-    def cta(self) -> tuple[int, int]:
-        """Threads in a team, teams in a CTA."""
-        return self.team, _THREADS // self.team if self.team <= _WARP else 1
+@functools.lru_cache(maxsize=1024)
+def _teams(rows: int, count: int, block: int) -> _Teams:
+    block = min(block, count)
+    blocks, threads = -(-count // block), -(-block // _HELD)
+    team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
+    segments = -(-threads // team)
+    teams = _THREADS // team if team <= _WARP else 1
+    ctas = -(-blocks * segments // teams)
+    return _Teams(block, blocks, segments, (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)), (team, teams))
 
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
@@ -195,9 +193,8 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
     """See `host.minmax_decode`."""
     n, m = out.shape
     if out.size:
-        teams = _Teams.for_blocks(m, block)
-        layout = (n, m, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps))
-        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(teams.grid(n), teams.cta, (wire, out, *layout))
+        teams, kernel = _teams(n, m, block), _kernel("minmax.cu", "decode", dtype_name(out.dtype))
+        kernel(teams.grid, teams.cta, (wire, out, *_layout(n, m, teams, start, wire, eps)))
 
 
 def _encode(
@@ -211,12 +208,11 @@ def _encode(
     eps: float,
     dtype: DType,
 ) -> None:
-    """Encode what kernel `name` reads from `source`: in one pass, or in two if blocks are longer than a CTA holds."""
+    """Encode what kernel `name` reads from `source`; in two passes if blocks are longer than a CTA holds."""
     if not rows * count:
         return
-    teams, element = _Teams.for_blocks(count, block), dtype_name(dtype)
-    grid, cta = teams.grid(rows), teams.cta
-    layout = (rows, count, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps))
+    teams, element = _teams(rows, count, block), dtype_name(dtype)
+    grid, cta, layout = teams.grid, teams.cta, _layout(rows, count, teams, start, wire, eps)
     if teams.segments == 1:
         _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, *layout))
         return
@@ -226,6 +222,11 @@ def _encode(
     )
     _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, *layout))
     _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, *layout))
+
+
+def _layout(rows: int, count: int, teams: _Teams, start: int, wire: Array, eps: float) -> tuple[Any, ...]:
+    """The arguments that all kernels of minmax.cu end with."""
+    return rows, count, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps)
 
 
 @functools.cache

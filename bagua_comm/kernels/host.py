@@ -237,7 +237,7 @@ def cast_decode(wire: Array, out: Array, sent: DType) -> None:
 
 
 def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType, op: str) -> None:
-    """Sum the n rows of `wire`, `count` elements each, in float32 and row order, and encode the result in `out`, (1, w).
+    """Sum the n rows of `wire`, `count` elements each, in float32 and row order; encode the sum in `out`, (1, w).
 
     "avg" divides by n. The result is rounded to the element dtype `dtype` before it is cast.
     """
