@@ -176,7 +176,8 @@ def test_the_wheel_is_pure_and_holds_both_packages(tmp_path):
     import zipfile
 
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {str(path.relative_to(ROOT)) for path in FILES} | {
+    kernels = (ROOT / "bagua_comm" / "kernels").glob("*.cu*")
+    expected = {str(path.relative_to(ROOT)) for path in [*FILES, *kernels]} | {
         "bagua_comm/py.typed",
         "bagua_torch/py.typed",
     }
