@@ -1,16 +1,21 @@
 """Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` says what each of them computes.
 
 A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing,
-and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; CuPy keeps the
-result on disk.
+and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; the result is
+kept in ~/.cache/bagua_comm.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import math
+import os
+import tempfile
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cupy
@@ -263,7 +268,32 @@ def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
 
 @functools.cache
 def _module(file: str, element: str, *defines: str) -> Any:
-    return cupy.RawModule(code=source(file), options=compile_options(element, *defines), backend="nvrtc")
+    # CuPy would compile `code=` with -ftz=true, which makes zero of denormal numbers.
+    return cupy.RawModule(path=str(_compiled(file, compile_options(element, *defines))))
+
+
+def _compiled(file: str, options: tuple[str, ...]) -> Path:
+    """What NVRTC makes of a .cu file for the current device, from disk if it was made before."""
+    code, architecture = source(file), cupy.cuda.Device().compute_capability
+    what = repr((code, options, architecture, cupy.cuda.nvrtc.getVersion()))
+    digest = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
+    path = _cache_folder() / f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
+    if not path.exists():
+        binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, options, filename=file)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as complete:
+            complete.write(binary if isinstance(binary, bytes) else binary.encode())
+            complete.write(b"\0")  # the last byte, which CuPy takes off
+        os.replace(complete.name, path)  # at once: other processes may be reading
+    return path
+
+
+@functools.cache
+def _cache_folder() -> Path:
+    """~/.cache/bagua_comm; where that cannot be written to, a folder of this process."""
+    folder = Path.home() / ".cache" / "bagua_comm"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="bagua_comm-"))
 
 
 def source(file: str) -> str:

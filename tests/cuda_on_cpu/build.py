@@ -20,13 +20,15 @@ COMPILER = "g++"
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
+_compiling = threading.Lock()  # the second of two threads with the same source finds it compiled
 
 
 class Kernels:
     """What one compilation gives: `source` for CUDA, with the -D options of `options`."""
 
     def __init__(self, source: str, options: Sequence[str] = ()) -> None:
-        self._library = ctypes.CDLL(str(_compiled(source, tuple(o for o in options if o.startswith("-D")))))
+        with _compiling:
+            self._library = ctypes.CDLL(str(_compiled(source, tuple(o for o in options if o.startswith("-D")))))
 
     def launch(
         self,
@@ -61,7 +63,7 @@ def _compiled(source: str, defines: tuple[str, ...]) -> Path:
     kernels = re.findall(r'extern "C" void (\w+)', _run([*compiler, "-E"], source))
     code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
     key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
-    library = Path(_folder().name) / f"{key}.so"
+    library = folder() / f"{key}.so"
     _run([*compiler, "-o", str(library)], code)
     return library
 
@@ -73,8 +75,13 @@ def _run(command: list[str], code: str) -> str:
 
 
 @functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
+def _temporary() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory()
+
+
+def folder() -> Path:
+    """What is compiled is kept here as long as the process lives."""
+    return Path(_temporary().name)
 
 
 def _value(arg: Any) -> Any:

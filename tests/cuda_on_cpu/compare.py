@@ -11,15 +11,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from . import fake_cuda, fake_cupy, fake_nccl
+from .fake_cuda import Stream
+from .install import MODULES
 
-STAND_INS = {
-    "cupy": fake_cupy,
-    "cupy.cuda": fake_cuda,
-    "cupy.cuda.nccl": fake_nccl,
-    "cupy.cuda.runtime": fake_cuda.runtime,
-    "cupyx": fake_cupy.cupyx,
-}
 EXAMPLES = {
     "Stream": lambda real: real.null,
     "CUDARuntimeError": lambda real: real(100),
@@ -29,7 +23,7 @@ EXAMPLES = {
 
 
 def differences() -> Iterator[str]:
-    for path, fake in STAND_INS.items():
+    for path, fake in MODULES.items():
         real = importlib.import_module(path)
         for name, member in vars(fake).items():
             ours = getattr(member, "__module__", f"{__package__}.fake_").startswith(f"{__package__}.fake_")
@@ -42,7 +36,7 @@ def _compare(path: str, fake: Any, real: Any) -> Iterator[str]:
         yield f"{path} does not exist"
         return
     if not callable(fake):
-        if not isinstance(fake, fake_cuda.Stream) and fake != real:
+        if not isinstance(fake, Stream) and fake != real:
             yield f"{path} is {real}"
         return
     parameters, known = _parameters(fake), _parameters(real)

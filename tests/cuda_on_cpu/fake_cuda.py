@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from . import fake_nccl
 from .machine import CUDARuntimeError, Memory, Operation, Queue, running
+
+nccl = fake_nccl
 
 
 class MemoryPointer:
@@ -235,6 +240,18 @@ def _get_device_count() -> int:
     return running().count
 
 
+def _compile_using_nvrtc(source: str, options: tuple[str, ...] = (), filename: str = "kern.cu") -> Any:
+    """Keeps the source, which the C++ compiler gets when it is loaded."""
+    return json.dumps([source, options]).encode(), None
+
+
+def _loaded(path: str) -> tuple[str, tuple[str, ...]]:
+    source, options = json.loads(Path(path).read_bytes().rstrip(b"\0"))
+    return source, tuple(options)
+
+
+compiler = types.SimpleNamespace(compile_using_nvrtc=_compile_using_nvrtc)
+nvrtc = types.SimpleNamespace(getVersion=lambda: (0, 0))
 runtime = types.ModuleType("cupy.cuda.runtime")
 vars(runtime).update(
     CUDARuntimeError=CUDARuntimeError,

@@ -270,10 +270,10 @@ def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
 
 
 class RawModule:
-    def __init__(self, code: str | None = None, *, options: tuple[str, ...] = (), backend: str = "nvrtc") -> None:
-        if not (isinstance(code, str) and isinstance(options, tuple) and backend == "nvrtc"):
-            raise TypeError("code is a str, options a tuple and backend nvrtc")
-        self.code, self.options = code, options
+    def __init__(self, code: str | None = None, *, path: str | None = None) -> None:
+        if code is not None or not isinstance(path, str):
+            raise TypeError("path is a str; `code` would be compiled with -ftz=true")
+        self.code, self.options = cuda._loaded(path)
         self._kernels: Kernels | None = None
 
     def get_function(self, name: str) -> RawKernel:

@@ -299,10 +299,10 @@ class Machine:
     def progress(self) -> None:
         """Something has changed: eager streams go on, and whoever waits looks again."""
         with self.changed:
+            self.changed.notify_all()
             for queue in self.queues():
                 if queue.eager and queue.capture is None and queue.tail is not None:
                     self._advance(queue.tail)
-            self.changed.notify_all()
 
     def _advance(self, target: Operation, steps: int = sys.maxsize) -> str | None:
         """Run what `target` needs, and `target`, as far as possible; returns what it is stuck at, or None."""

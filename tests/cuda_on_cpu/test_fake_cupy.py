@@ -69,6 +69,17 @@ def test_the_fake_has_nothing_that_cupy_has_not():
     assert (found.returncode, found.stdout) == (0, "\n"), found.stderr
 
 
+def test_modules_are_found_in_every_way(device):
+    import cupy as top
+    import cupy.cuda.nccl
+    import cupyx
+    from cupy.cuda import nccl as from_cuda
+
+    assert (nccl, nccl) == (cupy.cuda.nccl, from_cuda)
+    assert (cuda, cupy.cuda.runtime) == (top.cuda, sys.modules["cupy.cuda.runtime"])
+    assert cupyx is top.cupyx
+
+
 # Streams
 
 

@@ -295,6 +295,28 @@ def same(expected, actual):
     )
 
 
+def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp_path, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    run.add(*[up(np.ones(1, np.float32))] * 3)
+    run._module.cache_clear(), run._kernel.cache_clear()
+    monkeypatch.delattr(cupy.cuda.compiler, "compile_using_nvrtc")
+    run.add(*[up(np.ones(1, np.float32))] * 3)
+
+    (kept,) = (tmp_path / ".cache" / "bagua_comm").iterdir()
+    assert kept.name.startswith("elementwise-sm_90-")
+
+
+def test_without_a_home_kernels_are_compiled_all_the_same(device, run, tmp_path, monkeypatch):
+    nowhere = tmp_path / "file"
+    nowhere.write_text("")
+    monkeypatch.setattr(run.Path, "home", lambda: nowhere)
+    x = up(np.ones(1, np.float32))
+    run.add(x, x, out=x)
+    assert x.get().tolist() == [2.0]
+
+
 def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
     used = {"reduce_rows", "scale", *STEPS} | {
         f"{codec}_{verb}" for codec in ("cast", "minmax") for verb in ("encode", "decode", "combine")

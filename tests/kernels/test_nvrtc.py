@@ -3,6 +3,7 @@
 NVRTC is driven through its binding, since `cupy.cuda.compiler` asks for a driver.
 """
 
+import inspect
 import re
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
@@ -30,9 +31,14 @@ def compiled(nvrtc, file, architecture, options):
     """The cubin and what ptxas says of it."""
     device = import_module("bagua_comm.kernels.device")
     program = nvrtc.createProgram(device.source(file), file, (), ())
-    options = [f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *device.compile_options(*options)]
+    # CuPy adds the last two.
+    options = [
+        *device.compile_options(*options),
+        f"-arch=sm_{architecture}",
+        "--device-as-default-execution-space",
+    ]
     try:
-        nvrtc.compileProgram(program, options)
+        nvrtc.compileProgram(program, [*options, "--ptxas-options=-v"])
         return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -58,6 +64,23 @@ def test_every_file_compiles_for_every_dtype(nvrtc, file):
     with ThreadPoolExecutor(2) as pool:
         cubins = list(pool.map(lambda options: compiled(nvrtc, file, "75", options)[0], MODULES[file][1:]))
     assert len(MODULES[file]) - 1 == sum(cubin.startswith(b"\x7fELF") for cubin in cubins)
+
+
+def test_denormal_numbers_are_kept_and_no_product_is_fused_with_a_sum(nvrtc):
+    device = import_module("bagua_comm.kernels.device")
+    program = nvrtc.createProgram(device.source("elementwise.cu"), "elementwise.cu", (), ())
+    nvrtc.compileProgram(program, [*device.compile_options("float32"), "-arch=compute_90"])
+    ptx = nvrtc.getPTX(program).decode()
+    nvrtc.destroyProgram(program)
+    assert "mul.rn.f32" in ptx
+    assert ".ftz" not in ptx
+    assert "fma" not in ptx.partition(".entry sgd_step")[2].partition(".entry")[0]
+
+
+def test_cupy_compiles_with_the_options_that_it_is_given():
+    compile_using_nvrtc = import_module("cupy.cuda.compiler").compile_using_nvrtc
+    assert {"source", "options", "filename"} <= set(inspect.signature(compile_using_nvrtc).parameters)
+    assert "ftz" not in inspect.getsource(compile_using_nvrtc)
 
 
 def test_a_mistake_is_an_error(nvrtc, monkeypatch):

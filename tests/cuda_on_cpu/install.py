@@ -1,0 +1,66 @@
+"""Puts the stand-ins where `import cupy` finds them: in this process for a while, or in other ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import build, fake_cuda, fake_cupy, fake_nccl, machine
+
+MODULES = {
+    "cupy": fake_cupy,
+    "cupy.cuda": fake_cuda,
+    "cupy.cuda.nccl": fake_nccl,
+    "cupy.cuda.runtime": fake_cuda.runtime,
+    "cupyx": fake_cupy.cupyx,
+}
+OVER_CUPY = [f"bagua_comm.{name}" for name in ("kernels.device", "transports.nccl", "transports.staged")]
+"""Modules that hold on to the CuPy that they were imported with."""
+
+_AT_START = """import sys
+from cuda_on_cpu.install import MODULES
+sys.modules.update(MODULES)
+"""
+
+
+@contextlib.contextmanager
+def installed(policy: str) -> Iterator[machine.Machine]:
+    """In the body of `with`, CuPy is the stand-in, over a new `Machine`."""
+    before, home = {name: sys.modules.get(name) for name in MODULES}, os.environ.get("HOME")
+    sys.modules.update(MODULES)
+    os.environ["HOME"] = str(build.folder())  # where compiled kernels are kept
+    _forget(OVER_CUPY)
+    machine.use(machine.Machine(policy))
+    try:
+        yield machine.running()
+    finally:
+        _forget(OVER_CUPY)
+        if home is None:
+            del os.environ["HOME"]
+        else:
+            os.environ["HOME"] = home
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Environment variables with which every new Python has the stand-in; they need a file in `folder`."""
+    (folder / "sitecustomize.py").write_text(_AT_START)
+    tests = Path(__file__).parents[1]
+    path = [str(folder), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "HOME": str(build.folder()), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def _forget(names: list[str]) -> None:
+    """Have modules imported anew when they are next imported."""
+    for name in names:
+        sys.modules.pop(name, None)
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(child, None)

@@ -1,0 +1,48 @@
+"""Ranks on the devices that the fixture `device` stands in for: a thread each, over a host transport."""
+
+import functools
+import importlib
+
+import numpy as np
+
+from bagua_comm import Communicator
+from bagua_comm.testing import Recording, run_ranks
+
+
+class HostOnly(Recording):
+    """Moves host arrays alone, as MPI does."""
+
+    def moves(self, x):
+        return isinstance(x, np.ndarray)
+
+    def split(self, color, key):
+        return HostOnly(self.inner.split(color, key))
+
+    def dup(self):
+        return HostOnly(self.inner.dup())
+
+
+def over(kind, host, **options):
+    """A transport of device arrays over one of host arrays."""
+    if kind == "nccl":
+        return importlib.import_module("bagua_comm.transports.nccl").NcclTransport.connect(host, **options)
+    return importlib.import_module("bagua_comm.transports.staged").StagedTransport(host.dup())
+
+
+def run_on_devices(machine, ranks, kind, body, **options):
+    """`run_ranks` where `comm` carries device arrays over `kind`; over "local" all ranks share a device."""
+    import cupy
+
+    def run(comm):
+        device = 0 if kind == "local" else comm.rank
+        cupy.cuda.Device(device).use()
+        (host,) = comm.transports
+        beside = [] if kind == "local" else [over(kind, host, **options)]
+        with Communicator([host, *beside], device=device) as on_device:
+            return body(on_device)
+
+    machine.count = 1 if kind == "local" else ranks
+    return run_ranks(ranks, run, wrap=Recording if kind == "local" else HostOnly)
+
+
+run_over_nccl = functools.partial(run_on_devices, kind="nccl")

@@ -1,0 +1,164 @@
+"""Averages of device arrays, beside those of the same arrays on the host."""
+
+import numpy as np
+import pytest
+from device_ranks import run_on_devices
+
+from bagua_comm import BFloat16, ErrorFeedback, Exact, Float16, Hierarchical, MinMaxUInt8, Quantized, quantized_allreduce
+from bagua_comm.arrays import dtype_named
+from bagua_comm.testing import run_ranks
+
+pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one stream a rank: no order to get wrong
+
+
+def values(rank, size, dtype="float32"):
+    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
+
+
+def up(x):
+    import cupy
+
+    array = cupy.empty(x.shape, x.dtype)
+    array.set(x)
+    return array
+
+
+def on_host(ranks, size, dtype, average, times=1):
+    """The bytes that `average` leaves on each rank."""
+
+    def body(comm):
+        mean, x = average.bind(comm), values(comm.rank, size, dtype)
+        return [mean(x).tobytes() for _ in range(times)]
+
+    return run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "codec", "dtype"),
+    [
+        ("local", 2, MinMaxUInt8(), "float32"),
+        ("local", 3, MinMaxUInt8(), "float16"),
+        ("nccl", 1, MinMaxUInt8(), "float32"),
+        ("nccl", 2, MinMaxUInt8(), "float32"),
+        ("nccl", 3, MinMaxUInt8(), "bfloat16"),
+        ("nccl", 4, MinMaxUInt8(), "float32"),
+        ("nccl", 2, MinMaxUInt8.bagua(), "float16"),
+        ("nccl", 2, Float16(), "float32"),
+        ("nccl", 2, BFloat16(), "float32"),
+        ("staged", 2, MinMaxUInt8(), "float32"),
+        ("staged", 3, MinMaxUInt8(), "bfloat16"),
+    ],
+)
+def test_quantized_gives_the_bytes_of_the_host(device, kind, ranks, codec, dtype):
+    average = Quantized(codec)
+    expected = on_host(ranks, 1001, dtype, average)
+
+    def body(comm):
+        x = up(values(comm.rank, 1001, dtype))
+        return [average.bind(comm)(x).get().tobytes()]
+
+    assert expected == run_on_devices(device, ranks, kind, body)
+
+
+@pytest.mark.parametrize("kind", ["nccl", "staged"])
+def test_error_feedback_gives_the_bytes_of_the_host(device, kind):
+    average = ErrorFeedback(Quantized())
+    expected = on_host(2, 1000, "float32", average, times=3)
+
+    def body(comm):
+        mean, x, found = average.bind(comm), up(values(comm.rank, 1000)), []
+        for _ in range(3):
+            found.append(mean(x).get().tobytes())
+        return found
+
+    assert expected == run_on_devices(device, 2, kind, body)
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("inner", [Exact(), Quantized()], ids=repr)
+def test_hierarchical_gives_the_mean_over_nodes(device, nodes, inner):
+    average = Hierarchical(inner)
+    exact = np.mean([values(rank, 1003) for rank in range(4)], axis=0)
+
+    def body(comm):
+        x = up(values(comm.rank, 1003))
+        comm._labels = nodes  # what `connect(node=)` would find
+        comm.node, comm.local_rank, comm.local_size = _place(comm.rank, nodes)
+        average.bind(comm)(x)
+        return x.get()
+
+    results = run_on_devices(device, 4, "nccl", body)
+
+    assert len({result.tobytes() for result in results}) == 1
+    np.testing.assert_allclose(results[0], exact, atol=1e-6 if inner == Exact() else 0.02)
+
+
+def _place(rank, nodes):
+    from bagua_comm.topology import place
+
+    return place(rank, nodes)
+
+
+def test_a_quantized_allreduce_is_three_kernels_and_two_collectives_and_nothing_else(device):
+    def body(comm):
+        x = up(values(comm.rank, 4096))
+        quantized_allreduce(comm, x, out=x, op="avg")
+        mine = f"rank {comm.rank}"
+        before = len(device.names(thread=mine))
+        with device.forbid_host_sync(this_thread=True):
+            quantized_allreduce(comm, x, out=x, op="avg")
+        return device.names(thread=mine)[before:]
+
+    for names in run_on_devices(device, 2, "nccl", body):
+        kernels = [name for name in names if name.startswith("kernel")]
+        nccl = [name for name in names if name.startswith("nccl")]
+        assert ["kernel encode", "kernel combine", "kernel decode"] == kernels
+        assert len(nccl) == 2
+        assert sorted(names) == sorted(kernels + nccl)
+
+
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(None), Float16()], ids=repr)
+def test_a_quantized_allreduce_can_be_captured_and_replayed(device, codec):
+    first, second = ([values(10 * k + rank, 20000) for rank in range(2)] for k in (1, 2))
+    expected = [
+        run_ranks(2, lambda comm, x=x: quantized_allreduce(comm, x[comm.rank], codec=codec).tobytes())
+        for x in (first, second)
+    ]
+
+    def body(comm):
+        import cupy
+
+        x, out = up(first[comm.rank]), up(np.zeros(20000, np.float32))
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.get_current_stream().synchronize()
+        with stream:
+            quantized_allreduce(comm, x, out, codec=codec)  # allocates and compiles
+            stream.synchronize()
+            stream.begin_capture()
+            quantized_allreduce(comm, x, out, codec=codec)
+            graph = stream.end_capture()
+            found = []
+            for data in (first, second):
+                x.set(data[comm.rank])
+                graph.launch(stream)
+                found.append(out.get().tobytes())
+            larger = up(values(comm.rank, 90000))
+            quantized_allreduce(comm, larger, out=larger, codec=codec)  # other memory than the graph's
+            graph.launch(stream)
+            found.append(out.get().tobytes())
+            stream.synchronize()
+        return found
+
+    for rank, found in enumerate(run_on_devices(device, 2, "nccl", body)):
+        assert [expected[0][rank], expected[1][rank], expected[1][rank]] == found
+
+
+def test_check_consistency_of_device_arrays(device):
+    from bagua_comm import CommMismatch
+
+    def body(comm):
+        comm.check_consistency(up(np.arange(5.0)))
+        with pytest.raises(CommMismatch):
+            comm.check_consistency(up(np.full(5, comm.rank)))
+
+    run_on_devices(device, 2, "nccl", body)
