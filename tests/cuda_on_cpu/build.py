@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -17,6 +18,9 @@ import numpy as np
 
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = "g++"
+FOLDER = "CUDA_ON_CPU_FOLDER"
+"""An environment variable."""
+
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
@@ -64,7 +68,10 @@ def _compiled(source: str, defines: tuple[str, ...]) -> Path:
     code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
     key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
     library = folder() / f"{key}.so"
-    _run([*compiler, "-o", str(library)], code)
+    if not library.exists():
+        complete = library.with_suffix(f".{os.getpid()}")
+        _run([*compiler, "-o", str(complete)], code)
+        complete.replace(library)  # at once: other processes may be looking
     return library
 
 
@@ -80,8 +87,8 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def folder() -> Path:
-    """What is compiled is kept here as long as the process lives."""
-    return Path(_temporary().name)
+    """What is compiled is kept here as long as the process lives; its children find it through `FOLDER`."""
+    return Path(os.environ.get(FOLDER) or _temporary().name)
 
 
 def _value(arg: Any) -> Any:

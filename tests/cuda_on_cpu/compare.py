@@ -23,12 +23,22 @@ EXAMPLES = {
 
 
 def differences() -> Iterator[str]:
-    for path, fake in MODULES.items():
-        real = importlib.import_module(path)
-        for name, member in vars(fake).items():
-            ours = getattr(member, "__module__", f"{__package__}.fake_").startswith(f"{__package__}.fake_")
-            if ours and not name.startswith("_") and not inspect.ismodule(member):
-                yield from _compare(f"{path}.{name}", member, getattr(real, name, None))
+    for path in ("cupy", "cupyx"):
+        yield from _compare_modules(path, MODULES[path], importlib.import_module(path))
+
+
+def _compare_modules(path: str, fake: Any, real: Any) -> Iterator[str]:
+    ours = ("cupy", f"{__package__}.fake_")
+    for name, member in vars(fake).items():
+        below = f"{path}.{name}"
+        if name.startswith("_"):
+            continue
+        if inspect.ismodule(member):
+            if member.__name__.startswith(ours):
+                real_one = importlib.import_module(below) if below in MODULES else getattr(real, name)
+                yield from _compare_modules(below, member, real_one)
+        elif getattr(member, "__module__", "cupy").startswith(ours):
+            yield from _compare(below, member, getattr(real, name, None))
 
 
 def _compare(path: str, fake: Any, real: Any) -> Iterator[str]:

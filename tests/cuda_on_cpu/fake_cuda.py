@@ -10,10 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from . import fake_nccl
+from . import fake_nccl as nccl  # noqa: F401 - a part of cupy.cuda
 from .machine import CUDARuntimeError, Memory, Operation, Queue, running
-
-nccl = fake_nccl
 
 
 class MemoryPointer:
@@ -250,10 +248,16 @@ def _loaded(path: str) -> tuple[str, tuple[str, ...]]:
     return source, tuple(options)
 
 
-compiler = types.SimpleNamespace(compile_using_nvrtc=_compile_using_nvrtc)
-nvrtc = types.SimpleNamespace(getVersion=lambda: (0, 0))
-runtime = types.ModuleType("cupy.cuda.runtime")
-vars(runtime).update(
+def _module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(f"cupy.cuda.{name}")
+    vars(module).update(members)
+    return module
+
+
+compiler = _module("compiler", compile_using_nvrtc=_compile_using_nvrtc)
+nvrtc = _module("nvrtc", getVersion=lambda: (0, 0))
+runtime = _module(
+    "runtime",
     CUDARuntimeError=CUDARuntimeError,
     deviceSynchronize=lambda: Device().synchronize(),
     driverGetVersion=lambda: 13000,

@@ -1,4 +1,4 @@
-"""Stands in for `cupy` and `cupyx` on a machine without a GPU: the part of CuPy 14 that this project uses.
+"""Stands in for `cupy` on a machine without a GPU: the part of CuPy 14 that this project uses.
 
 Memory is the host's; every operation on it is enqueued on a stream of the `Machine`, which decides when it runs.
 What CuPy would do silently and slowly, such as reaching into another device, is an error here.
@@ -6,7 +6,6 @@ What CuPy would do silently and slowly, such as reaching into another device, is
 
 from __future__ import annotations
 
-import ctypes
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -321,18 +320,3 @@ def _kernel_argument(arg: Any) -> Any:
     if not isinstance(arg, (int, float, np.generic)):
         raise TypeError(f"Unsupported type {type(arg)}")
     return arg
-
-
-# cupyx ------------------------------------------------------------------------------------------------
-
-
-def _empty_pinned(shape: Any, dtype: Any = float, order: str = "C") -> np.ndarray:
-    shape, dtype = _shape(shape), np.dtype(dtype)
-    memory = running().allocate(math.prod(shape) * dtype.itemsize, None)
-    owner = (ctypes.c_ubyte * len(memory.block.bytes)).from_address(memory.block.start)
-    owner.memory = memory  # both go when the last array over them does
-    return np.ndarray(shape, dtype, buffer=owner)
-
-
-cupyx = types.ModuleType("cupyx")
-cupyx.empty_pinned = _empty_pinned  # type: ignore[attr-defined]

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import build, fake_cuda, fake_cupy, fake_nccl, machine
+from . import build, fake_cuda, fake_cupy, fake_cupyx, fake_nccl, machine
 
 MODULES = {
     "cupy": fake_cupy,
     "cupy.cuda": fake_cuda,
     "cupy.cuda.nccl": fake_nccl,
     "cupy.cuda.runtime": fake_cuda.runtime,
-    "cupyx": fake_cupy.cupyx,
+    "cupyx": fake_cupyx,
 }
 OVER_CUPY = [f"bagua_comm.{name}" for name in ("kernels.device", "transports.nccl", "transports.staged")]
 """Modules that hold on to the CuPy that they were imported with."""
@@ -54,7 +54,8 @@ def environment(folder: Path) -> dict[str, str]:
     (folder / "sitecustomize.py").write_text(_AT_START)
     tests = Path(__file__).parents[1]
     path = [str(folder), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "HOME": str(build.folder()), "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    home = str(build.folder())
+    return {**os.environ, "HOME": home, build.FOLDER: home, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def _forget(names: list[str]) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from cuda_on_cpu import fake_cuda as cuda
 from cuda_on_cpu import fake_cupy as cupy
+from cuda_on_cpu import fake_cupyx, machine
 from cuda_on_cpu import fake_nccl as nccl
-from cuda_on_cpu import machine
 from cuda_on_cpu.machine import CUDARuntimeError, Hang, Machine
 
 KERNELS = """
@@ -77,7 +77,7 @@ def test_modules_are_found_in_every_way(device):
 
     assert (nccl, nccl) == (cupy.cuda.nccl, from_cuda)
     assert (cuda, cupy.cuda.runtime) == (top.cuda, sys.modules["cupy.cuda.runtime"])
-    assert cupyx is top.cupyx
+    assert fake_cupyx is cupyx
 
 
 # Streams
@@ -244,7 +244,7 @@ def test_host_synchronisation_on_other_threads_is_caught_unless_told_otherwise(d
 @pytest.mark.parametrize("wait", [True, False])
 def test_pinned_memory_written_before_its_copy_has_run_is_caught(wait):
     def program():
-        pinned, x = cupy.cupyx.empty_pinned(2), cupy.empty(2)
+        pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
         pinned[...] = 1
         x.set(pinned)
         if wait:
@@ -258,7 +258,7 @@ def test_pinned_memory_written_before_its_copy_has_run_is_caught(wait):
 @pytest.mark.parametrize("wait", [True, False])
 def test_pinned_memory_read_before_its_copy_has_run_is_caught(wait):
     def program():
-        pinned, x = cupy.cupyx.empty_pinned((2,)), cupy.full(2, 1.0)
+        pinned, x = fake_cupyx.empty_pinned((2,)), cupy.full(2, 1.0)
         x.get(out=pinned, blocking=False)
         if wait:
             cuda.get_current_stream().record().synchronize()
@@ -270,7 +270,7 @@ def test_pinned_memory_read_before_its_copy_has_run_is_caught(wait):
 @pytest.mark.parametrize("wait", [True, False])
 def test_pinned_memory_freed_before_its_copy_has_run_is_caught(wait):
     def program():
-        pinned, x = cupy.cupyx.empty_pinned(2), cupy.empty(2)
+        pinned, x = fake_cupyx.empty_pinned(2), cupy.empty(2)
         pinned[...] = 1
         cuda.runtime.memcpyAsync(x.data.ptr, pinned[:1].ctypes.data, 16, cuda.runtime.memcpyHostToDevice, 0)
         if wait:
@@ -315,27 +315,34 @@ def test_arrays_are_shared_with_others(device):
     assert (x.data.ptr, [2.0] * 3, []) == (host.ctypes.data, host.tolist(), device.host_syncs)
 
 
-def test_kernels_run_in_their_stream_with_cupys_arguments(device):
-    module = cupy.RawModule(code=KERNELS, options=("-fmad=false",), backend="nvrtc")
+@pytest.fixture
+def kernel(tmp_path):
+    """Kernels by name."""
+    binary, _ = cuda.compiler.compile_using_nvrtc(KERNELS, ("-fmad=false",))
+    path = tmp_path / "kernels.cubin"
+    path.write_bytes(binary + b"\0")
+    return cupy.RawModule(path=str(path)).get_function
+
+
+def test_kernels_run_in_their_stream_with_cupys_arguments(device, kernel):
     x, out = cupy.zeros(100, np.float32), cupy.empty(4)
-    module.get_function("increase")((4,), (32,), (x, 1.5, x.size))
-    module.get_function("show")((1,), (1,), (out, 2**40, 0.1, np.float32(0.5), True))
+    kernel("increase")((4,), (32,), (x, 1.5, x.size))
+    kernel("show")((1,), (1,), (out, 2**40, 0.1, np.float32(0.5), True))
     assert device.launches == ["increase", "show"]
     assert x.get().tolist() == [1.5] * 100
     assert out.get().tolist() == [2.0**40, 0.1, 0.5, 1.0]
 
 
-def test_a_kernel_that_writes_past_the_end_is_caught(device):
+def test_a_kernel_that_writes_past_the_end_is_caught(device, kernel):
     x = cupy.zeros(8, np.float32)
-    increase = cupy.RawModule(code=KERNELS).get_function("increase")
     with pytest.raises(AssertionError, match="kernel increase: written past the end of an array"):
-        [increase((1,), (32,), (x, 1e30, 9)), cuda.get_current_stream().synchronize()]
+        [kernel("increase")((1,), (32,), (x, 1e30, 9)), cuda.get_current_stream().synchronize()]
 
 
 @pytest.mark.parametrize("block", [(1025,), (1, 1, 65)])
-def test_a_block_that_no_device_has_is_refused(device, block):
+def test_a_block_that_no_device_has_is_refused(device, kernel, block):
     with pytest.raises(RuntimeError, match="INVALID_VALUE"):
-        cupy.RawModule(code=KERNELS).get_function("increase")((1,), block, (cupy.zeros(1, np.float32), 1.0, 1))
+        kernel("increase")((1,), block, (cupy.zeros(1, np.float32), 1.0, 1))
 
 
 def test_work_of_one_device_on_arrays_of_another_is_caught(device):
@@ -351,14 +358,13 @@ def test_work_of_one_device_on_arrays_of_another_is_caught(device):
 # Graphs
 
 
-def test_a_captured_graph_is_replayed(device):
+def test_a_captured_graph_is_replayed(device, kernel):
     x, stream, side = cupy.zeros(2), cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True)
     y = cupy.zeros(2)
-    increase = cupy.RawModule(code=KERNELS).get_function("increase")
     cuda.get_current_stream().synchronize()
     with stream:
         stream.begin_capture()
-        increase((1,), (1,), (x.view(np.float32), 1.0, 1))
+        kernel("increase")((1,), (1,), (x.view(np.float32), 1.0, 1))
         side.wait_event(stream.record())
         with side:
             y[...] = x
