@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, arrays
+from . import __version__, arrays, bootstrap
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,17 +135,21 @@ def collect_info() -> dict[str, dict[str, Any]]:
             "python": platform.python_version(),
             **{name: _installed(name) for name in ("numpy", "mpi4py", "ml_dtypes", "torch")},
             "cupy": _installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+            "nccl": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
         },
         "MPI": _mpi_facts(),
         "devices": {
             "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "CUDA devices": arrays.device_count(),
-            "NCCL": _installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+            **arrays.device_facts(),
+            "device arrays": _device_side(),
         },
         "transports carry": {
-            "local": "NumPy arrays between threads of one process",
+            "local": "NumPy and CuPy arrays between threads of one process",
             "mpi": "NumPy arrays between processes and machines",
             "torch": "the same under torchrun, through bagua_torch.connect()",
+            "nccl": "CuPy arrays and CUDA tensors, for ranks with a GPU each",
+            "staged": "the same for any ranks with a GPU, through host memory",
             "dtypes": ", ".join(sorted(arrays.MOVABLE)),
         },
         "environment": {
@@ -164,6 +168,23 @@ def _installed(*distributions: str) -> str:
             continue
         return version if len(distributions) == 1 else f"{version} ({name})"
     return "not installed"
+
+
+def _device_side() -> str:
+    """What `connect` takes for device arrays here, and why."""
+    count = arrays.device_count()
+    if not count:
+        return "not carried: there is no device"
+    try:
+        gpu = bootstrap.my_gpu(0)
+    except Exception as exc:
+        return f"not carried: the device cannot be used: {exc}"
+    obstacle = bootstrap.nccl_obstacle([gpu])
+    if obstacle is not None:
+        return f"through host memory (staged), since {obstacle}"
+    if bootstrap.nccl_obstacle([gpu] * 2) is None:
+        return "over NCCL, also where ranks share a GPU, by NCCL_MULTI_RANK_GPU_ENABLE=1"
+    return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
 
 
 def _mpi_facts() -> dict[str, Any]:

@@ -9,6 +9,7 @@ import functools
 import importlib
 import math
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -52,7 +53,7 @@ def is_movable(dtype: DType) -> bool:
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: DType) -> str:
     """The name of a dtype; NumPy works `dtype.name` out anew each time, which takes microseconds."""
-    return dtype.name
+    return str(dtype.name)
 
 
 def library(x: Array) -> str:
@@ -254,3 +255,54 @@ def device_count() -> int:
 def bus_id(index: int) -> str:
     """Where a CUDA device is plugged in: its name on this machine, whatever its number in this process."""
     return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
+
+
+def device_facts() -> dict[str, str]:
+    """What there is to say about CUDA on this machine, and in words what is missing; never raises."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ModuleNotFoundError:
+        return {"CUDA": "CuPy is not installed; pip install 'bagua-comm[cuda13]' or 'bagua-comm[cuda12]'"}
+    except ImportError as exc:
+        return {"CUDA": f"CuPy cannot be imported: {exc}"}
+    runtime = cupy.cuda.runtime
+    facts = {
+        "CUDA driver": _told(lambda: _version(runtime.driverGetVersion(), 1000, 10)),
+        "CUDA runtime": _told(lambda: _version(runtime.runtimeGetVersion(), 1000, 10)),
+        "NVRTC": _told(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion())),
+        "NCCL": _told(lambda: _version(importlib.import_module("cupy.cuda.nccl").get_version(), 10000, 100, 1)),
+    }
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as exc:
+        reason = "there is no NVIDIA driver" if facts["CUDA driver"] == "none" else str(exc)
+        return {**facts, "CUDA": f"no device can be used: {reason}"}
+    for index in range(count):
+        facts[f"GPU {index}"] = _told(functools.partial(_describe, cupy, index))
+    return facts
+
+
+def _describe(cupy: ModuleType, index: int) -> str:
+    found = cupy.cuda.runtime.getDeviceProperties(index)
+    name, memory = found["name"].decode(), found["totalGlobalMem"] / 2**30
+    return f"{name}, {memory:.0f} GiB, compute capability {found['major']}.{found['minor']}, at {bus_id(index)}"
+
+
+def _version(number: int, *places: int) -> str:
+    """A version that is written as one number, such as 13020 for 13.2.
+
+    >>> _version(13020, 1000, 10), _version(23203, 10000, 100, 1)
+    ('13.2', '2.32.3')
+    """
+    parts = []
+    for place in places:
+        part, number = divmod(number, place)
+        parts.append(str(part))
+    return ".".join(parts) if parts != ["0"] * len(parts) else "none"
+
+
+def _told(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as exc:
+        return f"not available: {exc}"

@@ -2,6 +2,10 @@
 
 A process started by mpirun (or srun, or whatever speaks PMI) joins the MPI world; any other is a world
 of one rank, and needs no MPI. What torchrun starts goes through `bagua_torch.connect`, which brings a transport.
+
+Where every rank has a GPU, a transport of device arrays is set up over the one of host arrays: NCCL if each rank
+has a GPU of its own, or the ranks that share one have taken one of the two ways in which NCCL allows it; else
+copies through host memory. All ranks find out together, and come to the same.
 """
 
 from __future__ import annotations
@@ -9,19 +13,34 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import warnings
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from . import arrays
 from .comm import Communicator
-from .errors import BootstrapError
+from .errors import BootstrapError, CommError
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport
+
+GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
+"""What carries device arrays; see `connect`."""
 
 MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 """Set by the launchers of Open MPI, MPICH, Intel MPI and Slurm."""
 
 TIMEOUT_S = 300.0
 """How long a call waits for its peers, unless told otherwise."""
+
+SHARED_GPU_NCCL = 23000
+"""From this version on (2.30), NCCL can be told to have several ranks on one GPU."""
+
+ADVICE = (
+    "NCCL wants one for each rank: start no more ranks on a machine than it has GPUs. (Ranks that share one can "
+    "be given an NCCL_HOSTID each, and then use the network between them; from NCCL 2.30 on two of them can "
+    "share with NCCL_MULTI_RANK_GPU_ENABLE=1, more with a small NCCL_MAX_CTAS as well.)"
+)
 
 _default: Communicator | None = None
 
@@ -33,6 +52,7 @@ def connect(
     trace: bool = True,
     node: str | int | None = None,
     transport: Transport | None = None,
+    gpu: GPU = "auto",
 ) -> Communicator:
     """Join the world: all ranks that mpirun started; a world of one rank if it did not start this process.
 
@@ -40,6 +60,9 @@ def connect(
 
     Under MPI an exception that nobody catches, in any rank's main thread, ends all ranks: `sys.excepthook`
     first prints its traceback and then aborts the job with exit code 1.
+
+    Where all ranks have a CUDA device, each makes one its current device, in turn by its number on the machine:
+    connect before anything is put on a device.
 
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
@@ -49,9 +72,13 @@ def connect(
         node: A label for this rank's node. By default ranks that can share memory share a node; give
             labels to try out `Hierarchical` on one machine.
         transport: Use this one instead of finding a world; its ranks share a node if they share a host name.
+        gpu: What carries device arrays. "auto": NCCL where it can, else copies through host memory, with a
+            warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host memory):
+            that and no other. "none": nothing, and CuPy is not imported.
 
     Raises:
-        BootstrapError: A launcher started this process, but no world can be made of it.
+        BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
+            cannot be; alike on all ranks.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -59,18 +86,19 @@ def connect(
     """
     global _default
     check_timeout(timeout_s)
-    labels: list[int] | None = None
+    if gpu not in get_args(GPU):
+        raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
+    machines: Sequence[object] = [0]
     if transport is not None:
-        node = socket.gethostname() if node is None else node
+        machines = Communicator([transport], tracer=NULL).allgather_object(socket.gethostname())
     elif _under_mpi():
-        transport, labels = _mpi_world(timeout_s)
+        transport, machines = _mpi_world(timeout_s)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
-    tracer = Recorder() if trace else NULL
-    comm = _World([transport], nodes=labels, tracer=tracer)
-    if node is not None:
-        comm = _World([transport], nodes=comm.allgather_object(node), tracer=tracer)
-    comm.device = _device(comm.local_rank)
+    setup = Communicator([transport], nodes=machines, tracer=NULL)
+    nodes = machines if node is None else setup.allgather_object(node)
+    device, beside = _device_side(setup, gpu)
+    comm = _World([transport, *beside], nodes=nodes, device=device, tracer=Recorder() if trace else NULL)
     comm.check = check
     _default = comm
     return comm
@@ -169,7 +197,100 @@ class _AbortAfter:
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-def _device(local_rank: int) -> int | None:
-    """The GPU of this rank: number `local_rank`, shared in turn if there are fewer; None without one."""
+# ---------------------------------------------------------------------------------------------------
+# The device side
+# ---------------------------------------------------------------------------------------------------
+
+
+class Gpu(NamedTuple):
+    """What a rank tells the others about its GPU, and about NCCL."""
+
+    machine: str
+    """As NCCL names it: ranks that give themselves different names in NCCL_HOSTID share none."""
+    bus_id: str | None
+    """Where its GPU is plugged in; None without one. (Its number says little: each process may see others.)"""
+    nccl: int
+    """NCCL's version, 23203 for 2.32.3; 0 if it cannot be loaded."""
+    problem: str
+    """Why it cannot."""
+    shares: bool
+    """Whether NCCL was told that ranks may share a GPU."""
+
+
+def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transport]]:
+    """This rank's device, now its current one, and the transport of device arrays. Collective."""
+    if gpu == "none":
+        return None, []
     count = arrays.device_count()
-    return local_rank % count if count else None
+    device = setup.local_rank % count if count else None
+    gpus = [Gpu(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
+    without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
+    if without and gpu == "auto":
+        return None, []
+    if without:
+        raise BootstrapError(f"connect: gpu is {gpu!r}, but ranks {without} have no CUDA device")
+    (host,) = setup.transports
+    if isinstance(host, LocalTransport):
+        return device, []  # carries device arrays as well
+    if gpu != "staged":
+        obstacle = nccl_obstacle(gpus)
+        if obstacle is None:
+            made, failure = _connect_nccl(host)
+            obstacle = next((text for text in setup.allgather_object(failure) if text), None)
+            if made is not None and obstacle is None:
+                return device, [made]
+        if gpu == "nccl":
+            raise BootstrapError(f"connect: gpu is 'nccl', but {obstacle}")
+        if setup.rank == 0:
+            warnings.warn(
+                f"connect: device arrays go through host memory, since {obstacle}. "
+                "gpu='staged' asks for that, and silences this.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    from .transports.staged import StagedTransport
+
+    return device, [StagedTransport(host.dup())]
+
+
+def my_gpu(device: int | None) -> Gpu:
+    """What there is to tell about this process and its device, which becomes the current one."""
+    bus_id, version, problem = None, 0, ""
+    if device is not None:
+        arrays.use_device(device)
+        bus_id = arrays.bus_id(device)
+        try:
+            from .transports import nccl
+
+            version = nccl.version()
+        except (ImportError, CommError) as exc:
+            problem = str(exc)
+    machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return Gpu(machine, bus_id, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+
+
+def nccl_obstacle(gpus: Sequence[Gpu]) -> str | None:
+    """Why NCCL cannot serve ranks with these GPUs; None if it can."""
+    ranks_at: dict[tuple[str, str | None], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        if not gpu.nccl:
+            return f"rank {rank} cannot load NCCL ({gpu.problem})"
+        if gpu.nccl != gpus[0].nccl:
+            return f"rank 0 has version {gpus[0].nccl} of NCCL, but rank {rank} has {gpu.nccl}"
+        ranks_at.setdefault((gpu.machine, gpu.bus_id), []).append(rank)
+    if all(gpu.shares for gpu in gpus) and gpus[0].nccl >= SHARED_GPU_NCCL:
+        return None
+    for (machine, bus_id), ranks in ranks_at.items():
+        if len(ranks) > 1:
+            return f"ranks {ranks} share the GPU {bus_id} of {machine}; {ADVICE}"
+    return None
+
+
+def _connect_nccl(host: Transport) -> tuple[Transport | None, str]:
+    """The transport over NCCL, or why there is none on this rank. Collective."""
+    from .transports.nccl import NcclTransport
+
+    try:
+        return NcclTransport.connect(host), ""
+    except CommError as exc:
+        return None, str(exc)

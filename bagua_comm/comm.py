@@ -14,16 +14,17 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import arrays, trace
 from .arrays import Array, Scratch, as_array, check_reduction
 from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
-from .lane import InlineLane, Lane, ThreadLane
+from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
@@ -49,13 +50,17 @@ class Communicator:
     * An input that is not C-contiguous is copied once; into an `out` that is not, the result is copied.
     * `out=None` makes a new array. Where `out` may be the input itself, or lie in it, the method says
       so; any other overlap is refused. The result is returned, `out` itself if it was given.
-    * A host array's result is there when the call returns.
-    * A wait that lasts longer than `timeout_s` raises `CommTimeout`.
+    * A host array's result is there when the call returns. A device array is read and written in the order of
+      CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
+      waits neither for the device nor for peers.
+    * A wait that lasts longer than `timeout_s` raises `CommTimeout`. What NCCL has in flight for longer is given
+      up, and the next call raises it, or `close`.
 
     One thread uses a communicator at a time; see `lane` for work beside it.
 
     Args:
-        transports: What moves the bytes; the first that `moves` an array is used for it.
+        transports: What moves the bytes; the first that `moves` an array is used for it. The first of all carries
+            host arrays, which barriers, objects and checks go through.
         nodes: A label (a host name, say) for the node of every rank; None if all share one.
         device: The index of this rank's GPU, if it has one.
         check: Compare every collective call among the ranks before it runs, and raise `CommMismatch`
@@ -509,13 +514,23 @@ class Communicator:
             self._nodes = Nodes(intra, inter)
         return self._nodes
 
-    def lane(self) -> Lane:
+    def lane(self, kind: Literal["thread", "stream"] | None = None) -> Lane:
         """A lane: work beside the caller, on its own duplicate of this communicator.
 
         Collective. Close it, or use it as a context manager.
 
-        Where MPI grants less than MPI_THREAD_MULTIPLE the lane works at once, on the caller's thread,
-        and a warning says so.
+        Where MPI grants less than MPI_THREAD_MULTIPLE, a lane of kind "thread" works at once, on the caller's
+        thread and stream, and a warning says so.
+
+        Args:
+            kind: "thread", also if None: tasks run on a thread of their own and, where this communicator works on
+                a device, on a CUDA stream of their own. "stream": tasks run at once, but on such a stream; for
+                tasks that only enqueue work, as calls on device arrays over NCCL do. The host then waits neither
+                for the device nor for another thread.
+
+        Raises:
+            ArrayError: `kind` is something else.
+            UnsupportedError: `kind` is "stream", but calls of this communicator wait for the host or for peers.
 
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
@@ -527,6 +542,12 @@ class Communicator:
         >>> run_ranks(2, body)
         [array([2., 2., 2.]), array([2., 2., 2.])]
         """
+        if kind not in (None, "thread", "stream"):
+            raise ArrayError(f'lane: kind is {kind!r}, expected "thread" or "stream"')
+        if kind == "stream":
+            if self.device is None or not any(transport.enqueues for transport in self.transports):
+                raise UnsupportedError('lane: kind is "stream", which needs a device and NCCL; use "thread"')
+            return StreamLane(self.dup())
         comm = self.dup()
         if all(transport.concurrent for transport in self.transports):
             return ThreadLane(comm)
@@ -548,7 +569,7 @@ class Communicator:
         """
         value, _ = self.accept("check_consistency", "x", x)
         digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
-        digest.update(value.tobytes())
+        digest.update((value if isinstance(value, np.ndarray) else value.get()).tobytes())
         table = self.allgather(np.frombuffer(digest.digest(), np.uint8))
         groups: dict[bytes, list[int]] = {}
         for rank in range(self.size):
@@ -587,7 +608,9 @@ class Communicator:
         Raises:
             UnsupportedError: The library below cannot go on after a rank has died.
         """
-        return self._derived([transport.shrink() for transport in self.transports])
+        first, *rest = self.transports
+        host = first.shrink()
+        return self._derived([host, *(transport.shrink(host) for transport in rest)])
 
     def abort(self, exit_code: int = 1) -> None:
         """Give up, on all ranks: under MPI all processes end with `exit_code`."""
@@ -605,8 +628,9 @@ class Communicator:
         if self._nodes is not None:
             for comm in self._nodes:
                 comm.close()
-        for transport in self.transports:
-            transport.close()
+        with ExitStack() as ends:  # the last transport first: it may be set up over the first
+            for transport in self.transports:
+                ends.callback(transport.close)
 
     def __enter__(self) -> Communicator:
         return self

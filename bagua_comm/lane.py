@@ -1,30 +1,38 @@
-"""Lanes: the one place where work runs beside the caller's thread.
+"""Lanes: the one place where work runs beside the caller's thread, or beside the caller's CUDA stream.
 
 A lane runs what it is given one after another, in order, on its own duplicate of a communicator, so
 that its messages never meet the caller's.
+
+    ThreadLane    on a thread of its own; where there is a device, that thread works on a side stream
+    StreamLane    for tasks that do no more than enqueue: they run at once, but on a side stream
+    InlineLane    for libraries that only one thread may call: tasks run at once, on the caller's stream
+
+A side stream waits for the caller's stream when a task is submitted, and the caller's waits for it when the lane
+is joined. Both are events between streams: the host waits for neither.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import sys
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
+from .arrays import use_device
 from .errors import CommAborted, CommError, CommTimeout
+from .trace import NULL, Recorder, Tracer
 
 CALLS_PER_TASK = 8
 """How many communicator calls, each with its own timeout, a task is allowed before `wait` gives up."""
-
-
-class _Comm(Protocol):
-    timeout_s: float
-
-    def close(self) -> None: ...
 
 
 class Lane(ABC):
@@ -33,13 +41,25 @@ class Lane(ABC):
     `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that
     fails stops the lane: the ones behind it fail with `CommAborted`, since its peers' calls no longer
     match.
+
+    On a lane with a side stream, a future is done when the device is; for its `result` the caller's current
+    stream waits, and not the host. The arguments of a task are kept until the lane is joined. What a task
+    allocates is memory of the side stream: give it an `out` to fill, if the lane runs on a thread.
     """
 
-    def __init__(self, comm: Any) -> None:
+    _numbers: ClassVar = itertools.count()
+
+    def __init__(self, comm: Any, name: str = "lane", *, device: int | None = None) -> None:
         self.comm: Any = comm
-        self._pending: deque[Future[Any]] = deque()
+        self.name = f"{name}-{next(self._numbers)}"
+        self.tracer: Tracer = getattr(comm, "tracer", NULL)
+        """Where the spans of the side stream go."""
+        self._side = SideStream(device) if device is not None else None
+        self._pending: deque[tuple[Future[Any], object]] = deque()
+        """Futures, and what must stay in memory until they are done."""
         self._failure: BaseException | None = None
         self._closed = False
+        self._note: dict[str, Any] = {}
 
     @abstractmethod
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
@@ -48,26 +68,35 @@ class Lane(ABC):
     def wait(self) -> None:
         """Return when everything submitted is done; raises the first error among it.
 
+        With a side stream: when everything is enqueued. What the caller enqueues from then on comes after it.
+
         Raises:
             CommTimeout: A task takes longer than its communicator's timeouts allow.
         """
-        limit_s = self.comm.timeout_s * CALLS_PER_TASK
-        while self._pending:
-            future = self._pending[0]
-            try:
-                future.result(timeout=limit_s)
-            except FutureTimeout as exc:
-                if not future.done():
+        limit_s, done = self.comm.timeout_s * CALLS_PER_TASK, 0
+        try:
+            for future, _ in list(self._pending):
+                try:
+                    error = future.exception(timeout=limit_s)
+                except FutureTimeout as exc:
                     raise CommTimeout(f"a task on this lane has run for more than {limit_s:g} s") from exc
+                except CancelledError as exc:
+                    error = exc
+                done += 1
+                if error is not None:
+                    raise error
+        finally:
+            if self._side is not None:
+                self._side.join()
+            for _ in range(done):
                 self._pending.popleft()
-                raise
-            except BaseException:
-                self._pending.popleft()
-                raise
-            self._pending.popleft()
+
+    def note(self, **args: Any) -> None:
+        """Called by a task: what to write beside it in the timeline of the device."""
+        self._note.update(args)
 
     def close(self) -> None:
-        """Wait, then free the thread and the communicator; closing twice does nothing.
+        """Wait, for the device as well, then free the thread and the communicator; closing twice does nothing.
 
         Collective.
         """
@@ -78,16 +107,18 @@ class Lane(ABC):
             self.wait()
         finally:
             self._stop()
-            if all(future.done() for future in self._pending):
+            if self._side is not None:
+                self._side.finish(self.comm.timeout_s * CALLS_PER_TASK)
+            if all(future.done() for future, _ in self._pending):
                 self.comm.close()
 
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
         """Free the thread, once it has done what it is doing."""
 
-    def _remember(self, future: Future[Any]) -> None:
-        while self._pending and self._pending[0].done() and self._pending[0].exception() is None:
+    def _remember(self, future: Future[Any], kept: object = None) -> None:
+        while self._pending and self._pending[0][0].done() and self._pending[0][0].exception() is None:
             self._pending.popleft()  # nothing left to wait for
-        self._pending.append(future)
+        self._pending.append((future, kept))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -101,6 +132,26 @@ class Lane(ABC):
         except BaseException as exc:
             self._failure = exc
             raise
+
+    def _run_beside(
+        self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        """Run a task on the side stream, behind what was enqueued where it was submitted."""
+        name = getattr(task, "__name__", type(task).__name__).strip("_")
+        self._note = {}
+        try:
+            with side.after(future.submitted):
+                span = DeviceSpan(self.tracer, side.clock, name, f"device: {self.name}")
+                try:
+                    result = self._run(task, args, kwargs)
+                finally:
+                    future.end = side.end = span.end(**self._note) or side.mark()
+        except BaseException as exc:
+            future.set_exception(exc)
+            if not isinstance(exc, Exception):
+                raise
+        else:
+            future.set_result(result)
 
     def __enter__(self) -> Lane:
         return self
@@ -119,23 +170,54 @@ class Lane(ABC):
 
 
 class ThreadLane(Lane):
-    """A lane on a thread of its own. NumPy and MPI release the interpreter lock while they work."""
+    """A lane on a thread of its own. NumPy and MPI release the interpreter lock while they work.
 
-    _numbers = itertools.count()
+    If its communicator works on a device, the thread has a side stream. Transports that wait for the device hold
+    up this thread, and not the caller's.
+    """
 
     def __init__(self, comm: Any, name: str = "lane") -> None:
-        super().__init__(comm)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"{name}-{next(self._numbers)}")
+        super().__init__(comm, name, device=_device_of(comm))
+        if self._side is None:
+            self._executor = ThreadPoolExecutor(1, self.name)
+        else:
+            self._executor = ThreadPoolExecutor(1, self.name, use_device, (self._side.device,))
 
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Lane.submit`."""
         self._check_open()
-        future = self._executor.submit(self._run, task, args, kwargs)
-        self._remember(future)
-        return future
+        if self._side is None:
+            future = self._executor.submit(self._run, task, args, kwargs)
+            self._remember(future)
+            return future
+        beside = self._side.future()
+        self._executor.submit(self._run_beside, self._side, beside, task, args, kwargs)
+        self._remember(beside, (task, args, kwargs))
+        return beside
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)
+
+
+class StreamLane(Lane):
+    """A lane without a thread, for tasks that only enqueue work on CuPy's current stream and never wait for it.
+
+    `submit` runs the task at once, with a side stream current, so that what it enqueues runs beside what the
+    caller enqueues. Neither `submit` nor `wait` holds up the host.
+    """
+
+    _side: SideStream
+
+    def __init__(self, comm: Any, name: str = "lane") -> None:
+        super().__init__(comm, name, device=comm.device)
+
+    def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        """Enqueue the task's work now; see `Lane.submit`."""
+        self._check_open()
+        future = self._side.future()
+        self._run_beside(self._side, future, task, args, kwargs)
+        self._remember(future, (task, args, kwargs))
+        return future
 
 
 class InlineLane(Lane):
@@ -151,3 +233,189 @@ class InlineLane(Lane):
             future.set_exception(exc)
         self._remember(future)
         return future
+
+
+# Streams and events -------------------------------------------------------------------------------------
+
+
+class SideStream:
+    """A CUDA stream beside the caller's, and the events between the two. Only `finish` holds up the host.
+
+    Args:
+        device: The index of the device; it becomes the current one of the calling thread.
+    """
+
+    def __init__(self, device: int) -> None:
+        use_device(device)
+        self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
+        # Else its small kernels would queue up behind the large ones of the backward pass.
+        self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
+        self._callers: dict[int, Any] = {}
+        """Streams on which something was submitted since the last join, by address."""
+        self.end: Any = None
+        """An event behind the latest task."""
+
+    def future(self) -> SideFuture:
+        """The future of a task that comes after everything on the current stream."""
+        caller = self._cuda.get_current_stream()
+        self._callers[caller.ptr] = caller
+        return SideFuture(self.mark())
+
+    def after(self, event: Any) -> UseStream:
+        """In the body of `with`, this stream is current; what it does there comes after `event`."""
+        self._stream.wait_event(event)
+        return UseStream(self._stream)
+
+    def mark(self) -> Any:
+        """An event behind everything on the current stream."""
+        event = self._cuda.Event(disable_timing=True)
+        event.record()
+        return event
+
+    def join(self) -> None:
+        """The current stream waits for all tasks that were run, and so do those on which they were submitted.
+
+        An array may be freed then: its memory is used again in the order of the stream that it was made on.
+        """
+        current = self._cuda.get_current_stream()
+        if self.end is not None:
+            for stream in ({current.ptr: current} | self._callers).values():
+                stream.wait_event(self.end)
+        self._callers.clear()
+
+    def finish(self, limit_s: float) -> None:
+        """Wait for the device.
+
+        Raises:
+            CommTimeout: It takes longer than this: a peer is missing.
+        """
+        give_up = time.monotonic() + limit_s
+        while self.end is not None and not self.end.done:
+            if time.monotonic() > give_up:
+                raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
+            time.sleep(1e-4)
+
+
+class SideFuture(Future[Any]):
+    """The future of a task on a side stream."""
+
+    def __init__(self, submitted: Any) -> None:
+        super().__init__()
+        self.submitted = submitted
+        """The event that the task waits for."""
+        self.end: Any = None
+        """The event behind it."""
+
+    def done(self) -> bool:
+        """Whether the task was run, and the device is done with it."""
+        return super().done() and (self.end is None or self.end.done)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the task returned, once it was run; the current stream waits for what it enqueued."""
+        result = super().result(timeout)
+        _cuda().get_current_stream().wait_event(self.end)
+        return result
+
+
+class DeviceClock:
+    """Tells when something happened on a device, on the host's axis of time; see `trace.Clock`.
+
+    It looks at both clocks together each time that it is asked: over hours they drift apart by milliseconds, and
+    CUDA tells time in 32-bit floats.
+    """
+
+    def __init__(self, device: int) -> None:
+        use_device(device)
+        self._device, self._cuda = device, _cuda()
+        self._stream = self._cuda.Stream(non_blocking=True)
+
+    def mark(self) -> Any:
+        """An event on the current stream that remembers its time."""
+        event = self._cuda.Event()
+        event.record()
+        return event
+
+    def times(self, events: Sequence[Any]) -> list[int | None]:
+        """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
+        happened = [event.done for event in events]
+        use_device(self._device)
+        now, before_ns = self._cuda.Event(), time.perf_counter_ns()
+        now.record(self._stream)
+        now.synchronize()
+        now_ns = (before_ns + time.perf_counter_ns()) // 2
+        return [
+            now_ns - round(1e6 * self._cuda.get_elapsed_time(event, now)) if known else None
+            for event, known in zip(events, happened, strict=True)
+        ]
+
+
+class DeviceSpan:
+    """A span on a row of the timeline: what the current stream does from here to `end`. A `Recorder` keeps it."""
+
+    def __init__(self, tracer: Tracer, clock: DeviceClock, name: str, row: str) -> None:
+        self._recorder = tracer if isinstance(tracer, Recorder) else None
+        self._clock, self._name, self._row = clock, name, row
+        self._start = clock.mark() if self._recorder is not None else None
+
+    def end(self, **args: Any) -> Any:
+        """Keep the span; returns the event of its end, None if there is no recorder."""
+        if self._recorder is None:
+            return None
+        end = self._clock.mark()
+        self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
+        return end
+
+
+class UseStream:
+    """In the body of `with`, `stream` is CuPy's current one.
+
+    Not CuPy's own `with stream:`, which goes back to the stream of the `with` around it, and so forgets one that
+    `Stream.use` has made current.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = _cuda().get_current_stream()
+        self._stream.use()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._before.use()
+
+
+def use_address(address: int) -> AbstractContextManager[None]:
+    """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
+    if address == current_address():
+        return nullcontext()
+    return UseStream(_cuda().Stream.from_external(_Address(address)))
+
+
+def current_address() -> int:
+    """The address of CuPy's current stream."""
+    return int(_cuda().get_current_stream().ptr)
+
+
+@dataclass(frozen=True)
+class _Address:
+    """A stream as CuPy takes it from other libraries."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def _cuda() -> Any:
+    return importlib.import_module("cupy").cuda
+
+
+def _device_of(comm: Any) -> int | None:
+    """The device that `comm` works on; None if no array can have come from there."""
+    device: int | None = getattr(comm, "device", None)
+    return device if "cupy" in sys.modules else None

@@ -1,4 +1,4 @@
-"""Arrays over torch.distributed: gloo for host arrays, NCCL for device arrays; `connect()` under torchrun.
+"""Host arrays over torch.distributed, through gloo; `connect()` under torchrun.
 
 A transport takes ranks and store from a process group, and opens connections of its own: neither its
 messages nor its failures reach what else the group is used for, and groups split off have the order asked
@@ -87,7 +87,6 @@ class Meeting:
     key: str
     rank: int
     size: int
-    nccl: bool
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Meeting:
@@ -103,8 +102,7 @@ class Meeting:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         key = "bagua/" + hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.distributed_c10d._get_default_store()
-        nccl = "cuda:nccl" in dist.get_backend_config(group)
-        return cls(store, f"{key}/{_count(store, key, rank)}", rank, len(ranks), nccl)
+        return cls(store, f"{key}/{_count(store, key, rank)}", rank, len(ranks))
 
     def open(self, name: str) -> Any:
         """What is stored here under `name`, through a connection of its own.
@@ -133,9 +131,10 @@ class _Frame:
 
 
 class ProcessGroupTransport(Transport):
-    """One rank of a torch.distributed process group. CUDA arrays are carried if the group has NCCL for them.
+    """One rank of a torch.distributed process group.
 
-    Collective. The group is left as it is by whatever happens here, errors included.
+    Collective. The group is left as it is by whatever happens here, errors included. What carries CUDA arrays is
+    set up beside this by `bagua_comm.connect(transport=...)`.
 
     A short message is on its way when `exchange` returns; `close` waits for it, the end of the process does not.
     A long one is received by then. After an error the transport cannot be used. A timeout closes its connections,
@@ -166,7 +165,6 @@ class ProcessGroupTransport(Transport):
         self.rank, self.size, self.timeout_s = self._meeting.rank, self._meeting.size, timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._gloo: Any = None
-        self._nccl: _Nccl | None = None
         self._broken: str | None = None
         self._leaving = False
         self._splits = 0
@@ -183,24 +181,19 @@ class ProcessGroupTransport(Transport):
         where = self._meeting
         try:
             self._gloo = dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
-            if where.nccl:
-                self._nccl = _Nccl(where, self._timeout)
         except RuntimeError as exc:
             raise self._translate(exc, None) from exc
 
     def moves(self, x: Array) -> bool:
-        """Host arrays, and CUDA arrays where the group has NCCL for them."""
-        return isinstance(x, np.ndarray) or self._meeting.nccl
+        """Host arrays."""
+        return isinstance(x, np.ndarray)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once; see `Transport.exchange`."""
         if self._broken is not None:
             self._check_usable()
         try:
-            if self._nccl is None or all(isinstance(x, np.ndarray) for _, x in (*sends, *recvs)):
-                self._exchange(sends, recvs, tag)
-            else:
-                self._exchange_on_device(self._nccl, sends, recvs, tag)
+            self._exchange(sends, recvs, tag)
         except CommError:
             raise
         except BaseException as exc:
@@ -328,12 +321,9 @@ class ProcessGroupTransport(Transport):
     # Collectives that are better than those derived from `exchange` ---------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """In one round if small; gloo's or NCCL's own for large sums; see `Transport`."""
+        """In one round if small; gloo's own for large sums; see `Transport`."""
         if self.size == 1:
             super().allreduce(x, out, op)
-            return
-        if not isinstance(x, np.ndarray):
-            self._allreduce_on_device(x, out, op)
             return
         self._about = x.nbytes
         try:
@@ -369,47 +359,6 @@ class ProcessGroupTransport(Transport):
             host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
-    # Device arrays: everything but sizes goes through NCCL ------------------------------------------
-
-    def _exchange_on_device(
-        self, nccl: _Nccl, sends: Sequence[Message], recvs: Sequence[Message], tag: int
-    ) -> None:
-        # NCCL hangs where sizes differ: compare them on the host first.
-        heard = [(peer, np.array(0)) for peer, _ in recvs]
-        self._exchange([(peer, np.array(x.nbytes)) for peer, x in sends], heard, tag)
-        for (peer, out), (_, nbytes) in zip(recvs, heard, strict=True):
-            self._check_size(peer, out.nbytes, int(nbytes))
-        for peer, x in sends:
-            if peer == self.rank:
-                self._own.setdefault(tag + 2, deque()).append(x.copy())
-            self.sent_bytes += x.nbytes if peer != self.rank else 0
-        for peer, out in recvs:
-            if peer == self.rank:
-                self._receive_own(out, tag + 2)
-        outgoing = [(peer, x) for peer, x in sends if peer != self.rank]
-        incoming = [(peer, x) for peer, x in recvs if peer != self.rank]
-        self._start(None, nccl.exchange, outgoing, incoming, tag)
-
-    def _allreduce_on_device(self, x: Array, out: Array, op: str) -> None:
-        if self._nccl is None or not _reduced_by_nccl(x, op):
-            super().allreduce(x, out, op)
-            return
-        sizes = np.empty(self.size, np.int64)
-        self.allgather(np.array(x.nbytes), sizes)
-        for peer, nbytes in enumerate(sizes.tolist()):
-            self._check_size(peer, x.nbytes, nbytes)
-        if x is not out:
-            out[...] = x
-        self._start(None, self._nccl.allreduce, out, op)
-        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-
-    def _check_size(self, peer: int, expected: int, nbytes: int) -> None:
-        if nbytes != expected:
-            self._break("a call failed earlier (CommMismatch)")
-            raise CommMismatch(
-                f"rank {self.rank} expected {expected} bytes from rank {peer}, which sent {nbytes}"
-            )
-
     # Groups, failure and end ------------------------------------------------------------------------
 
     def split(self, color: int, key: int) -> Transport:
@@ -439,14 +388,12 @@ class ProcessGroupTransport(Transport):
         self._break("aborted")
         for child in list(self._children):
             child.abort(exit_code)
-        gloo, nccl = self._gloo, self._nccl
+        gloo = self._gloo
         for peer in self._others() if gloo is not None else ():
             with contextlib.suppress(RuntimeError):  # this one's is closed already
                 # The one way to have gloo close connections, all at once: wait in vain.
                 tensor = torch.empty(1, dtype=torch.uint8)
                 gloo.recv([tensor], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        if nccl is not None:
-            nccl.abort()
 
     def close(self) -> None:
         """Close the connections, once short messages are received and the other ranks close as well.
@@ -464,9 +411,7 @@ class ProcessGroupTransport(Transport):
             self._break("closed")
             self._posted.clear()
             self._sent.clear()
-            if self._nccl is not None:
-                self._nccl.close()
-            self._gloo = self._nccl = None
+            self._gloo = None
 
     def _take_leave(self) -> None:
         """Exchange a last frame with each rank.
@@ -518,79 +463,6 @@ class ProcessGroupTransport(Transport):
         self._broken = self._broken or reason
 
 
-class _Nccl:
-    """Device arrays among the ranks, in the order of CuPy's current stream; a communicator for each tag."""
-
-    def __init__(self, where: Meeting, timeout: timedelta) -> None:
-        self._size = where.size
-        device = torch.device("cuda", torch.cuda.current_device())
-        self._groups: list[Any] = []
-        for tag in (POINT_TO_POINT, COLLECTIVE):
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            group = dist.ProcessGroupNCCL(where.open(f"nccl-{tag}"), where.rank, where.size, options)
-            group.eager_connect_single_device(device)  # all ranks must, and not all take part in each exchange
-            self._groups.append(group)
-
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
-        """All messages between ranks, in rounds of one to and one from each peer."""
-        while sends or recvs:
-            outgoing, sends = _first_of_each(sends)
-            incoming, recvs = _first_of_each(recvs)
-            like = next(iter((outgoing or incoming).values()))
-            nothing = as_tensor(_bytes(like)[:0])
-            # NCCL's all-to-all leaves out what is empty: it is any set of sends and receives.
-            targets, sources = (
-                [as_tensor(_bytes(table[peer])) if peer in table else nothing for peer in range(self._size)]
-                for table in (incoming, outgoing)
-            )
-            with _stream_of(like):
-                self._groups[tag].alltoall(targets, sources).wait()
-
-    def allreduce(self, out: Array, op: str) -> None:
-        """In place."""
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = getattr(dist.ReduceOp, _NCCL_OPS[op])
-        with _stream_of(out):
-            self._groups[COLLECTIVE].allreduce([as_tensor(out.reshape(-1))], options).wait()
-
-    def abort(self) -> None:
-        for group in self._groups:
-            group.abort()
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.shutdown()
-
-
-def _first_of_each(messages: Sequence[Message]) -> tuple[dict[int, Array], list[Message]]:
-    """The first message of each peer, and what is left."""
-    first: dict[int, Array] = {}
-    rest = []
-    for peer, x in messages:
-        if peer in first:
-            rest.append((peer, x))
-        else:
-            first[peer] = x
-    return first, rest
-
-
-def _stream_of(x: Array) -> Any:
-    """CuPy's current stream as PyTorch's."""
-    current: Any = torch.cuda.ExternalStream  # torch leaves it untyped
-    return torch.cuda.stream(current(arrays.namespace(x).cuda.get_current_stream().ptr))
-
-
-_NCCL_OPS = {"sum": "SUM", "avg": "AVG", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
-
-
-def _reduced_by_nccl(x: Array, op: str) -> bool:
-    """Whether NCCL reduces such an array as we do: not in half precision, and its min and max hide NaN."""
-    if x.dtype.kind in "iu":
-        return x.dtype.name in ("int8", "uint8", "int32", "int64") and op in ("sum", "prod", "min", "max")
-    return x.dtype.name in ("float32", "float64") and op in ("sum", "avg", "prod")
-
-
 def _bytes(x: Array) -> Array:
     return x.reshape(-1).view(np.uint8)
 
@@ -626,10 +498,12 @@ def connect(
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
+    gpu: bootstrap.GPU = "auto",
 ) -> Communicator:
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
 
-    Collective. The result is also the default communicator, until it is closed.
+    Collective. The result is also the default communicator, until it is closed. Its device, if it has one,
+    becomes PyTorch's current one, so that `module.cuda()` is the module to train.
 
     The ranks are those of torch.distributed's default process group if there is one. Under torchrun, or
     where RANK and WORLD_SIZE say so, the group is made (gloo for host tensors, NCCL for CUDA tensors), and
@@ -641,9 +515,11 @@ def connect(
             calls where they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
+        gpu: What carries CUDA tensors; see `bagua_comm.connect`.
 
     Raises:
-        BootstrapError: A launcher started this process, but no world can be made of it.
+        BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
+            cannot be.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -655,7 +531,12 @@ def connect(
         transport = ProcessGroupTransport(timeout_s=timeout_s)
     elif bootstrap.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
-    return bagua_comm.connect(timeout_s=timeout_s, check=check, trace=trace, node=node, transport=transport)
+    comm = bagua_comm.connect(
+        timeout_s=timeout_s, check=check, trace=trace, node=node, transport=transport, gpu=gpu
+    )
+    if comm.device is not None and torch.cuda.is_available():
+        torch.cuda.set_device(comm.device)
+    return comm
 
 
 class _TorchrunWorld(ProcessGroupTransport):

@@ -5,7 +5,7 @@ import sys
 import textwrap
 
 
-def run_python(ranks, *arguments, script=None, mpirun=(), timeout_s=100):
+def run_python(ranks, *arguments, script=None, mpirun=(), timeout_s=100, env=None):
     """`python -m bagua_comm run` on these arguments, or on the text of a script; returns what it did."""
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks)]
     command += [f"--mpirun={argument}" for argument in mpirun]
@@ -14,5 +14,10 @@ def run_python(ranks, *arguments, script=None, mpirun=(), timeout_s=100):
         path.write_text(textwrap.dedent(text))
         arguments = (str(path), *arguments)
     return subprocess.run(
-        [*command, *map(str, arguments)], capture_output=True, text=True, errors="replace", timeout=timeout_s
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env=env,
     )

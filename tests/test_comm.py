@@ -320,3 +320,20 @@ def test_a_trace_can_hold_any_argument_and_every_rank_hears_of_a_bad_path(tmp_pa
 
     run_ranks(2, body)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_close_closes_the_last_transport_first_and_all_though_one_fails():
+    closed = []
+
+    class Closing(LocalTransport):
+        def close(self):
+            closed.append(self)
+            if len(closed) == 1:
+                raise CommError("told late")
+
+    transports = [Closing(), Closing()]
+    comm = Communicator(transports)
+    with pytest.raises(CommError, match="told late"):
+        comm.close()
+    comm.close()
+    assert closed == transports[::-1]

@@ -1,6 +1,7 @@
 """Lanes: work in order, beside the caller; failures and the end."""
 
 import threading
+from concurrent.futures import CancelledError
 
 import pytest
 
@@ -244,3 +245,16 @@ def test_results_that_nobody_waits_for_are_not_kept(lane_type):
         for i in range(100):
             assert lane.submit(lambda i=i: i).result(timeout=10) == i
         assert len(lane._pending) == 1
+
+
+def test_a_task_that_was_cancelled_is_told_once_and_the_lane_goes_on():
+    go_on, ran = threading.Event(), []
+    with ThreadLane(FakeComm()) as lane:
+        lane.submit(go_on.wait, PATIENCE_S)
+        assert lane.submit(ran.append, "cancelled").cancel()
+        lane.submit(ran.append, "behind")
+        go_on.set()
+        with pytest.raises(CancelledError):
+            lane.wait()
+        lane.wait()
+    assert ran == ["behind"]

@@ -4,6 +4,9 @@ A transport must have `exchange`, `moves` and `split`; whatever else the library
 overrides. Arrays that arrive here are checked and C-contiguous. Unless a method says otherwise, `out`
 and `x` do not overlap. A transport is used by one thread at a time.
 
+A call on host arrays returns when the result is there. Device arrays are read and written in the order of CuPy's
+current stream, and the result is there for what is enqueued on it after the call.
+
 The derived collectives move each byte as few times as possible, by direct exchange between all pairs
 of ranks, and reduce in rank order, in float32 where the dtype is narrower: each chunk has one owner,
 who sends the same bytes to everybody, so that all ranks hold bit-identical results.
@@ -41,6 +44,8 @@ class Transport(ABC):
     bandwidth-optimal one sends."""
     concurrent: bool = True
     """Whether another transport over the same ranks may be used by another thread meanwhile."""
+    enqueues: bool = False
+    """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -51,7 +56,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """Send and receive all messages at once; returns when all `recvs` are filled.
+        """Send and receive all messages at once; host arrays in `recvs` are filled when it returns.
 
         Between two ranks, messages of one tag match in order. Messages to oneself match as well.
 
@@ -195,10 +200,13 @@ class Transport(ABC):
 
     # Failure and end --------------------------------------------------------------------------------
 
-    def shrink(self) -> Transport:
+    def shrink(self, host: Transport | None = None) -> Transport:
         """A transport over the ranks that are still alive.
 
         Collective among the survivors.
+
+        Args:
+            host: One over the survivors, for a transport that has to be set up anew over it.
 
         Raises:
             UnsupportedError: The library below cannot go on after a rank has died.

@@ -2,6 +2,9 @@
 
 For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait
 has a timeout, and an error in one rank wakes all the others.
+
+Device arrays are copied in the order of streams: a rank waits until its peer has enqueued the copy, and not for
+the device.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, after, mark
 from ..errors import CommAborted, CommMismatch, CommTimeout
 from .base import POINT_TO_POINT, Message, Transport
 
@@ -24,7 +28,8 @@ class Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int, int], deque[Array]] = {}  # (source, dest, tag)
+        self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any]]] = {}
+        """By (source, dest, tag): copies, and for device arrays the event behind the copying."""
         self.children: dict[tuple[int, int], Hub] = {}  # (how many splits came before, color)
         self.aborted: str | None = None
 
@@ -49,18 +54,23 @@ class LocalTransport(Transport):
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
         self._broken: str | None = None
+        self._read: deque[tuple[Array, Any]] = deque()
+        """Device copies that this rank's stream may still be reading, and the event behind that."""
 
     def moves(self, x: Array) -> bool:
-        """Host arrays."""
-        return isinstance(x, np.ndarray)
+        """Host and device arrays."""
+        return True
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
         hub = self._hub
+        while self._read and self._read[0][1].done:
+            self._read.popleft()
+        copies = [x.copy() for _, x in sends]
         with hub.changed:
             self._check_alive()
-            for peer, x in sends:
-                hub.mail.setdefault((self.rank, peer, tag), deque()).append(x.copy())
+            for (peer, x), copy in zip(sends, copies, strict=True):
+                hub.mail.setdefault((self.rank, peer, tag), deque()).append((copy, mark(copy)))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             hub.changed.notify_all()
         deadline = time.monotonic() + self.timeout_s
@@ -87,12 +97,16 @@ class LocalTransport(Transport):
                         f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes from rank {peer}"
                     )
                 hub.changed.wait(remaining)
-            message = box.popleft()
+            message, copied = box.popleft()
         if message.nbytes != out.nbytes:
             raise CommMismatch(
                 f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}"
             )
+        after(copied)
         out.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)
+        if copied is not None:
+            # Freed now, its memory would be used again in the order of the sender's stream, which may be ahead.
+            self._read.append((message, mark(message)))
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""

@@ -204,7 +204,7 @@ class MPITransport(Transport):
         """See `Transport.dup`."""
         return self._made(self._comm.Dup)
 
-    def shrink(self) -> Transport:
+    def shrink(self, host: Transport | None = None) -> Transport:
         """A transport over the survivors, with ULFM (`mpirun --with-ft ulfm`)."""
         if self._broken is None:
             self._break("shrunk")

@@ -1,6 +1,5 @@
 """torch.distributed as transport: on threads where that will do, and under torchrun, as users start it."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,12 +41,12 @@ def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def run_threads(size, body, *, timeout_s=30.0, nccl=False):
+def run_threads(size, body, *, timeout_s=30.0):
     """What `body(transport)` returns on each rank. Ranks are threads, and meet in a store of their own."""
     store = dist.HashStore()
 
     def run(rank):
-        meeting = Meeting(store, "test", rank, size, nccl)
+        meeting = Meeting(store, "test", rank, size)
         transport = ProcessGroupTransport(timeout_s=timeout_s, meeting=meeting)
         result = body(transport)
         transport.close()
@@ -194,94 +192,27 @@ def test_short_messages_leave_before_they_are_received_and_survive_close():
 
 
 # ---------------------------------------------------------------------------------------------------
-# Device arrays, as far as that can be tried without a device
+# Device arrays
 # ---------------------------------------------------------------------------------------------------
 
 
-class DeviceArray:
-    """A NumPy array that does not say so."""
+@pytest.mark.parametrize(("gpu", "name"), [("auto", "nccl"), ("staged", "staged")])
+def test_device_arrays_are_carried_beside_it(device, gpu, name):
+    import cupy
 
-    def __init__(self, host):
-        self.host = host
+    device.count = 2
 
-    def __getattr__(self, name):
-        return getattr(self.host, name)
-
-    def __getitem__(self, key):
-        return DeviceArray(self.host[key])
-
-    def __setitem__(self, key, value):
-        self.host[key] = value.host
-
-    def reshape(self, *shape):
-        return DeviceArray(self.host.reshape(*shape))
-
-    def view(self, dtype):
-        return DeviceArray(self.host.view(dtype))
-
-    def copy(self):
-        return DeviceArray(self.host.copy())
-
-
-class FakeNccl:
-    """What is used of ProcessGroupNCCL, by way of gloo."""
-
-    class Options:
-        pass
-
-    def __init__(self, store, rank, size, options):
-        self.gloo = dist.ProcessGroupGloo(store, rank, size, options._timeout)
-
-    def eager_connect_single_device(self, device):
-        assert device == torch.device("cuda", 0)
-
-    def alltoall(self, targets, sources):
-        works = [self.gloo.recv([t], peer, 0) for peer, t in enumerate(targets) if t.numel()]
-        works += [self.gloo.send([t], peer, 0) for peer, t in enumerate(sources) if t.numel()]
-        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
-
-    def allreduce(self, tensors, options):
-        return self.gloo.allreduce(tensors, options)
-
-    def shutdown(self):
-        pass
-
-
-@pytest.fixture
-def device(monkeypatch):
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("bagua_torch.process_group._stream_of", lambda x: contextlib.nullcontext())
-    return DeviceArray
-
-
-def test_device_arrays_are_carried_by_nccl(device):
     def body(transport):
-        me, p = transport.rank, transport.size
-        right, left = (me + 1) % p, (me - 1) % p
-        first, second, own = (device(np.zeros(n)) for n in (1, 2000, 3))
-        sends = [(right, device(np.full(n, me + 1.0))) for n in (1, 2000)]
-        transport.exchange([*sends, (me, device(np.ones(3)))], [(left, first), (left, second), (me, own)])
-        assert (first.host == left + 1).all()
-        assert (second.host == left + 1).all()
-        assert (own.host == 1).all()
+        with bagua_comm.connect(transport=transport, gpu=gpu) as comm:
+            assert [each.name for each in comm.transports] == ["torch", name]
+            return comm.allreduce(cupy.asarray(np.full(3, comm.rank + 1.0))).get().tolist()
 
-        total = device(np.zeros(10, np.float32))
-        transport.allreduce(device(np.full(10, me, np.float32)), total, "sum")
-        assert (total.host == sum(range(p))).all()
-
-        word = device(np.full(500, me))
-        transport.broadcast(word, 1)
-        assert (word.host == 1).all()
-        return error_of(transport.exchange, [(right, device(np.ones(2)))], [(left, device(np.ones(1)))])
-
-    assert run_threads(3, body, nccl=True) == [CommMismatch] * 3
+    assert run_threads(2, body) == [[3.0] * 3] * 2
 
 
-def test_device_arrays_are_carried_only_where_the_group_has_nccl(device):
-    x = device(np.zeros(1))
-    for nccl in (False, True):
-        assert run_threads(1, lambda transport: transport.moves(x), nccl=nccl) == [nccl]
+def test_connect_is_told_what_should_carry_them():
+    with pytest.raises(BootstrapError, match="gpu is 'cuda', expected one of auto, nccl"):
+        bagua_torch.connect(gpu="cuda")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -495,7 +426,7 @@ def test_abort_wakes_a_thread_of_this_rank():
 
 
 def test_nobody_else_to_meet_is_a_timeout():
-    meeting = Meeting(dist.HashStore(), "test", 0, 2, nccl=False)
+    meeting = Meeting(dist.HashStore(), "test", 0, 2)
     with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.5 s for its peers"):
         ProcessGroupTransport(timeout_s=0.5, meeting=meeting)
 

@@ -1,12 +1,13 @@
-"""Threads as ranks: timeouts, errors that wake everybody, messages that don't fit."""
+"""Threads as ranks: timeouts, errors that wake everybody, messages that don't fit, device arrays."""
 
 import time
 
 import numpy as np
 import pytest
+from device_ranks import run_on_devices
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout
-from bagua_comm.testing import run_ranks
+from bagua_comm.testing import check_transport, run_ranks
 from bagua_comm.transports import LocalTransport
 
 
@@ -82,3 +83,57 @@ def test_alone_it_needs_no_hub():
 def test_ranks_agree_only_if_all_do(dissenter):
     results = run_ranks(3, lambda comm: comm.transports[0].agree(comm.rank != dissenter))
     assert results == [dissenter is None] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [("lazy", 1), ("main-first", 2), ("side-first", 3), ("lazy", 4)],
+    indirect=["device"],
+)
+def test_conformance_on_device_arrays(device, ranks):
+    import cupy
+
+    run_on_devices(device, ranks, "local", lambda comm: check_transport(comm, asarray=cupy.asarray))
+
+
+def test_the_host_waits_for_peers_but_not_for_the_device(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.full((2, 100), comm.rank + 1.0))
+        with device.forbid_host_sync(this_thread=True):
+            for _ in range(3):
+                comm.allreduce(x, out=x, op="avg")
+                comm.alltoall(x, out=x)
+        return x.get()[0, 0]
+
+    assert run_on_devices(device, 2, "local", body) == [1.5, 1.5]
+
+
+def test_copies_under_way_are_not_overwritten_by_what_the_sender_does_next(device):
+    import cupy
+
+    def body(comm):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            x, out = cupy.asarray(np.full(100, comm.rank + 1.0)), cupy.empty(100)
+            comm.sendrecv(x, out, dest=1 - comm.rank, source=1 - comm.rank)
+            comm.barrier()
+            x[...] = cupy.asarray(np.zeros(100))  # in memory that copies may have left
+            cupy.asarray(np.zeros(100))
+            comm.barrier()
+            return out.get().tolist()
+
+    assert run_on_devices(device, 2, "local", body) == [[2.0] * 100, [1.0] * 100]
+
+
+def test_copies_that_were_read_are_let_go(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.ones(100))
+        for _ in range(5):
+            comm.allgather(x).get()
+        return len(comm.transports[0].inner._read)
+
+    assert max(run_on_devices(device, 3, "local", body)) <= 2

@@ -1,0 +1,342 @@
+"""Device arrays over NCCL, through CuPy: one GPU a rank, in the order of CuPy's current stream.
+
+A call returns once its work is enqueued. The host waits only where NCCL itself does: when ranks use a connection
+for the first time, and when communicators are made.
+
+NCCL's own reductions serve where they give what the contract says, the same bytes on all ranks in an order of its
+choice. float16 and bfloat16 it reduces hop by hop, in its own way, where the derived collectives add in float32
+and round once; for "avg" it scales each contribution before it adds. Derived from `exchange` are min and max of
+floats, since NCCL's hide NaN, averages of integers, bitwise operations, and dtypes that NCCL lacks.
+
+NCCL compares nothing: ranks whose calls or sizes don't fit together wait for each other, or get wrong bytes
+(`connect(check=True)` finds such calls). A send waits, on the stream, for its receive; they match in the order of
+all calls between the two ranks, collectives included. A message to oneself needs both ends in one `exchange`.
+
+A watchdog looks after what is in flight. A call that is not done `timeout_s` after it was made, whatever its
+stream does before it, or an error that NCCL reports, ends NCCL's communicator: streams go on, what was in flight
+is lost, and all later calls raise, or `close`. A replayed CUDA graph is not watched. While one is captured, the
+watchdog may query events: capture in relaxed mode, CuPy's default, or in thread-local mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import nccl
+
+from ..arrays import FLOATS, Array, address, dtype_name, same_memory
+from ..errors import CommError, CommTimeout, RankFailed, UnsupportedError
+from .base import POINT_TO_POINT, Message, Transport
+from .watchdog import Watch, Watchdog
+
+if not nccl.available:
+    raise ImportError("CuPy cannot load NCCL; pip install 'bagua-comm[cuda13]' or 'bagua-comm[cuda12]' brings it")
+
+UNIQUE_ID_BYTES = 128
+
+_BYTE = nccl.NCCL_UINT8
+_DTYPES = {
+    "int8": nccl.NCCL_INT8,
+    "uint8": nccl.NCCL_UINT8,
+    "int32": nccl.NCCL_INT32,
+    "uint32": nccl.NCCL_UINT32,
+    "int64": nccl.NCCL_INT64,
+    "uint64": nccl.NCCL_UINT64,
+    "float16": nccl.NCCL_FLOAT16,
+    "bfloat16": nccl.NCCL_BFLOAT16,
+    "float32": nccl.NCCL_FLOAT32,
+    "float64": nccl.NCCL_FLOAT64,
+}
+_FLOAT_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "avg": nccl.NCCL_AVG}
+_INTEGER_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
+
+_REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
+_LIBRARY_ERRORS = (nccl.NcclError, KeyError)
+"""CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises KeyError, with the number."""
+
+
+class NcclTransport(Transport):
+    """One rank of an NCCL communicator, made by `connect`, on the device that is current then."""
+
+    name = "nccl"
+    enqueues = True
+
+    def __init__(self, comm: Any, rank: int, size: int, *, watchdog: Watchdog) -> None:
+        super().__init__()
+        self.rank, self.size, self.timeout_s = rank, size, watchdog.timeout_s
+        self._comm, self._watchdog = comm, watchdog
+        self._watch = Watch(_who(self), watchdog, check=self._check, destroy=comm.destroy, abort=comm.abort)
+
+    @classmethod
+    def connect(cls, host: Transport, *, timeout_s: float | None = None) -> NcclTransport:
+        """An NCCL communicator over the ranks of `host`, on the device that is current on each.
+
+        Collective. Each rank needs a device of its own. If it fails on one rank, it fails on all.
+
+        Args:
+            host: Carries NCCL's address to all ranks; not used afterwards.
+            timeout_s: How long a call may take; that of `host` if None.
+
+        Raises:
+            CommError: NCCL cannot be set up, here or on another rank.
+        """
+        watchdog = Watchdog(cupy.cuda.Device().id, timeout_s or host.timeout_s)
+        mine = _together(host, nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES))
+        unique_id = np.frombuffer(mine, np.uint8).copy()
+        host.broadcast(unique_id, 0)
+
+        def make() -> Any:
+            return nccl.NcclCommunicator(host.size, unique_id.tobytes(), host.rank)
+
+        # Half of the time: ranks that wait here for one that failed must still meet it in `_together`.
+        comm = _together(
+            host,
+            lambda: watchdog.limited(make, host.timeout_s / 2, f"{_who(host)}: NCCL"),
+            undo=lambda comm: watchdog.start(comm.abort),
+        )
+        return cls(comm, host.rank, host.size, watchdog=watchdog)
+
+    def moves(self, x: Array) -> bool:
+        """Device arrays."""
+        return not isinstance(x, np.ndarray)
+
+    # Messages ---------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
+        """One group of sends and receives; see `Transport.exchange`, and above for what NCCL does not check."""
+        self._group(
+            "exchange",
+            [(peer, address(x), x.nbytes) for peer, x in sends if x.nbytes],
+            [(peer, address(x), x.nbytes) for peer, x in recvs if x.nbytes],
+        )
+
+    def alltoall(self, x: Array, out: Array) -> None:
+        """One group of sends and receives, to oneself as well; see `Transport`."""
+        if same_memory(x, out):
+            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
+            copy[...] = x
+            x = copy
+        nbytes, source, target = x.nbytes // self.size, address(x), address(out)
+        peers = range(self.size) if nbytes else ()
+        self._group(
+            "alltoall",
+            [(peer, source + peer * nbytes, nbytes) for peer in peers],
+            [(peer, target + peer * nbytes, nbytes) for peer in peers],
+        )
+
+    def _group(self, name: str, sends: list[tuple[int, int, int]], recvs: list[tuple[int, int, int]]) -> None:
+        """Enqueue messages at once: lists of (peer, address, bytes)."""
+
+        def start(stream: int) -> None:
+            nccl.groupStart()
+            try:
+                for peer, pointer, nbytes in sends:
+                    self._comm.send(pointer, nbytes, _BYTE, peer, stream)
+                for peer, pointer, nbytes in recvs:
+                    self._comm.recv(pointer, nbytes, _BYTE, peer, stream)
+            finally:
+                nccl.groupEnd()
+
+        self._enqueue(name, sum(nbytes for *_, nbytes in sends + recvs), start)
+        self.sent_bytes += sum(nbytes for peer, _, nbytes in sends if peer != self.rank)
+
+    # NCCL's own collectives -------------------------------------------------------------------------
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """NCCL's own where it reduces as the contract says; see `Transport`."""
+        kind = _native(x, op)
+        if kind is None:
+            super().allreduce(x, out, op)
+            return
+        self._enqueue(
+            "allreduce",
+            x.nbytes,
+            lambda stream: self._comm.allReduce(address(x), address(out), x.size, *kind, stream),
+        )
+        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+
+    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        """NCCL's own where it reduces as the contract says; see `Transport`."""
+        kind = _native(x, op)
+        if kind is None:
+            super().reduce(x, out, root, op)
+            return
+        target = 0 if out is None else address(out)
+        self._enqueue(
+            "reduce", x.nbytes, lambda stream: self._comm.reduce(address(x), target, x.size, *kind, root, stream)
+        )
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+
+    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
+        """NCCL's own where it reduces as the contract says; see `Transport`."""
+        kind = _native(x, op)
+        if kind is None:
+            super().reduce_scatter(x, out, op)
+            return
+        self._enqueue(
+            "reduce_scatter",
+            x.nbytes,
+            lambda stream: self._comm.reduceScatter(address(x), address(out), out.size, *kind, stream),
+        )
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+
+    def broadcast(self, x: Array, root: int) -> None:
+        """NCCL's own; see `Transport`."""
+        self._enqueue(
+            "broadcast",
+            x.nbytes,
+            lambda stream: self._comm.broadcast(address(x), address(x), x.nbytes, _BYTE, root, stream),
+        )
+        self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 else 0
+
+    def allgather(self, x: Array, out: Array) -> None:
+        """NCCL's own; see `Transport`."""
+        self._enqueue(
+            "allgather",
+            out.nbytes,
+            lambda stream: self._comm.allGather(address(x), address(out), x.nbytes, _BYTE, stream),
+        )
+        self.sent_bytes += x.nbytes * (self.size - 1)
+
+    def barrier(self) -> None:
+        """Return when every rank's stream has come here. Waits for the device."""
+        self.agree(True)
+
+    def agree(self, flag: bool) -> bool:
+        """Whether every rank gave True. Waits for the device."""
+        flags = cupy.empty(1, np.uint8)
+        flags.set(np.array([flag], np.uint8))
+        self.allreduce(flags, flags, "min")
+        self._watch.drain(math.inf)
+        self._watch.check_usable()
+        return bool(flags.get()[0])
+
+    # Enqueuing, and watching over it ----------------------------------------------------------------
+
+    def _enqueue(self, name: str, nbytes: int, start: Callable[[int], None]) -> None:
+        """Have `start` enqueue NCCL's work on the current stream."""
+        if nbytes == 0:
+            return
+        stream = cupy.cuda.get_current_stream()
+        call = None if stream.is_capturing() else self._watch.begin(name, nbytes)
+        try:
+            with self._watch:
+                start(stream.ptr)
+        except _LIBRARY_ERRORS as exc:
+            self._watch.fail(*_translated(exc, f"{_who(self)}: {name}"))
+            self._watch.check_usable(exc)
+        if call is not None:
+            events = self._watch.spare_events
+            event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
+            event.record(stream)
+            call.event = event
+
+    def _check(self) -> None:
+        """Raise if NCCL has found an error."""
+        try:
+            self._comm.check_async_error()
+        except _LIBRARY_ERRORS as exc:
+            if _code(exc) != _IN_PROGRESS:
+                kind, reason = _translated(exc, _who(self))
+                raise kind(reason) from exc
+
+    # Groups, failure and end ------------------------------------------------------------------------
+
+    def split(self, color: int, key: int) -> Transport:
+        """See `Transport.split`. Waits for the device: nothing may be in flight on what NCCL splits."""
+        self._watch.drain(math.inf)
+        self._watch.check_usable()
+        who = f"{_who(self)}: split: NCCL"
+        try:
+            comm = self._watchdog.limited(lambda: self._comm.commSplit(color, key), self.timeout_s, who)
+        except CommTimeout as exc:
+            self._watch.stuck = True
+            self._watch.fail(CommTimeout, str(exc))
+            raise
+        except _LIBRARY_ERRORS as exc:
+            self._watch.fail(*_translated(exc, who))
+            self._watch.check_usable(exc)
+        return NcclTransport(comm, comm.rank_id(), comm.size(), watchdog=self._watchdog)
+
+    def shrink(self, host: Transport | None = None) -> Transport:
+        """A new communicator over the survivors, who meet over `host`."""
+        if host is None:
+            raise UnsupportedError("nccl: the survivors need a host transport to meet over")
+        self.abort()
+        return NcclTransport.connect(host, timeout_s=self.timeout_s)
+
+    def abort(self, exit_code: int = 1) -> None:
+        """End what is in flight on this rank. Its peers find out by an error or a timeout; no process ends."""
+        self._watch.abort()
+
+    def close(self) -> None:
+        """Free NCCL's communicator, once what is in flight is done.
+
+        Collective.
+
+        Raises:
+            CommError: Something failed, and no call has raised it yet.
+        """
+        self._watch.close(self.timeout_s)
+
+
+def version() -> int:
+    """NCCL's version as a number: 23203 for 2.32.3.
+
+    Raises:
+        CommError: NCCL cannot tell.
+    """
+    try:
+        return int(nccl.get_version())
+    except _LIBRARY_ERRORS as exc:
+        raise CommError(f"NCCL failed: {exc}") from exc
+
+
+def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], object] = lambda made: None) -> Any:
+    """What `make` returns, if it works on all ranks; else it is undone, and an error on all. Collective."""
+    made: Any = None
+    failure = CommError(f"{_who(host)}: NCCL could not be set up on another rank")
+    try:
+        made = make()
+    except CommError as exc:
+        failure = exc
+    except _LIBRARY_ERRORS as exc:
+        kind, reason = _translated(exc, _who(host))
+        failure = kind(reason)
+    if host.agree(made is not None):
+        return made
+    if made is not None:
+        undo(made)
+    raise failure
+
+
+def _who(transport: Transport) -> str:
+    return f"rank {transport.rank} of {transport.size}"
+
+
+def _native(x: Array, op: str) -> tuple[int, int] | None:
+    """NCCL's dtype and operation, where it reduces such an array as we do."""
+    name = dtype_name(x.dtype)
+    ops = _FLOAT_OPS if name in FLOATS else _INTEGER_OPS
+    return (_DTYPES[name], ops[op]) if name in _DTYPES and op in ops else None
+
+
+def _code(exc: BaseException) -> int:
+    """NCCL's number of an error; see `_LIBRARY_ERRORS`."""
+    return int(exc.args[0] if isinstance(exc, KeyError) else exc.status)  # type: ignore[attr-defined]
+
+
+def _translated(exc: BaseException, who: str) -> tuple[type[CommError], str]:
+    """Which of our errors an error of NCCL is, and what it says."""
+    code = _code(exc)
+    if code == _REMOTE_ERROR:
+        return RankFailed, f"{who}: a peer died or cannot be reached ({exc})"
+    if code == _TIMEOUT:
+        return CommTimeout, f"{who}: NCCL gave up waiting for a peer"
+    if code == _IN_PROGRESS:
+        return CommError, f"{who}: NCCL works without blocking, which is not supported: unset NCCL_COMM_BLOCKING"
+    return CommError, f"{who}: NCCL failed: {exc}"

@@ -1,0 +1,196 @@
+"""Device arrays by way of pinned host memory, over any transport that moves host arrays.
+
+For ranks that share a GPU, and wherever NCCL cannot serve. Arrays go in pieces: while one is copied down, the one
+before it is with the host transport, and the one before that is copied up. Copies down have a stream of their
+own; copies up are enqueued on the caller's current stream, so that what the caller enqueues next comes after. The
+host waits for a piece to come down, since the host transport needs its bytes, and for the copies up of the call
+before, whose memory it uses again.
+
+Results are those of the host transport. Where that chooses its algorithm by size, sums of floats may be rounded
+otherwise than if the array went whole, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import cupy
+import cupyx
+import numpy as np
+
+from ..arrays import Array, address
+from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
+
+PIECE_BYTES = 1 << 20
+
+_ALIGNMENT = 256
+
+
+class StagedTransport(Transport):
+    """One rank, on the device that is current when it is made.
+
+    Args:
+        host: Moves the host arrays; owned, so pass a duplicate.
+    """
+
+    name = "staged"
+
+    def __init__(self, host: Transport) -> None:
+        super().__init__()
+        self.rank, self.size, self.timeout_s = host.rank, host.size, host.timeout_s
+        self.concurrent = host.concurrent
+        self._host = host
+        self._down = cupy.cuda.Stream(non_blocking=True)
+        self._pinned: Array = np.empty(0, np.uint8)
+        self._last_up: Any = None
+        """An event behind the latest copies from pinned memory."""
+
+    @property
+    def sent_bytes(self) -> int:  # type: ignore[override]
+        """What the host transport counts."""
+        return self._host.sent_bytes
+
+    def moves(self, x: Array) -> bool:
+        """Device arrays."""
+        return not isinstance(x, np.ndarray)
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
+        """See `Transport.exchange`.
+
+        In a collective both ends of a message come to the same pieces in the same rounds; others go whole.
+        """
+        sources = {_place(x): x for _, x in sends}  # what goes to several ranks is copied down once
+        piece_bytes = PIECE_BYTES if tag == COLLECTIVE else None
+        staged = self._stage([*sources.values(), *(out for _, out in recvs)], piece_bytes)
+        outgoing, incoming = dict(zip(sources, staged, strict=False)), staged[len(sources) :]
+        for k in self._arrivals(outgoing.values(), max((len(s.pieces) for s in staged), default=0)):
+            self._host.exchange(
+                [(peer, piece) for peer, x in sends for piece in outgoing[_place(x)].pieces[k : k + 1]],
+                [(p, piece) for (p, _), s in zip(recvs, incoming, strict=True) for piece in s.pieces[k : k + 1]],
+                tag=tag,
+            )
+            self._copy_up(incoming, k)
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """The host transport's, piece by piece; see `Transport`."""
+        (staged,) = self._stage([x], PIECE_BYTES)
+        for k in self._arrivals([staged], len(staged.pieces)):
+            piece = staged.pieces[k].view(x.dtype)
+            self._host.allreduce(piece, piece, op)
+            self._copy_up([staged._replace(x=out)], k)
+
+    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        """The host transport's, piece by piece; see `Transport`."""
+        (staged,) = self._stage([x], PIECE_BYTES)
+        for k in self._arrivals([staged], len(staged.pieces)):
+            piece = staged.pieces[k].view(x.dtype)
+            self._host.reduce(piece, None if out is None else piece, root, op)
+            if out is not None:
+                self._copy_up([staged._replace(x=out)], k)
+
+    def broadcast(self, x: Array, root: int) -> None:
+        """The host transport's, piece by piece; see `Transport`."""
+        (staged,) = self._stage([x], PIECE_BYTES)
+        down, up = ([staged], []) if self.rank == root else ([], [staged])
+        for k in self._arrivals(down, len(staged.pieces)):
+            self._host.broadcast(staged.pieces[k], root)
+            self._copy_up(up, k)
+
+    def barrier(self) -> None:
+        """The host transport's: streams don't matter."""
+        self._host.barrier()
+
+    def agree(self, flag: bool) -> bool:
+        """The host transport's."""
+        return self._host.agree(flag)
+
+    def split(self, color: int, key: int) -> Transport:
+        """See `Transport.split`."""
+        return StagedTransport(self._host.split(color, key))
+
+    def dup(self) -> Transport:
+        """See `Transport.dup`."""
+        return StagedTransport(self._host.dup())
+
+    def shrink(self, host: Transport | None = None) -> Transport:
+        """Over the survivors of its own host transport."""
+        return StagedTransport(self._host.shrink())
+
+    def abort(self, exit_code: int = 1) -> None:
+        """The host transport's."""
+        self._host.abort(exit_code)
+
+    def close(self) -> None:
+        """Close the host transport. Collective."""
+        if self._last_up is not None:
+            self._last_up.synchronize()
+        self._host.close()
+
+    # Pinned memory, and copies ----------------------------------------------------------------------
+
+    def _stage(self, xs: Sequence[Array], piece_bytes: int | None) -> list[_Staged]:
+        """A place in pinned memory for each array, in pieces of `piece_bytes`; in one if None."""
+        if self._last_up is not None:
+            self._last_up.synchronize()
+        ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in xs], dtype=int).tolist()
+        if ends and ends[-1] > self._pinned.nbytes:
+            self._pinned = cupyx.empty_pinned(ends[-1], np.uint8)
+        staged = []
+        for x, start in zip(xs, [0, *ends], strict=False):
+            step = piece_bytes or x.nbytes or 1
+            place = self._pinned[start : start + x.nbytes]
+            staged.append(_Staged(x, [place[i : i + step] for i in range(0, max(x.nbytes, 1), step)]))
+        return staged
+
+    def _arrivals(self, staged: Iterable[_Staged], rounds: int) -> Iterator[int]:
+        """Start to copy everything down; yields the number of each round when its pieces are there."""
+        self._down.wait_event(_mark(cupy.cuda.get_current_stream()))
+        arrivals = [self._copy_down(staged, k) for k in range(rounds)]
+        try:
+            for k, arrival in enumerate(arrivals):
+                if arrival is not None:
+                    arrival.synchronize()
+                yield k
+        finally:
+            self._last_up = _mark(cupy.cuda.get_current_stream())
+
+    def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
+        """Enqueue the copies of round `k`; returns an event behind them, None if there are none."""
+        runtime, copied = cupy.cuda.runtime, False
+        for pointer, piece in _round(staged, k):
+            kind = runtime.memcpyDeviceToHost
+            runtime.memcpyAsync(address(piece), pointer, piece.nbytes, kind, self._down.ptr)
+            copied = True
+        return _mark(self._down) if copied else None
+
+    def _copy_up(self, staged: Iterable[_Staged], k: int) -> None:
+        runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
+        for pointer, piece in _round(staged, k):
+            kind = runtime.memcpyHostToDevice
+            runtime.memcpyAsync(pointer, address(piece), piece.nbytes, kind, stream)
+
+
+class _Staged(NamedTuple):
+    """A device array, and its pieces in pinned memory, as bytes."""
+
+    x: Array
+    pieces: list[Array]
+
+
+def _round(staged: Iterable[_Staged], k: int) -> Iterator[tuple[int, Array]]:
+    """Piece `k` of each array that has one: its address on the device, and its place in pinned memory."""
+    for x, pieces in staged:
+        if k < len(pieces) and pieces[k].nbytes:
+            yield address(x) + k * pieces[0].nbytes, pieces[k]
+
+
+def _place(x: Array) -> tuple[int, int]:
+    return address(x), x.nbytes
+
+
+def _mark(stream: Any) -> Any:
+    """An event behind everything on a stream."""
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event

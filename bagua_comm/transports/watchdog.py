@@ -1,0 +1,239 @@
+"""Looks after what a library has in flight that tells nobody when a peer is missing, and ends it in time.
+
+Calls that only enqueue work return at once, whatever becomes of it. A `Watch` remembers those of a communicator,
+each with an event behind its work. The thread of a `Watchdog` forgets those that are done, and gives the
+communicator up when one takes longer than `timeout_s`, or when the library reports an error: streams go on then,
+with garbage in what was to be received, and whoever calls next is told why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from ..arrays import use_device
+from ..errors import CommAborted, CommError, CommTimeout
+
+LOOK_S = 0.2
+"""How often calls in flight are looked at, or ten times in `timeout_s`."""
+
+LEAVE_S = 10.0
+"""How long `Watch.leave` waits until a communicator is freed: libraries may need the other ranks for that."""
+
+
+class Call:
+    """One call in flight; `event` is recorded behind its work once the library has returned."""
+
+    __slots__ = ("event", "name", "nbytes", "start")
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self.name, self.nbytes, self.start = name, nbytes, time.monotonic()
+        self.event: Any = None
+
+
+class Watch:
+    """The calls in flight of one communicator, why it failed, and its end.
+
+    Args:
+        who: Whose it is, for errors.
+        watchdog: Looks at it.
+        check: Raises a `CommError` if the library has found an error.
+        destroy: Frees the communicator; may wait for peers.
+        abort: Ends what is in flight, and frees it.
+    """
+
+    def __init__(
+        self,
+        who: str,
+        watchdog: Watchdog,
+        *,
+        check: Callable[[], None],
+        destroy: Callable[[], None],
+        abort: Callable[[], None],
+    ) -> None:
+        self.who, self._watchdog = who, watchdog
+        self._check, self._destroy, self._abort = check, destroy, abort
+        self._calls: deque[Call] = deque()
+        self.spare_events: list[Any] = []
+        self.stuck = False
+        """Whether a thread is inside the library for good: freeing what it works on would end the process."""
+        self._inside = False  # the library, right now
+        self._failure: tuple[type[CommError], str] | None = None
+        self._told = self._closed = False
+        self._looking = threading.Lock()
+        self._over = threading.Event()
+        self._ender = threading.Thread(target=self._end, name="end of a communicator", daemon=True)
+        self._ender.start()
+        watchdog.add(self)
+        atexit.register(self.leave, LEAVE_S)
+
+    def begin(self, name: str, nbytes: int) -> Call:
+        """Remember a call that is about to be made."""
+        call = Call(name, nbytes)
+        self._calls.append(call)
+        self._watchdog.wake()
+        return call
+
+    def __enter__(self) -> None:
+        """Enter the library; raises if it has failed."""
+        self._inside = True  # before the check: see `_end`
+        try:
+            self.check_usable()
+        except CommError:
+            self._inside = False
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._inside = False
+
+    def look(self) -> bool:
+        """Forget the calls that are done, and fail if one takes too long; returns whether any is left."""
+        with self._looking:
+            if self._failure is not None or self._closed:
+                return False
+            try:
+                while self._calls and self._calls[0].event is not None and self._calls[0].event.done:
+                    self.spare_events.append(self._calls.popleft().event)
+                self._check()
+            except CommError as exc:
+                self.fail(type(exc), str(exc))
+            except RuntimeError:
+                pass  # of CUDA: a stream is being captured, or an error that reaches its caller by itself
+            for call in tuple(self._calls)[:1]:
+                age = time.monotonic() - call.start
+                if age > self._watchdog.timeout_s:
+                    where = "in the library" if call.event is None else "on its stream"
+                    reason = f"{call.name} of {call.nbytes} bytes is not done after {age:.1f} s {where}"
+                    self.fail(CommTimeout, f"{self.who}: {reason}")
+            return bool(self._calls) and self._failure is None
+
+    def drain(self, limit_s: float) -> None:
+        """Wait until nothing is in flight or all has failed, but no longer than this."""
+        deadline = time.monotonic() + limit_s
+        while self.look() and time.monotonic() < deadline:
+            time.sleep(0.0001)
+
+    def fail(self, kind: type[CommError], reason: str) -> None:
+        """Give up: the communicator is aborted, and later calls raise this."""
+        self._failure = self._failure or (kind, reason)
+        self._over.set()
+
+    def check_usable(self, cause: BaseException | None = None) -> None:
+        """Raise what has failed, if anything has."""
+        if self._failure is not None:
+            kind, reason = self._failure
+            self._told = True
+            raise kind(reason) from cause
+        if self._closed:
+            raise CommAborted(f"{self.who}: this communicator is closed")
+
+    def abort(self) -> None:
+        """Give up because the caller says so."""
+        self.fail(CommAborted, f"{self.who}: this communicator was aborted")
+        self._told = True
+
+    def close(self, limit_s: float) -> None:
+        """Free the communicator, once what is in flight is done; raises a failure that nobody was told."""
+        self.leave(limit_s)
+        if self._failure is not None and not self._told:
+            self.check_usable()
+
+    def leave(self, limit_s: float) -> None:
+        """Free the communicator in any state, without waiting for ever. Also called when the process ends."""
+        if self._closed:
+            return
+        atexit.unregister(self.leave)
+        self.drain(limit_s)
+        if self._calls:
+            self.fail(CommAborted, f"{self.who}: this communicator was closed with calls in flight")
+        self._closed = True
+        self._watchdog.discard(self)
+        self._over.set()
+        self._ender.join(LEAVE_S)
+
+    def _end(self) -> None:
+        """Free the communicator when its time has come; on a thread, since that may wait for peers for ever.
+
+        The thread is there from the start: while a process ends, none can be started.
+        """
+        use_device(self._watchdog.device)
+        self._over.wait()
+        # Whoever has passed `check_usable` is about to leave the library, unless it is what hangs.
+        deadline = time.monotonic() + 1
+        while self._inside and time.monotonic() < deadline:
+            time.sleep(0.001)
+        with self._looking:  # nobody looks from now on
+            free = self._destroy if self._failure is None else self._abort
+        if not self.stuck:
+            free()
+
+
+class Watchdog:
+    """A thread that looks after a communicator and those split off it; asleep while nothing is in flight.
+
+    Args:
+        device: The device of the communicators.
+        timeout_s: How long a call may take.
+    """
+
+    def __init__(self, device: int, timeout_s: float) -> None:
+        self.device, self.timeout_s = device, timeout_s
+        self._watches: list[Watch] = []
+        self._busy = threading.Event()
+
+    def add(self, watch: Watch) -> None:
+        """Look after one more communicator."""
+        self._watches.append(watch)
+        if len(self._watches) == 1:
+            self.start(self._run)
+
+    def discard(self, watch: Watch) -> None:
+        """Look after it no longer."""
+        self._watches.remove(watch)
+        self._busy.set()
+
+    def wake(self) -> None:
+        """There is something in flight."""
+        if not self._busy.is_set():
+            self._busy.set()
+
+    def limited(self, task: Callable[[], Any], limit_s: float, who: str) -> Any:
+        """The result of `task`, a call to a library that sets it no limit.
+
+        Raises:
+            CommTimeout: It takes longer. It goes on, on a thread.
+        """
+        try:
+            return self.start(task).result(limit_s)
+        except FutureTimeout as exc:
+            raise CommTimeout(f"{who} has waited {limit_s:g} s for other ranks to come") from exc
+
+    def start(self, task: Callable[[], Any]) -> Future[Any]:
+        """Run `task` on a thread that does not keep the process alive."""
+        outcome: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                use_device(self.device)
+                outcome.set_result(task())
+            except BaseException as exc:
+                outcome.set_exception(exc)
+
+        threading.Thread(target=run, name="watchdog", daemon=True).start()
+        return outcome
+
+    def _run(self) -> None:
+        while self._watches:
+            self._busy.wait()
+            self._busy.clear()
+            while True:
+                in_flight = [watch.look() for watch in tuple(self._watches)]
+                if not any(in_flight):
+                    break
+                time.sleep(min(LOOK_S, self.timeout_s / 10))

@@ -1,0 +1,528 @@
+"""NCCL: what is enqueued, what waits, and what happens when a rank, a call or NCCL itself fails."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from device_ranks import HostOnly, over, run_over_nccl
+
+import bagua_comm
+from bagua_comm import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
+from bagua_comm.testing import check_transport
+from bagua_comm.transports import watchdog
+from bagua_comm.transports.local import Hub, LocalTransport
+
+one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks"),
+    [("lazy", 1), ("main-first", 2), ("side-first", 3), ("lazy", 4)],
+    indirect=["device"],
+)
+def test_conformance(device, ranks):
+    import cupy
+
+    run_over_nccl(device, ranks, body=lambda comm: check_transport(comm, asarray=cupy.asarray))
+
+
+def enqueued(device, call, dtype="float32", ranks=3):
+    """What rank 0 enqueues of NCCL's in `call(comm, x)`, x an array of so many elements for each rank."""
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.ones((ranks, 4)).astype(bagua_comm.arrays.dtype_named(dtype)))
+        comm.barrier()
+        before = len(device.log)
+        call(comm, x)
+        comm.barrier()
+        return [e.name for e in device.log[before:] if e.device == 0 and e.name.startswith("nccl")]
+
+    return run_over_nccl(device, ranks, body=body)[0]
+
+
+@one_policy
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max"])
+def test_integers_are_reduced_by_nccl(device, dtype, op):
+    assert enqueued(device, lambda comm, x: comm.allreduce(x, op=op), dtype) == ["nccl allReduce"]
+
+
+@one_policy
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("op", ["sum", "prod", "avg"])
+def test_floats_are_reduced_by_nccl(device, dtype, op):
+    assert enqueued(device, lambda comm, x: comm.allreduce(x, op=op), dtype) == ["nccl allReduce"]
+
+
+@one_policy
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [("float32", "min"), ("bfloat16", "max"), ("int32", "avg"), ("int32", "bxor"), ("int16", "sum")],
+)
+def test_what_nccl_reduces_otherwise_is_exchanged(device, dtype, op):
+    assert enqueued(device, lambda comm, x: comm.allreduce(x, op=op), dtype) == ["nccl send+recv"] * 2
+
+
+@one_policy
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda comm, x: comm.reduce(x, root=1), ["nccl reduce"]),
+        (lambda comm, x: comm.reduce_scatter(x), ["nccl reduceScatter"]),
+        (lambda comm, x: comm.broadcast(x, root=2), ["nccl broadcast"]),
+        (lambda comm, x: comm.allgather(x), ["nccl allGather"]),
+        (lambda comm, x: comm.alltoall(x), ["nccl send+recv"]),
+        (lambda comm, x: comm.alltoall(x, out=x), ["nccl send+recv"]),
+        (lambda comm, x: comm.gather(x, root=0), ["nccl recv"]),
+        (lambda comm, x: comm.allreduce(x[:0]), []),
+        (lambda comm, x: comm.alltoall(x[:0]), []),
+    ],
+    ids=[
+        "reduce",
+        "reduce_scatter",
+        "broadcast",
+        "allgather",
+        "alltoall",
+        "in place",
+        "gather",
+        "empty",
+        "empty2",
+    ],
+)
+def test_every_call_is_one_operation_of_nccl(device, call, names):
+    assert names == enqueued(device, call)
+
+
+@one_policy
+def test_alltoall_enqueues_nothing_but_its_group(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.zeros((2, 8), np.float32)
+        out = cupy.empty(x.shape, x.dtype)
+        comm.barrier()
+        before = len(device.log)
+        comm.alltoall(x, out=out)
+        comm.barrier()
+        return [entry.name for entry in device.log[before:] if entry.device == comm.rank]
+
+    assert run_over_nccl(device, 2, body=body) == [["nccl send+recv"]] * 2
+
+
+@pytest.mark.parametrize("op", ["min", "max", "sum", "avg"])
+def test_nan_spreads(device, op):
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.array([1.0, np.nan if comm.rank else 2.0]))
+        return comm.allreduce(x, op=op).get().tolist()
+
+    for result in run_over_nccl(device, 2, body=body):
+        assert np.isnan(result).tolist() == [False, True]
+
+
+def test_no_call_makes_the_host_wait_for_the_device(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.full((2, 600), comm.rank + 1.0, np.float32))
+        for _ in range(2):
+            comm.allreduce(x, out=x, op="avg")
+            comm.allreduce(x, op="max")
+            comm.reduce_scatter(x)
+            comm.allgather(x)
+            comm.alltoall(x, out=x)
+            comm.broadcast(x, root=0)
+            comm.sendrecv(x, cupy.empty(x.shape, x.dtype), dest=1 - comm.rank, source=1 - comm.rank)
+            bagua_comm.quantized_allreduce(comm, x)
+        comm.barrier()
+        return x
+
+    def guarded(comm):
+        with device.forbid_host_sync(this_thread=True):
+            x = body(comm)
+        return x.get().ravel()[0]
+
+    assert run_over_nccl(device, 2, body=guarded) == [1.5, 1.5]
+
+
+@one_policy
+def test_sent_bytes_are_those_of_a_bandwidth_optimal_algorithm(device):
+    import cupy
+
+    def body(comm):
+        x, sent = cupy.zeros((4, 300), np.uint8), []
+        for call in (
+            lambda: comm.allreduce(x),
+            lambda: comm.reduce_scatter(x),
+            lambda: comm.allgather(x),
+            lambda: comm.alltoall(x),
+            lambda: comm.broadcast(x, root=1),
+            lambda: (
+                comm.send(x, dest=1) if comm.rank == 0 else comm.recv(x, source=0) if comm.rank == 1 else None
+            ),
+        ):
+            before = comm.transports[1].sent_bytes
+            call()
+            sent.append(comm.transports[1].sent_bytes - before)
+        return sent
+
+    assert run_over_nccl(device, 4, body=body)[0] == [1800, 900, 3600, 900, 0, 1200]
+
+
+def test_calls_in_a_graph_are_replayed_and_not_watched(device):
+    import cupy
+
+    def body(comm):
+        x, out = cupy.asarray(np.arange(4.0) + comm.rank), cupy.empty(4)
+        comm.allreduce(x, out=out)  # connects
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.wait_event(cupy.cuda.get_current_stream().record())
+        with stream:
+            stream.begin_capture()
+            comm.allreduce(x, out=out)
+            graph = stream.end_capture()
+            watched = len(comm.transports[1]._watch._calls)
+            x[...] = cupy.asarray(np.full(4, 10.0 + comm.rank))
+            graph.launch()
+            result = out.get().tolist()
+        return watched <= 1, result
+
+    assert run_over_nccl(device, 2, body=body) == [(True, [21.0] * 4)] * 2
+
+
+# Failure ------------------------------------------------------------------------------------------------
+
+
+def in_time(function, seconds=15):
+    """Run `function`, which must not take longer."""
+    start = time.monotonic()
+    result = function()
+    assert time.monotonic() - start < seconds
+    return result
+
+
+def call_until_it_fails(comm, x):
+    comm.allreduce(x)
+    x.get()  # the stream goes on
+    while True:
+        comm.allreduce(x)
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("connects", [True, False], ids=["in NCCL", "on its stream"])
+def test_a_call_that_a_peer_never_makes_is_given_up(device, connects):
+    import cupy
+
+    device.nccl_connects = connects
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"rank 0 of 2: allreduce of 24 bytes is not done after .* s"):
+                call_until_it_fails(comm, x)
+            with pytest.raises(CommTimeout, match="rank 0 of 2: allreduce of 24 bytes"):
+                comm.allgather(x)
+        comm.transports[0].barrier()
+        return comm.rank
+
+    assert in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.5)) == [0, 1]
+
+
+def test_close_raises_what_no_call_has(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        if comm.rank == 0:
+            comm.allreduce(cupy.zeros(3))
+            with pytest.raises(CommTimeout, match="is not done after"):
+                comm.close()
+            comm.close()
+        else:
+            time.sleep(0.6)
+
+    in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.4))
+
+
+@one_policy
+@pytest.mark.parametrize(
+    ("code", "error", "text"),
+    [
+        (1, CommError, "unhandled cuda error"),
+        (3, CommError, "internal error"),
+        (6, RankFailed, "a peer died or cannot be reached"),
+        (8, CommTimeout, "NCCL gave up waiting"),
+    ],
+)
+def test_errors_that_nccl_finds_later_are_raised_by_the_next_call(device, code, error, text):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            device.nccl_async_error = code
+            with pytest.raises(error, match=text) as caught:
+                call_until_it_fails(comm, x)
+            assert error is type(caught.value)
+            device.nccl_async_error = None
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
+@one_policy
+def test_work_in_progress_is_no_error(device):
+    import cupy
+
+    def body(comm):
+        device.nccl_async_error = 7
+        result = comm.allreduce(cupy.asarray(np.ones(3))).get().tolist()
+        comm.transports[1].agree(True)
+        device.nccl_async_error = None
+        return result
+
+    assert run_over_nccl(device, 2, body=body) == [[2.0] * 3] * 2
+
+
+@one_policy
+def test_an_error_of_the_call_itself_is_translated_with_its_cause(device, monkeypatch):
+    import cupy
+    from cupy.cuda import nccl
+
+    def fail(*arguments):
+        raise nccl.NcclError(5)
+
+    def body(comm):
+        monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", fail)
+        with pytest.raises(CommError, match=r"rank . of 2: allreduce: NCCL failed: .*invalid usage") as caught:
+            comm.allreduce(cupy.zeros(3))
+        assert isinstance(caught.value.__cause__, nccl.NcclError)
+        comm.transports[0].barrier()
+
+    run_over_nccl(device, 2, body=body)
+
+
+def test_abort_ends_what_is_in_flight(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            comm.transports[1].abort()
+            x.get()
+            with pytest.raises(CommAborted, match="this communicator was aborted"):
+                comm.allreduce(x)
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
+def test_the_watchdog_sleeps_when_nothing_is_in_flight(device, monkeypatch):
+    import cupy
+
+    def body(comm):
+        watch = comm.transports[1]._watch
+        comm.allreduce(cupy.zeros(3)).get()
+        comm.transports[1].agree(True)
+        looks = []
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "look", lambda: looks.append(1))
+            time.sleep(0.3)
+        return len(looks)
+
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    assert max(run_over_nccl(device, 1, body=body)) < 5
+
+
+def test_what_comes_and_goes_in_time_is_forgotten(device):
+    import cupy
+
+    def body(comm):
+        for _ in range(30):
+            comm.allreduce(cupy.zeros(3)).get()
+        comm.transports[1].agree(True)
+        return len(comm.transports[1]._watch._calls), len(comm.transports[1]._watch.spare_events) <= 31
+
+    assert run_over_nccl(device, 2, body=body) == [(0, True)] * 2
+
+
+# Groups -------------------------------------------------------------------------------------------------
+
+
+def test_a_split_waits_for_what_is_in_flight(device):
+    import cupy
+
+    def body(comm):
+        x = comm.allreduce(cupy.asarray(np.full(3, comm.rank)))
+        with comm.split(comm.rank % 2) as group:
+            return int(group.allreduce(x).get()[0])
+
+    assert run_over_nccl(device, 3, body=body) == [3 + 3, 3, 3 + 3]
+
+
+@one_policy
+def test_a_split_without_all_ranks_is_a_timeout(device):
+    def body(comm):
+        nccl = comm.transports[1]
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"rank 0 of 2: split: NCCL has waited 0\.3 s"):
+                nccl.split(0, 0)
+            with pytest.raises(CommTimeout, match="split"):
+                nccl.agree(True)
+        comm.transports[0].barrier()
+        if comm.rank == 1:
+            nccl.split(0, 1)  # lets the other's thread end
+
+    in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.3))
+
+
+def test_survivors_meet_anew(device):
+    import cupy
+
+    hub = Hub(2)
+
+    def body(comm):
+        host, nccl = comm.transports
+        if comm.rank == 2:
+            nccl.abort()
+            return None
+        with pytest.raises(UnsupportedError, match="host transport"):
+            nccl.shrink()
+        host.shrink = lambda: HostOnly(LocalTransport(hub, comm.rank))
+        with comm.shrink() as survivors:
+            assert [transport.name for transport in survivors.transports] == [host.name, "nccl"]
+            return survivors.allreduce(cupy.asarray(np.full(3, comm.rank + 1.0))).get().tolist()
+
+    assert run_over_nccl(device, 3, body=body) == [[3.0] * 3, [3.0] * 3, None]
+
+
+# Setting up, and the end --------------------------------------------------------------------------------
+
+
+def run_hosts(size, body):
+    """`body(host)` for each of so many host transports, each on a thread."""
+    hub, results = Hub(size), [None] * size
+
+    def run(rank):
+        try:
+            results[rank] = body(LocalTransport(hub, rank, timeout_s=2.0))
+        except BaseException as exc:
+            results[rank] = exc
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_ranks_that_share_a_gpu_fail_alike(device):
+    results = in_time(lambda: run_hosts(3, lambda host: over("nccl", host)))
+
+    assert [CommError] * 3 == [type(result) for result in results]
+    assert "invalid usage" in str(results[0])
+
+
+def test_a_rank_on_which_nccl_fails_takes_the_others_along(device, monkeypatch):
+    import cupy
+    from cupy.cuda import nccl
+
+    device.count = 3
+    make = nccl.NcclCommunicator.__init__
+
+    def fail_on_rank_1(self, size, unique_id, rank, config=None):
+        if rank == 1:
+            raise nccl.NcclError(2)
+        make(self, size, unique_id, rank)
+
+    monkeypatch.setattr(nccl.NcclCommunicator, "__init__", fail_on_rank_1)
+
+    def connect(host):
+        cupy.cuda.Device(host.rank).use()
+        return over("nccl", host)
+
+    results = in_time(lambda: run_hosts(3, connect))
+
+    assert "rank 1 of 3: NCCL failed: " in str(results[1])
+    assert [CommTimeout, CommError, CommTimeout] == [type(result) for result in results]
+    assert "rank 0 of 3: NCCL has waited 1 s for other ranks" in str(results[0])
+
+
+def test_a_unique_id_that_cannot_be_had_fails_everywhere(device, monkeypatch):
+    from cupy.cuda import nccl
+
+    def fail():
+        raise nccl.NcclError(2)
+
+    monkeypatch.setattr(nccl, "get_unique_id", fail)
+    results = in_time(lambda: run_hosts(2, lambda host: over("nccl", host)))
+
+    assert "rank 0 of 2: NCCL failed: " in str(results[0])
+    assert str(results[1]) == "rank 1 of 2: NCCL could not be set up on another rank"
+
+
+def test_without_nccl_importing_says_what_brings_it(device, monkeypatch):
+    from cupy.cuda import nccl
+
+    monkeypatch.setattr(nccl, "available", False)
+    with pytest.raises(ImportError, match=r"bagua-comm\[cuda13\]"):
+        import bagua_comm.transports.nccl  # noqa: F401
+
+
+def test_a_process_that_closes_nothing_frees_its_communicators_and_ends_though_a_call_hangs():
+    script = """
+        import sys, threading
+        from cuda_on_cpu import fake_nccl, install, machine
+        sys.modules.update(install.MODULES)
+        machine.use(machine.Machine("lazy"))
+        machine.running().count, machine.running().nccl_connects = 2, False
+        import cupy
+        from bagua_comm.transports import nccl, watchdog
+        from bagua_comm.transports.local import Hub, LocalTransport
+        watchdog.LEAVE_S = 1.0
+
+        def telling(name):
+            free = getattr(fake_nccl.NcclCommunicator, name)
+            setattr(fake_nccl.NcclCommunicator, name, lambda comm: (free(comm), print(name, flush=True)))
+
+        telling("abort")
+        telling("destroy")
+
+        hub = Hub(2)
+        def run(rank):
+            cupy.cuda.Device(rank).use()
+            transport = nccl.NcclTransport.connect(LocalTransport(hub, rank))
+            if rank == 0:
+                x = cupy.zeros(3)
+                transport.allreduce(x, x, "sum")
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+    """
+    result = in_time(
+        lambda: subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        ),
+        seconds=30,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert sorted(result.stdout.split()) == ["abort", "destroy"]  # the rank whose call hangs, and the other
