@@ -2,6 +2,9 @@
 
 Buckets leave in plan order on every rank, whatever order they became ready in, so that the ranks' calls
 always match. The engine owns a duplicate of the communicator and the lane that uses it.
+
+On device arrays everything here is in the order of CuPy's current stream: what the caller enqueued before `ready`
+is in the bucket that leaves, and what it enqueues after `at(BACKWARD)` finds the average there.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,10 +25,10 @@ from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
 from .errors import ArrayError, CommMismatch
-from .lane import Lane, ThreadLane
+from .lane import Lane, StreamLane, ThreadLane
 from .trace import Counter, Tracer
 
-__all__ = ["Engine", "Lane", "ThreadLane"]
+__all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
 """Memory of the buckets: one flat array for each; by payload, where an algorithm exchanges both in turn."""
@@ -68,7 +71,8 @@ class Engine:
         self._buckets = self._over(plan, storage)
         self._compare(comm)
         self._tracer = tracer or comm.tracer
-        self._lane = comm.lane()
+        self._lane = comm.lane(self._lane_kind(comm))
+        self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self.counter = Counter()
         """What was exchanged so far: payload and wire bytes of this rank."""
@@ -278,6 +282,13 @@ class Engine:
             raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {self.algorithm} needs {wanted}")
         return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
 
+    def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
+        """A stream, where exchanges only enqueue; rounds of an open window wait for all ranks, on the host."""
+        rounds = any(phase.window.closes is Point.NEVER for phase in phases_of(self.algorithm))
+        flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
+        moved_by = [comm.accept("Engine", "storage", flat)[1] for flat in flats]
+        return "stream" if flats and not rounds and all(t.enqueues for t in moved_by) else "thread"
+
     def _compare(self, comm: Communicator) -> None:
         mine = (self.plan.digest(), repr(self.algorithm))
         for rank, other in enumerate(comm.allgather_object(mine)):
@@ -391,7 +402,9 @@ class Engine:
     def _exchange(self, algorithm: Algorithm, bucket: Bucket, state: Any) -> None:
         before = self._comm.counters.total()
         calls, wire_bytes = before.calls, before.wire_bytes
-        with self._tracer.span("exchange", bucket=bucket.index, bytes=bucket.nbytes, step=bucket.step):
+        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
+        self._lane.note(**detail)
+        with self._tracer.span("exchange", **detail):
             algorithm.exchange(bucket, self._comm, state)
         after = self._comm.counters.total()
         if after.calls > calls:

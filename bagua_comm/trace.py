@@ -3,6 +3,9 @@
 A `Recorder` keeps the last few thousand spans in a ring, always on: it costs well under a microsecond
 a call, it is what a timeout's message quotes, and `Communicator.trace` writes it as a file that
 https://ui.perfetto.dev opens. `NULL` is the tracer that keeps nothing.
+
+What a device does ends long after it was asked for. Its spans are kept as pairs of events, on a row of their own,
+and become times when somebody looks at them.
 """
 
 from __future__ import annotations
@@ -10,9 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
+
+DEVICE_SPANS = 2048
+"""How many spans of devices are kept until somebody looks: each holds two events of the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,25 @@ class Tracer(Protocol):
 
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
         """Keep one span of the calling thread; times by `time.perf_counter_ns`."""
+
+
+class Clock(Protocol):
+    """Tells when the events of a device happened."""
+
+    def times(self, events: Sequence[Any]) -> list[int | None]:
+        """When each event happened, by `time.perf_counter_ns`; None if it has not happened yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceSpan:
+    """A span between two events, which may not have happened yet."""
+
+    name: str
+    row: str
+    start: Any
+    end: Any
+    args: dict[str, Any]
+    clock: Clock
 
 
 class SpanContext:
@@ -67,7 +93,7 @@ class _ThreadName(threading.local):
 
 
 class Recorder:
-    """A tracer that keeps the last `capacity` spans of all threads.
+    """A tracer that keeps the last `capacity` spans of all threads, and as many of devices.
 
     >>> recorder = Recorder()
     >>> with recorder.span("encode", bucket=0):
@@ -78,6 +104,7 @@ class Recorder:
 
     def __init__(self, capacity: int = 16384) -> None:
         self._ring: deque[tuple[str, str, int, int, dict[str, Any]]] = deque(maxlen=capacity)
+        self._on_device: deque[_DeviceSpan] = deque(maxlen=min(capacity, DEVICE_SPANS))
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._thread = _ThreadName()
 
@@ -89,10 +116,32 @@ class Recorder:
         """Keep one span of the calling thread."""
         self._ring.append((name, self._thread.name, start_ns, end_ns, args))
 
+    def add_on_device(
+        self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
+    ) -> None:
+        """Keep one span of a device, from the event `start` to the event `end`, in the row of that name."""
+        self._on_device.append(_DeviceSpan(name, row, start, end, args, clock))
+
     def spans(self) -> list[Span]:
-        """What was kept, oldest first."""
+        """What was kept and has ended, those that ended first in front. Waits for no device."""
+        self._take_times()
         shift = self._epoch_ns
-        return [Span(n, t, start + shift, end + shift, a) for n, t, start, end, a in list(self._ring)]
+        ring = sorted(self._ring, key=lambda span: span[3])
+        return [Span(n, t, start + shift, end + shift, a) for n, t, start, end, a in ring]
+
+    def _take_times(self) -> None:
+        """Move what has ended on devices to the ring."""
+        waiting: defaultdict[int, list[_DeviceSpan]] = defaultdict(list)
+        for _ in range(len(self._on_device)):
+            span = self._on_device.popleft()
+            waiting[id(span.clock)].append(span)
+        for spans in waiting.values():
+            times = spans[0].clock.times([event for span in spans for event in (span.start, span.end)])
+            for span, start_ns, end_ns in zip(spans, times[::2], times[1::2], strict=True):
+                if start_ns is None or end_ns is None:
+                    self._on_device.append(span)
+                else:
+                    self._ring.append((span.name, span.row, start_ns, end_ns, span.args))
 
 
 class _NullTracer:

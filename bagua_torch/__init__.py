@@ -1,6 +1,6 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
-from .arrays import as_array, as_tensor
+from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
@@ -17,4 +17,5 @@ __all__ = [
     "broadcast_tensors",
     "comm_hook",
     "connect",
+    "torch_stream",
 ]

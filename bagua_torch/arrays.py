@@ -1,11 +1,15 @@
-"""Tensors as arrays and back, through DLPack: shared memory, never a copy."""
+"""Tensors as arrays and back, through DLPack: shared memory, never a copy, in the order of PyTorch's streams."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from bagua_comm import UnsupportedError, arrays
+from bagua_comm import UnsupportedError, arrays, lane
 from bagua_comm.arrays import Array
 
 _DTYPES = {
@@ -36,10 +40,42 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
+def torch_stream(device: torch.device) -> AbstractContextManager[None]:
+    """In the body of `with`, calls on CUDA tensors of `device` are in the order of PyTorch's current stream.
+
+    bagua_comm works in the order of CuPy's current stream, which is another one as soon as PyTorch is told to use
+    one (`torch.cuda.stream`). The host waits for neither. Does nothing for the CPU.
+
+    >>> with torch_stream(torch.device("cpu")):
+    ...     pass
+    """
+    return _ON_HOST if device.type == "cpu" else _on_device(device)
+
+
+_ON_HOST = nullcontext()
+
+
+@contextmanager
+def _on_device(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device):
+        arrays.use_device(torch.cuda.current_device())
+        with lane.use_address(torch.cuda.current_stream().cuda_stream):
+            yield
+
+
+def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. Does nothing for the CPU."""
+    if device.type == "cpu":
+        return _ON_HOST
+    external: Any = torch.cuda.ExternalStream  # torch leaves it untyped
+    return torch.cuda.stream(external(lane.current_address(), device))
+
+
 def as_array(tensor: torch.Tensor) -> Array:
     """View a tensor as a NumPy array (CPU) or CuPy array (CUDA). Shares memory; never copies.
 
-    bfloat16, which DLPack does not carry into NumPy, goes by way of its bits.
+    bfloat16, which DLPack carries into neither, goes by way of its bits. CuPy's current stream waits for
+    PyTorch's, if it is another one.
 
     Raises:
         UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays.
@@ -55,13 +91,16 @@ def as_array(tensor: torch.Tensor) -> Array:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"a tensor is on {tensor.device}, expected cpu or cuda")
     tensor = tensor.detach()
-    if name == "bfloat16":
-        return arrays.as_array(tensor.view(torch.int16)).view(arrays.bfloat16())
-    return arrays.as_array(tensor)
+    with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device; -1 is the CPU
+        if name == "bfloat16":
+            return arrays.as_array(tensor.view(torch.int16)).view(arrays.bfloat16())
+        return arrays.as_array(tensor)
 
 
 def as_tensor(array: Array) -> torch.Tensor:
     """View a NumPy or CuPy array as a tensor. Shares memory; never copies.
+
+    PyTorch's current stream waits for CuPy's, if it is another one.
 
     >>> import numpy as np
     >>> x = np.zeros(2)

@@ -10,21 +10,24 @@ import torch
 
 from bagua_comm import CommMismatch, Communicator
 
-from .arrays import as_array
+from .arrays import as_array, torch_stream
 
 
 @torch.no_grad()
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], *, root: int = 0) -> None:
-    """Copy `root`'s tensors to all ranks, in place: one message for each dtype.
+    """Copy `root`'s tensors to all ranks, in place: one message for each dtype and kind of device.
 
-    Collective. Same shapes and dtypes, in the same order, on all ranks.
+    Collective. Same shapes, dtypes and kinds of devices, in the same order, on all ranks. CUDA tensors go in the
+    order of PyTorch's current stream.
     """
     if comm.size == 1:
         return
-    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        group = [tensor for tensor in tensors if tensor.dtype == dtype]
+    kinds = {(str(tensor.dtype), tensor.device.type) for tensor in tensors}
+    for kind in sorted(kinds):
+        group = [tensor for tensor in tensors if (str(tensor.dtype), tensor.device.type) == kind]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        comm.broadcast(as_array(flat), root=root)
+        with torch_stream(flat.device):
+            comm.broadcast(as_array(flat), root=root)
         for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
@@ -50,7 +53,7 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
     at_root = _take_tensors(optimizer.state_dict(), tensors) if comm.rank == root else None
     state = comm.broadcast_object(at_root, root=root)
     if comm.rank != root:
-        _make_tensors(state, tensors)
+        _make_tensors(state, tensors, comm.device)
     broadcast_tensors(comm, tensors, root=root)
     if comm.rank != root:
         optimizer.load_state_dict(_put_tensors(state, tensors))
@@ -74,11 +77,12 @@ def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
     return _mapped(value, lambda inner: _take_tensors(inner, tensors))
 
 
-def _make_tensors(value: Any, tensors: list[torch.Tensor]) -> None:
-    """Append a tensor for every place in `value`."""
+def _make_tensors(value: Any, tensors: list[torch.Tensor], index: int | None) -> None:
+    """Append a tensor for every place in `value`; CUDA tensors on the device of this index."""
     if isinstance(value, _Place):
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
-    _mapped(value, lambda inner: _make_tensors(inner, tensors))
+        device = f"cuda:{index}" if value.device == "cuda" else value.device
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
+    _mapped(value, lambda inner: _make_tensors(inner, tensors, index))
 
 
 def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -19,7 +19,7 @@ from bagua_comm.algorithms.base import check_average, check_average_argument
 from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.collectives import InPlace
 
-from .arrays import as_array, dtype_name
+from .arrays import as_array, cupy_stream, dtype_name, torch_stream
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -29,7 +29,8 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
     Collective. Give it to `DistributedDataParallel.register_comm_hook`, with None as the state. The hook belongs
     to one model. What an average keeps (the residual of `ErrorFeedback`) stays with its parameters when PyTorch
-    forms other buckets after the first step.
+    forms other buckets after the first step. CUDA gradients must be on the communicator's device; over NCCL the
+    host waits for none of them.
 
     Args:
         average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)`, `Hierarchical(inner)`.
@@ -40,7 +41,9 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
     """
     check_average_argument("comm_hook", average)
-    lane = (comm if comm is not None else bagua_comm.default()).lane()
+    comm = comm if comm is not None else bagua_comm.default()
+    enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
+    lane = comm.lane("stream" if enqueues else "thread")
     names: dict[int, str] = {}  # of parameters, by identity
     numbers = itertools.count()
     bound: dict[int, tuple[Bucket, InPlace]] = {}  # by the index of the bucket
@@ -72,19 +75,24 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket's gradients in place."""
-        ours = bucket_of(bucket)
-        check_average(average, ours.spec.dtype)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        device = bucket.buffer().device
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[device] if device.type == "cuda" else None
+        )
 
-        def exchange() -> None:
+        def exchange(ours: Bucket) -> None:
             try:
                 averaging(ours)(ours.flat)
             except Exception as exc:
                 future.set_exception(exc)  # type: ignore[arg-type]
                 raise
-            future.set_result(bucket.buffer())
+            with cupy_stream(device):  # whoever waits for the future waits for this stream
+                future.set_result(bucket.buffer())
 
-        lane.submit(exchange)
+        with torch_stream(device):
+            ours = bucket_of(bucket)
+            check_average(average, ours.spec.dtype)
+            lane.submit(exchange, ours)
         return future
 
     # PyTorch looks at these two, which are text here.

@@ -9,17 +9,22 @@ Only public hooks of PyTorch are used: a tensor hook on each parameter (before i
 accumulated), `register_post_accumulate_grad_hook` (after), `register_multi_grad_hook` (which gradients
 this backward pass makes, and when the last of them is there), optimizer step hooks, and hooks of the module
 before it runs, saves or loads.
+
+On a CUDA device a bucket leaves behind what PyTorch has enqueued on its stream; when the backward pass ends, that
+stream waits for the lane's, and the host for neither. Autograd runs hooks on threads and streams of its choice,
+so whatever comes in from PyTorch is put in the order of its current stream (`torch_stream`).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,13 +50,28 @@ from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases
 from bagua_comm.algorithms.schedule import Every
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
+from bagua_comm.lane import DeviceClock, DeviceSpan
 
-from .arrays import as_array, as_tensor, dtype_name
+from .arrays import as_array, as_tensor, dtype_name, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .optim import QAdamOptimizer
 
 ALIGNMENT = 32
 """Elements to whose multiple, times the ranks, buckets are padded."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_stream_order(method: Method) -> Method:
+    """`method`, with what it enqueues in the order of PyTorch's current stream."""
+
+    @functools.wraps(method)
+    def in_order(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        with torch_stream(self._device):
+            return method(self, *args, **kwargs)
+
+    return in_order  # type: ignore[return-value]
 
 
 class DistributedDataParallel(nn.Module):
@@ -66,6 +86,10 @@ class DistributedDataParallel(nn.Module):
     makes the same number of forward and backward passes, or enters `join`. Reentrant checkpoints need all
     parameters used.
 
+    The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
+    one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
+    with `find_unused_parameters` and in `join`.
+
     `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank.
     `module.state_dict()` is that of the plain module. Where an algorithm exchanges weights after the optimizer's
     step, they are written back when the module next runs, saves or loads.
@@ -79,13 +103,14 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes: The size at which a bucket is closed.
         broadcast_buffers: Copy rank 0's buffers to all ranks at every training forward pass.
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
-            no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step.
+            no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
 
     Raises:
         ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
             the algorithm.
         CommMismatch: The ranks' modules, optimizers or algorithms differ.
-        UnsupportedError: The communicator or the algorithm cannot carry a parameter; it is named.
+        UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
+            than the communicator's; it is named.
 
     >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=bagua_comm.ByteGrad())
     >>> model(torch.ones(3, 2)).sum().backward()
@@ -131,6 +156,7 @@ class DistributedDataParallel(nn.Module):
         """Views of the buckets, where gradients are exchanged."""
         self._weights: dict[str, torch.Tensor] = {}
         """The same, where weights are: the memory of the parameters."""
+        self._clock = DeviceClock(self._device.index) if self._device.type == "cuda" else None
         self._start(algorithm)
 
         self._backward = _Backward()
@@ -160,6 +186,7 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
+    @_in_stream_order
     def close(self) -> None:
         """Finish what is under way, remove the hooks and free the engine; gradients stay where they are.
 
@@ -208,6 +235,7 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._join = None
 
+    @_in_stream_order
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm; the model stays the same.
 
@@ -233,6 +261,7 @@ class DistributedDataParallel(nn.Module):
         self._start(algorithm)
         self._share_momenta()
 
+    @_in_stream_order
     def average_weights(self) -> None:
         """Make the weights of all ranks their mean: for evaluation, where an algorithm lets them differ.
 
@@ -245,6 +274,7 @@ class DistributedDataParallel(nn.Module):
             self.comm.allreduce(values, out=values, op="avg")
         increment_version(self._trained.values())
 
+    @_in_stream_order
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
@@ -261,21 +291,27 @@ class DistributedDataParallel(nn.Module):
         """
         self.engine.resume()
 
+    @_in_stream_order
     def get_extra_state(self) -> dict[str, Any]:
         """What the algorithm keeps, for `state_dict()`."""
         self._complete_step()
         return _mapped_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
+    @_in_stream_order
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
-        self.engine.load_state_dict(_mapped_leaves(state, _to_array))
+        self.engine.load_state_dict(_mapped_leaves(state, self._to_array))
         self._backward = _Backward()
         self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
         self._weights_changed()
 
+    def _to_array(self, value: Any) -> Any:
+        return as_array(value.to(self._device)) if isinstance(value, torch.Tensor) else value
+
     # Setting up -----------------------------------------------------------------------------------------
 
+    @_in_stream_order
     def _start(self, algorithm: Algorithm) -> None:
         """Make the engine, and the memory that it exchanges."""
         payloads = {phase.payload for phase in phases_of(algorithm)}
@@ -309,6 +345,7 @@ class DistributedDataParallel(nn.Module):
                 raise ArrayError(
                     f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
                 )
+            self._check_device(name, tensor)
             try:
                 self.comm.accept("DistributedDataParallel", repr(name), as_array(tensor))
             except UnsupportedError as exc:
@@ -319,6 +356,20 @@ class DistributedDataParallel(nn.Module):
                 f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
             )
         self._device = devices.pop()
+
+    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
+        mine = self.comm.device
+        if tensor.device.type != "cuda" or tensor.device.index == mine:
+            return
+        if mine is None:
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} is on {tensor.device}, but this communicator has no device; "
+                "see `python -m bagua_comm info`"
+            )
+        raise UnsupportedError(
+            f"DistributedDataParallel: {name!r} is on {tensor.device}, but this rank's communicator works on "
+            f"cuda:{mine}; move the module there, or call torch.cuda.set_device({mine}) before it is made"
+        )
 
     def _check_optimizers(self, algorithm: Algorithm) -> None:
         check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
@@ -396,6 +447,7 @@ class DistributedDataParallel(nn.Module):
     # A training step, in the order in which it comes here -----------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_in_stream_order
     def _before_forward(self) -> None:
         self._check_forward()
         self._sync = self._synchronizing
@@ -443,6 +495,7 @@ class DistributedDataParallel(nn.Module):
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_in_stream_order
     def _settle(self) -> None:
         """Before the module runs, saves or loads: what was exchanged since the last step is written back."""
         if not self.module.training:
@@ -460,10 +513,18 @@ class DistributedDataParallel(nn.Module):
             """Make `p.grad` the view, so that autograd accumulates into the bucket."""
             if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
                 self._backward.expected = None
-                self._backward.start_ns = self._backward.start_ns or time.perf_counter_ns()
+                if not self._backward.start_ns:
+                    self._begin_backward()
             self._attach_view(name)
 
         return attach_gradient
+
+    @_in_stream_order
+    def _begin_backward(self) -> None:
+        self._backward.start_ns = time.perf_counter_ns()
+        if self._clock is not None:
+            row = "device: backward"
+            self._backward.on_device = DeviceSpan(self.comm.tracer, self._clock, "backward", row)
 
     def _after_accumulation(self, name: str) -> Any:
         def gradient_is_complete(parameter: torch.Tensor) -> None:
@@ -471,8 +532,9 @@ class DistributedDataParallel(nn.Module):
             self._attach_view(name)  # create_graph=True replaces p.grad
             if self._sync:
                 self._backward.complete.add(name)
-                self.engine.ready(name)
-                self._end_backward_if_complete()
+                with torch_stream(self._device):
+                    self.engine.ready(name)
+                    self._end_backward_if_complete()
 
         return gradient_is_complete
 
@@ -486,6 +548,7 @@ class DistributedDataParallel(nn.Module):
             view.copy_(parameter.grad.detach())
         parameter.grad = view
 
+    @_in_stream_order
     def _all_gradients_known(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Every gradient of this pass was computed; the last may still have to be accumulated.
 
@@ -507,6 +570,8 @@ class DistributedDataParallel(nn.Module):
         if done.start_ns:
             detail = {"parameters": len(done.complete)}
             self.comm.tracer.add("backward", done.start_ns, time.perf_counter_ns(), detail)
+            if done.on_device is not None:
+                done.on_device.end(**detail)
         fresh = []
         for name, parameter in self._trained.items():
             if name in done.complete or self.engine.payload == "weight":
@@ -532,6 +597,7 @@ class DistributedDataParallel(nn.Module):
             if not somewhere:
                 self._trained[name].grad = None
 
+    @_in_stream_order
     def _before_optimizer_step(self, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
         self._check_backward_ended()
@@ -539,6 +605,7 @@ class DistributedDataParallel(nn.Module):
             self._end_backward()
         self.engine.settle()  # if this step was counted already
 
+    @_in_stream_order
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self.optimizers) and (self._averaged or self.engine.payload == "grad"):
@@ -587,6 +654,7 @@ class DistributedDataParallel(nn.Module):
             for flat in self._flats["grad"]:
                 flat.mul_(self.comm.size / len(self._join.active))
 
+    @_in_stream_order
     def _follow_the_others(self) -> None:
         """Take part in the exchanges of ranks that have data left, until none has. Collective."""
         assert self._join is not None
@@ -654,6 +722,7 @@ class _Backward:
     expected: set[str] | None = None
     """Parameters that get a gradient, as far as that is known."""
     start_ns: int = 0
+    on_device: DeviceSpan | None = None
 
 
 @dataclass
@@ -672,7 +741,3 @@ def _mapped_leaves(value: Any, function: Any) -> Any:
 
 def _to_tensor(value: Any) -> Any:
     return as_tensor(value) if hasattr(value, "dtype") else value
-
-
-def _to_array(value: Any) -> Any:
-    return as_array(value) if isinstance(value, torch.Tensor) else value

@@ -193,3 +193,56 @@ def test_a_communicators_trace_is_json_with_a_process_per_rank(tmp_path):
         assert calls[rank] == [("allreduce", f"rank {rank}"), ("dup", f"rank {rank}"), ("broadcast", "lane")]
     first = next(event for event in events if event["name"] == "allreduce")
     assert first["args"] == {"op": "avg", "dtype": "float64", "bytes": 32, "wire_bytes": 48}
+
+
+# What a device does
+
+
+class FakeClock:
+    """Events are the times at which they happen; `now` is the present."""
+
+    def __init__(self):
+        self.now = 0
+
+    def times(self, events):
+        return [event if event <= self.now else None for event in events]
+
+
+def test_a_span_of_a_device_has_its_row_and_its_time_once_it_has_ended():
+    recorder, clock = Recorder(), FakeClock()
+    recorder.add_on_device("exchange", "device: lane", 100, 250, {"bucket": 1}, clock)
+    clock.now = 200
+    assert recorder.spans() == []
+    clock.now = 250
+    for _ in range(2):
+        (span,) = recorder.spans()
+        assert (span.name, span.thread, span.args) == ("exchange", "device: lane", {"bucket": 1})
+        assert span.end_ns - span.start_ns == 150
+
+
+def test_spans_of_threads_and_devices_are_told_in_the_order_in_which_they_ended():
+    recorder, clock, other_clock = Recorder(), FakeClock(), FakeClock()
+    clock.now = other_clock.now = 1000
+    recorder.add_on_device("late", "device", 0, 900, {}, clock)
+    recorder.add("early", 0, 100, {})
+    recorder.add_on_device("between", "other device", 0, 500, {}, other_clock)
+    assert names(recorder) == ["early", "between", "late"]
+
+
+def test_no_more_spans_of_devices_wait_than_the_ring_is_long():
+    recorder, clock = Recorder(capacity=3), FakeClock()
+    for end in range(5):
+        recorder.add_on_device("exchange", "device", 0, end, {}, clock)
+    clock.now = 10
+    assert [span.end_ns - span.start_ns for span in recorder.spans()] == [2, 3, 4]
+
+
+def test_a_device_is_a_row_of_the_chrome_trace():
+    recorder, clock = Recorder(), FakeClock()
+    recorder.add("exchange", 0, 100, {})
+    clock.now = 300
+    recorder.add_on_device("exchange", "device: lane-0", 100, 300, {}, clock)
+    events = chrome_trace([recorder.spans()])["traceEvents"]
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    (on_device,) = [e for e in events if e["ph"] == "X" and e["tid"] == rows["device: lane-0"]]
+    assert (on_device["ts"], on_device["dur"]) == (0.1, 0.2)

@@ -144,7 +144,9 @@ class LowPrecisionOnePeer(_LowPrecision):
     def init(self, bucket: Bucket, comm: Communicator) -> EdgeReplicas:
         """See `Algorithm.init`. Collective."""
         x, edges = bucket.flat, _edges(comm.size)
-        state = EdgeReplicas(sent=x[None].repeat(edges, 0), received=x[None].repeat(edges, 0), weight=x.copy())
+        sent, received = (arrays.empty((edges, x.size), x.dtype, like=x) for _ in range(2))
+        sent[...] = received[...] = x
+        state = EdgeReplicas(sent, received, weight=x.copy())
         for k in range(edges):
             dest, source = topology.one_peer_exponential(comm.rank, comm.size, k)
             comm.sendrecv(x, state.received[k], dest=dest, source=source)

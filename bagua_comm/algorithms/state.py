@@ -11,7 +11,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from .. import arrays
+from ..arrays import Array
 from ..bucket import Bucket
 from ..errors import ArrayError
 
@@ -57,17 +60,28 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
                 f"load_state: {path!r} of {tensor!r} belongs to its bucket as a whole, and cannot move to another"
             )
         if value is None and hasattr(piece, "dtype"):  # made at its first use
-            value = arrays.zeros_like(bucket.flat if layout is None else piece)
+            value = arrays.zeros_like(bucket.flat if layout is None else _moved(piece, bucket.flat))
             setattr(owner, name, value)
         if not hasattr(value, "dtype"):
             setattr(owner, name, piece)
         elif layout is None and value.shape[-1:] == bucket.flat.shape:
             for tensor, where in bucket.spec.slices().items():
-                value[..., where] = found.get(tensor, 0)
+                value[..., where] = _moved(found.get(tensor, 0), value)
         elif piece.shape == value.shape:
-            value[...] = piece
+            value[...] = _moved(piece, value)
         else:
             raise ArrayError(f"load_state: {path!r} has shape {piece.shape}, expected {value.shape}")
+
+
+def _moved(piece: Any, like: Array) -> Any:
+    """`piece` where `like` is, on the host or on the device; the host waits if it must move."""
+    if not hasattr(piece, "dtype") or arrays.library(piece) == arrays.library(like):
+        return piece
+    if isinstance(like, np.ndarray):
+        return piece.get()
+    there = arrays.empty(piece.shape, piece.dtype, like=like)
+    there.set(piece)
+    return there
 
 
 _WHOLE = " of"

@@ -1,0 +1,327 @@
+"""CUDA tensors, played by tensors of the CPU: the order of what hooks enqueue, and what is refused.
+
+PyTorch's work happens at once here, as on a stream that is always ahead; a stream of the fake device stands for
+it, and is CuPy's current one only inside `torch_stream`. Lanes work as late as they may. Where PyTorch reads what
+its stream should have by then, a test waits for that stream, and for no other.
+"""
+
+import contextlib
+import functools
+import types
+
+import pytest
+import torch
+from device_ranks import run_on_devices
+from torch import nn
+from torch_training import (
+    QADAM,
+    batch,
+    loss_of,
+    make_model,
+    optimizer_for,
+    through_a_file,
+    train_step,
+    weights,
+)
+
+import bagua_torch
+from bagua_comm import (
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    ErrorFeedback,
+    Exact,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    Quantized,
+    UnsupportedError,
+    after,
+    every,
+)
+from bagua_comm.lane import DeviceClock, SideStream, StreamLane, ThreadLane, UseStream
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel, ddp, torch_stream
+
+ALGORITHMS = [
+    GradientAllReduce(),
+    ByteGrad(),
+    GradientAllReduce(ErrorFeedback()),
+    QADAM,
+    Decentralized(),
+    LowPrecisionDecentralized(),
+    LowPrecisionOnePeer(),
+    DiLoCo(local_steps=2),
+    every(2, Decentralized("shift_one")),
+    after(2, ByteGrad(), LowPrecisionDecentralized()),
+]
+
+
+class PlayedByTheCPU:
+    """PyTorch's stream of each device, and tensors as arrays there."""
+
+    def __init__(self, device, cupy):
+        self.device, self.cupy, self.streams, self.lent = device, cupy, {}, []
+
+    @property
+    def stream(self):
+        """That of this thread's device; PyTorch has done everything on it already."""
+        index = self.device.device
+        if index not in self.streams:
+            address = self.device.new_stream(eager=True).ptr
+            theirs = types.SimpleNamespace(__cuda_stream__=lambda: (0, address))
+            self.streams[index] = self.cupy.cuda.Stream.from_external(theirs)
+        return self.streams[index]
+
+    def torch_stream(self, device):
+        return UseStream(self.stream)
+
+    def as_array(self, tensor):
+        return self.cupy.from_dlpack(tensor.detach())
+
+    def as_tensor(self, array):
+        self.lent.append(array)  # DLPack would keep it for the tensor's life
+        return torch.from_numpy(array._host)
+
+    def wait(self, *_):
+        """What comes next in Python comes next on the stream, too."""
+        self.stream.synchronize()
+
+
+class Model:
+    """A model that is trained; `wait` is called before PyTorch reads what was exchanged."""
+
+    def __init__(self, comm, algorithm, wait=lambda *_: None):
+        self.comm, self.wait, self.model = comm, wait, make_model()
+        self.optimizer = optimizer_for(algorithm, self.model.parameters())
+        self.wrapped = DistributedDataParallel(self.model, self.optimizer, algorithm, comm=comm, bucket_bytes=64)
+        self.model.register_forward_pre_hook(wait)
+        self.optimizer.register_step_pre_hook(wait)
+
+    def train(self, steps):
+        for step in steps:
+            train_step(self.wrapped, self.optimizer, batch(self.comm.rank, step))
+
+    def end(self):
+        """The kind of lane, and the weights."""
+        self.wrapped.average_weights()
+        self.wait()
+        lane, values = type(self.wrapped.engine._lane), weights(self.model).tolist()
+        self.wrapped.close()
+        return lane, values
+
+
+def trained(comm, algorithm, *wait):
+    model = Model(comm, algorithm, *wait)
+    model.train(range(5))
+    return model.end()
+
+
+@functools.cache
+def trained_on_host(algorithm):
+    return [values for _, values in run_ranks(2, lambda comm: trained(comm, algorithm))]
+
+
+@pytest.fixture
+def on_host(algorithm):
+    """What training on the host gives. Goes before `played`, which changes what tensors are."""
+    return trained_on_host(algorithm)
+
+
+@pytest.fixture
+def played(device, monkeypatch):
+    import cupy
+
+    played = PlayedByTheCPU(device, cupy)
+    for module in (ddp, bagua_torch.comm_hook.__globals__):
+        names = vars(module) if isinstance(module, types.ModuleType) else module
+        for name in ("as_array", "as_tensor", "torch_stream"):
+            if name in names:
+                monkeypatch.setitem(names, name, getattr(played, name))
+    return played
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "lane"), [("nccl", StreamLane), ("local", ThreadLane)])
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_training_is_in_the_order_of_pytorchs_stream(on_host, played, algorithm, kind, lane):
+    def body(comm):
+        return trained(comm, algorithm, played.wait)
+
+    assert run_on_devices(played.device, 2, kind, body) == [(lane, values) for values in on_host]
+
+
+@pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
+def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
+    def body(comm):
+        first = Model(comm, algorithm, played.wait)
+        first.train(range(3))
+        saved = [part.state_dict() for part in (first.wrapped, first.optimizer)]
+        played.wait()
+        saved = through_a_file(saved)
+        first.train(range(1))  # which changes nothing in what is saved
+        second = Model(comm, algorithm, played.wait)
+        second.wrapped.load_state_dict(saved[0])
+        second.optimizer.load_state_dict(saved[1])
+        second.train(range(3, 5))
+        first.wrapped.close()
+        return second.end()
+
+    assert [values for _, values in run_on_devices(played.device, 2, "nccl", body)] == on_host
+
+
+def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played, monkeypatch):
+    streams = []
+
+    def noted(method):
+        def noting(side):
+            streams.append(played.cupy.cuda.get_current_stream().ptr == played.stream.ptr)
+            return method(side)
+
+        return noting
+
+    for name in ("future", "join"):  # something is submitted, a lane is joined
+        monkeypatch.setattr(SideStream, name, noted(getattr(SideStream, name)))
+
+    def body(comm):
+        for algorithm in (ByteGrad(), LowPrecisionDecentralized()):
+            model = Model(comm, algorithm, played.wait)
+            model.train(range(2))
+            model.wrapped(batch(0, 0))  # its backward pass reaches nothing
+            model.optimizer.step()
+            with model.wrapped.join():
+                model.train(range(2 + comm.rank))
+            model.train(range(1))
+            model.wrapped.stop()
+            model.wrapped.resume()
+            model.train(range(1))
+            model.wrapped.state_dict()
+            model.wrapped.switch(Decentralized())
+            model.train(range(2))
+            model.model.eval()(batch(0, 0))
+            model.end()
+
+    run_on_devices(played.device, 2, "nccl", body)
+    assert len(streams) > 50
+    assert all(streams)
+
+
+def test_gradients_are_views_of_the_buckets(played):
+    def body(comm):
+        model = make_model()
+        wrapped = DistributedDataParallel(model, comm=comm)
+        loss_of(wrapped, batch(comm.rank, 0)).backward()
+        (bucket,) = wrapped.engine.buckets
+        begin = bucket.flat.data.ptr
+        inside = [begin <= p.grad.data_ptr() < begin + bucket.nbytes for p in model.parameters()]
+        wrapped.close()
+        return inside
+
+    assert run_on_devices(played.device, 2, "nccl", body) == [[True] * 6] * 2
+
+
+def test_no_hook_makes_the_host_wait_for_the_device(played, device):
+    def body(comm):
+        wrapped = DistributedDataParallel(make_model(), comm=comm)
+        for step in range(3):
+            with device.forbid_host_sync(this_thread=True):
+                loss_of(wrapped, batch(comm.rank, step)).backward()
+        wrapped.close()
+
+    run_on_devices(played.device, 2, "nccl", body)
+
+
+def test_the_backward_pass_is_seen_on_the_device(played):
+    def body(comm):
+        wrapped = DistributedDataParallel(make_model(), comm=comm, bucket_bytes=64)
+        wrapped._clock = DeviceClock(comm.device)
+        for step in range(2):
+            loss_of(wrapped, batch(comm.rank, step)).backward()
+            played.wait()
+        lane = wrapped.engine._lane.name
+        wrapped.close()
+        spans = comm.tracer.spans()
+        return [[s for s in spans if s.thread == f"device: {row}"] for row in (lane, "backward")]
+
+    for exchanges, passes in run_on_devices(played.device, 2, "nccl", body):
+        assert [span.name for span in exchanges] == ["exchange"] * 2 * 3  # buckets
+        assert [span.name for span in passes] == ["backward"] * 2
+        assert all(span.start_ns <= span.end_ns for span in [*exchanges, *passes])
+        assert passes[0].end_ns <= passes[1].start_ns
+
+
+# PyTorch's own DistributedDataParallel --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "lane_type"), [("nccl", StreamLane), ("local", ThreadLane)])
+@pytest.mark.parametrize("average", [Exact(), Quantized()], ids=repr)
+def test_a_comm_hook_averages_behind_what_pytorch_has_enqueued(played, average, kind, lane_type):
+    def body(comm):
+        hook = bagua_torch.comm_hook(average, comm)
+        lane = hook.__closure__[hook.__code__.co_freevars.index("lane")].cell_contents
+        flat, parameters = torch.zeros(4), [nn.Parameter(torch.zeros(4))]
+        bucket = types.SimpleNamespace(buffer=lambda: flat, index=lambda: 0, parameters=lambda: parameters)
+        with played.torch_stream(None):
+            ours = played.as_array(flat)
+            ours[...] = played.cupy.asarray(torch.tensor([0.0, 1.0, 2.0, 255.0]).numpy())
+            hook(None, bucket)
+            lane.wait()
+        played.wait()
+        lane.close()
+        return type(lane), flat.round().tolist()
+
+    assert run_on_devices(played.device, 2, kind, body) == [(lane_type, [0.0, 1.0, 2.0, 255.0])] * 2
+
+
+# Streams and devices --------------------------------------------------------------------------------------
+
+
+def test_in_torch_stream_cupys_current_stream_is_pytorchs(device, monkeypatch):
+    import cupy
+
+    device.count, entered = 2, []
+
+    @contextlib.contextmanager
+    def current_device(its):
+        entered.append(its.index)
+        yield
+
+    theirs = [device.new_stream().ptr, 0]
+    current = lambda: types.SimpleNamespace(cuda_stream=theirs[entered[-1]])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "device", current_device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: entered[-1])
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    for index, address in enumerate(theirs):
+        with torch_stream(torch.device("cuda", index)):
+            assert (device.device, cupy.cuda.get_current_stream().ptr) == (index, address)
+        assert cupy.cuda.get_current_stream().ptr == 0
+    assert entered == [0, 1]
+
+
+def test_torch_stream_does_nothing_for_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", None)
+    with torch_stream(torch.device("cpu")):
+        assert torch.ones(1).item() == 1
+
+
+class Elsewhere(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("comms_device", "message"),
+    [
+        (None, "'w' is on cuda:1, but this communicator has no device"),
+        (0, "'w' is on cuda:1, but this rank's communicator works on cuda:0; move the module there, or"),
+    ],
+)
+def test_a_module_that_is_elsewhere_is_refused(comms_device, message):
+    def body(comm):
+        wrapped = DistributedDataParallel(nn.Linear(1, 1), comm=comm)
+        comm.device = comms_device
+        wrapped._check_device("w", torch.zeros(1).as_subclass(Elsewhere))
+
+    with pytest.raises(UnsupportedError, match=message):
+        run_ranks(1, body)
