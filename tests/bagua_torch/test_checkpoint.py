@@ -39,7 +39,7 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
 REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
-STEPS = 9
+STEPS = 8
 
 
 # Into the plain module, and back --------------------------------------------------------------------------
@@ -182,9 +182,8 @@ def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buc
 
 
 @pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_restart_changes_nothing(ranks, algorithm, at):
+@pytest.mark.parametrize(("ranks", "at"), [(1, 4), (2, 1), (4, 4)])
+def test_a_restart_changes_nothing(ranks, at, algorithm):
     """Saved between the optimizer's step and the next forward pass, while weights may be under way."""
     if ranks == 1 and "shift_one" in repr(algorithm):
         return  # refused; see test_bad_input.py
@@ -299,7 +298,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_switching_through_all_algorithms(ranks):
     """The loss goes on falling, and after each switch all ranks have the same weights."""
 
