@@ -47,7 +47,7 @@ from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
 
 from .arrays import as_array, as_tensor, dtype_name
-from .broadcast import broadcast_optimizer, broadcast_tensors
+from .broadcast import broadcast_optimizer, broadcast_tensors, map_leaves
 from .optim import QAdamOptimizer
 
 ALIGNMENT = 32
@@ -264,11 +264,11 @@ class DistributedDataParallel(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """What the algorithm keeps, for `state_dict()`."""
         self._complete_step()
-        return _mapped_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
+        return map_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
-        self.engine.load_state_dict(_mapped_leaves(state, _to_array))
+        self.engine.load_state_dict(map_leaves(state, _to_array))
         self._backward = _Backward()
         self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
@@ -662,12 +662,6 @@ class _Join:
 
     divide_by_initial_size: bool
     active: list[int] = field(default_factory=list)
-
-
-def _mapped_leaves(value: Any, function: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped_leaves(inner, function) for key, inner in value.items()}
-    return function(value)
 
 
 def _to_tensor(value: Any) -> Any:
