@@ -7,6 +7,7 @@ bytes: replicas stay equal bit for bit, so the difference, which is small, is al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .. import arrays, kernels, topology
 from ..arrays import Array
@@ -23,20 +24,13 @@ class _LowPrecision:
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
+    payload: ClassVar[Payload] = "weight"
+    window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
+
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             name = type(self).__name__
             raise ArrayError(f"{name}: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
-
-    @property
-    def window(self) -> Window:
-        """From the optimizer's step until the next forward pass."""
-        return Window(Point.STEP, Point.FORWARD)
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
