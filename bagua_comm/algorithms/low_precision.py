@@ -13,8 +13,8 @@ from .. import arrays, kernels, topology
 from ..arrays import Array
 from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
+from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from ..errors import ArrayError, UnsupportedError
 from .base import TRANSIENT, Payload, Point, Window
 
 
@@ -28,15 +28,11 @@ class _LowPrecision:
     window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            name = type(self).__name__
-            raise ArrayError(f"{name}: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
+        check_codec_argument(type(self).__name__, self.codec)
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
-        if dtype not in self.codec.dtypes:
-            wanted = ", ".join(sorted(self.codec.dtypes))
-            raise UnsupportedError(f"{self} cannot code {dtype}, only {wanted}")
+        check_codec_argument(type(self).__name__, self.codec, dtype)
 
     def _wire(self, bucket: Bucket, comm: Communicator, key: str) -> Array:
         """Room for one encoded bucket, (1, w)."""
