@@ -100,6 +100,18 @@ def train_step(model, optimizer, x):
     optimizer.step()
 
 
+def wrapped(comm, algorithm=None, **settings):
+    """A model, its optimizer, and the wrapper that trains them. Collective."""
+    model = make_model()
+    optimizer = sgd(model.parameters()) if algorithm is None else optimizer_for(algorithm, model.parameters())
+    return model, optimizer, DistributedDataParallel(model, optimizer, algorithm, comm=comm, **settings)
+
+
+def train(comm, ddp, optimizer, steps):
+    for step in steps:
+        train_step(ddp, optimizer, batch(comm.rank, step))
+
+
 def weights(module):
     """A copy of all parameters, one behind the other."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])

@@ -16,8 +16,10 @@ from torch_training import (
     optimizer_for,
     sgd,
     through_a_file,
+    train,
     train_step,
     weights,
+    wrapped,
 )
 
 from bagua_comm import (
@@ -51,8 +53,7 @@ def test_checkpoints_of_module_and_optimizer_load_into_plain_ones(algorithm):
         model = nn.Sequential(nn.BatchNorm1d(4), make_model())
         optimizer = optimizer_for(algorithm, model.parameters())
         ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
-        for step in range(5):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(5))
         saved = through_a_file({"module": ddp.module.state_dict(), "optimizer": optimizer.state_dict()})
         ddp.close()
 
@@ -77,9 +78,7 @@ def test_a_plain_checkpoint_loads_into_a_wrapped_module():
     plain = make_model(seed=1)
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
+        _, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
         train_step(ddp, optimizer, batch(comm.rank, 0))
         ddp.module.load_state_dict(plain.state_dict())
         with torch.no_grad():
@@ -93,9 +92,7 @@ def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_what_was_exchanged()
     """What is exchanged after a step is written back before weights are loaded, not after."""
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=1), comm=comm)
+        model, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=1))
         saved = through_a_file(ddp.module.state_dict())
         train_step(ddp, optimizer, batch(comm.rank, 0))
         ddp.module.load_state_dict(saved)
@@ -315,8 +312,7 @@ def test_switching_through_all_algorithms(ranks):
             comm.check_consistency(as_array(weights(model)))
             with torch.no_grad():
                 losses.append(loss_of(ddp, batch(0, 0)).item())
-            for step in range(5):
-                train_step(ddp, optimizer, batch(comm.rank, step))
+            train(comm, ddp, optimizer, range(5))
         comm.check_consistency(as_array(weights(model)))
         ddp.close()
         return losses
@@ -328,19 +324,15 @@ def test_switching_through_all_algorithms(ranks):
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(4))
         ddp.eval()(batch(0, 0))  # what was exchanged is written back
         mine = weights(model)
         ddp.train().switch(GradientAllReduce())
         mean = weights(model)
         momenta = torch.cat([state["momentum_buffer"].reshape(-1) for state in optimizer.state.values()])
         comm.check_consistency(as_array(momenta))
-        for step in range(3):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(3))
         assert_same_on_all_ranks(comm, model)
         ddp.close()
         return mine, mean
@@ -359,8 +351,7 @@ def test_after_switching_gradients_are_averaged_as_if_wrapped_anew():
         )
         if switched:
             ddp.switch(ByteGrad())
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(4))
         ddp.close()
         return weights(model)
 
@@ -477,19 +468,15 @@ def test_switching_in_the_middle_of_a_backward_pass_is_refused():
 @pytest.mark.parametrize("algorithm", [*WEIGHT_ALGORITHMS, *ASYNC_ALGORITHMS], ids=repr)
 def test_averaged_weights_are_the_mean_of_all_ranks(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(4))
         ddp.stop()
         before = weights(model)
         ddp.average_weights()
         assert_same_on_all_ranks(comm, model)
         averaged = weights(model)
         ddp.resume()
-        for step in range(4, 6):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(4, 6))
         ddp.close()
         return before, averaged
 
