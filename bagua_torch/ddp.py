@@ -471,7 +471,7 @@ class DistributedDataParallel(nn.Module):
             self._attach_view(name)  # create_graph=True replaces p.grad
             if self._sync:
                 self._backward.complete.add(name)
-                self.engine.ready(name)
+                self._ready(name)
                 self._end_backward_if_complete()
 
         return gradient_is_complete
@@ -514,14 +514,12 @@ class DistributedDataParallel(nn.Module):
             if parameter.grad is None:
                 fresh.append(name)
             self._attach_view(name)  # unused, but sent all the same: no rank waits for it
-            self.engine.ready(name)
+            self._ready(name)
         self.engine.at(Point.BACKWARD)
         self._weights_changed()
         self._share_momenta()
         self._averaged, self._opened = True, False
         self._stepped.clear()
-        if self._join is not None and self.engine.payload == "grad":
-            self._divide_by_active()
         if self.find_unused_parameters and self.engine.payload == "grad":
             self._forget_unused(fresh)
 
@@ -574,6 +572,8 @@ class DistributedDataParallel(nn.Module):
         table = self.comm.allgather(np.array([active, self.engine.step]))
         assert self._join is not None
         self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        if self._join.active and not self._join.divide_by_initial_size:
+            self._join.scale = self.comm.size / len(self._join.active)
         while not active and self.engine.step < table[:, 1].max():
             if isinstance(self.engine.phase, QAdam):
                 for optimizer in self.optimizers:
@@ -581,11 +581,12 @@ class DistributedDataParallel(nn.Module):
             else:
                 self.engine.at(Point.STEP)
 
-    def _divide_by_active(self) -> None:
-        assert self._join is not None
-        if not self._join.divide_by_initial_size and 0 < len(self._join.active) < self.comm.size:
-            for flat in self._flats["grad"]:
-                flat.mul_(self.comm.size / len(self._join.active))
+    def _ready(self, name: str) -> None:
+        """Hand a gradient to the engine, for a mean over all ranks or over those that have data."""
+        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad":
+            # Before it is sent: what the algorithm averages may be more than the gradient, as QAdam's momentum.
+            self._gradients[name].mul_(self._join.scale)
+        self.engine.ready(name)
 
     def _follow_the_others(self) -> None:
         """Take part in the exchanges of ranks that have data left, until none has. Collective."""
@@ -662,6 +663,8 @@ class _Join:
 
     divide_by_initial_size: bool
     active: list[int] = field(default_factory=list)
+    scale: float = 1.0
+    """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
 
 
 def _to_tensor(value: Any) -> Any:
