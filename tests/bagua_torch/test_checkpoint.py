@@ -256,6 +256,30 @@ def test_a_restart_in_the_middle_of_an_accumulation_keeps_nothing_of_it():
         assert names == sorted(["_extra_state", *module_names])
 
 
+def test_loading_forgets_a_step_that_was_pending():
+    """A backward pass before a state is loaded is no step of the training that goes on from there."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
+        train(comm, ddp, optimizer, range(2))
+        saved = through_a_file({"ddp": ddp.state_dict(), "optimizer": optimizer.state_dict()})
+        results = []
+        for begun in (False, True):
+            if begun:
+                loss_of(ddp, batch(comm.rank, 9)).backward()
+                optimizer.load_state_dict(saved["optimizer"])
+                ddp.load_state_dict(saved["ddp"])
+            assert ddp.engine.step == 2
+            train(comm, ddp, optimizer, range(2, 5))
+            results.append((ddp.engine.step, weights(model)))
+        ddp.close()
+        return results
+
+    for (steps, expected), (steps_after, actual) in run_ranks(2, body):
+        assert steps == steps_after == 5
+        assert torch.equal(expected, actual)
+
+
 @pytest.mark.parametrize("algorithm", ASYNC_ALGORITHMS, ids=repr)
 def test_an_asynchronous_average_restarts_from_any_step(algorithm):
     """Not bit for bit: rounds end when they end. Step counts go on, and ranks agree in the end."""
