@@ -49,7 +49,6 @@ def joined(
     synchronized="last",
     between=None,
     afterwards=0,
-    timeout_s=4,
     **settings,
 ):
     """Train on so many batches on each rank; (weights, buffers, steps) of each."""
@@ -79,7 +78,7 @@ def joined(
         ddp.close()
         return weights(model), {n: b.clone() for n, b in model.named_buffers()}, steps
 
-    return run_ranks(len(batches), body, timeout_s=timeout_s)
+    return run_ranks(len(batches), body, timeout_s=10)
 
 
 def train_plain(batches, plain, optimizer, *, divide_by_initial_size=True, parts=1):
