@@ -19,6 +19,7 @@ import numpy as np
 from . import arrays, kernels
 from .arrays import FLOATS, Array
 from .codecs import Codec, MinMaxUInt8
+from .codecs.base import check_codec_argument
 from .comm import Communicator, finished
 from .errors import ArrayError, UnsupportedError
 
@@ -75,8 +76,7 @@ class Quantized:
     codec: Codec = field(default_factory=MinMaxUInt8)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            raise ArrayError(f"Quantized: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
+        check_codec_argument("Quantized", self.codec)
 
     def bind(self, comm: Communicator) -> InPlace:
         """See `Average.bind`."""
@@ -84,9 +84,7 @@ class Quantized:
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
-        if dtype not in self.codec.dtypes:
-            wanted = ", ".join(sorted(self.codec.dtypes))
-            raise UnsupportedError(f"{self} cannot average {dtype}, only {wanted}")
+        check_codec_argument("Quantized", self.codec, dtype)
 
 
 @dataclass
@@ -253,14 +251,10 @@ def quantized_allreduce(
     """
     call, p = "quantized_allreduce", comm.size
     codec = MinMaxUInt8() if codec is None else codec
-    if not isinstance(codec, Codec):
-        raise ArrayError(f"{call}: codec is {codec!r}, expected a Codec such as MinMaxUInt8()")
     if op not in ("sum", "avg"):
         raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
     send, _ = comm.accept(call, "x", x)
-    if arrays.dtype_name(send.dtype) not in codec.dtypes:
-        wanted = ", ".join(sorted(codec.dtypes))
-        raise UnsupportedError(f"{call}: {codec} cannot code {send.dtype.name}, only {wanted}")
+    check_codec_argument(call, codec, arrays.dtype_name(send.dtype))
     out, target = comm.landing(call, out, send.shape, send)
     send = arrays.contiguous(comm.in_place(call, send, target))
     if residual is not None and (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,51 +50,46 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
     if comm.size == 1:
         return
     tensors: list[torch.Tensor] = []
-    at_root = _take_tensors(optimizer.state_dict(), tensors) if comm.rank == root else None
-    state = comm.broadcast_object(at_root, root=root)
-    if comm.rank != root:
-        _make_tensors(state, tensors, comm.device)
-    broadcast_tensors(comm, tensors, root=root)
-    if comm.rank != root:
-        optimizer.load_state_dict(_put_tensors(state, tensors))
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        tensors.append(leaf)
+        return _Place(tuple(leaf.shape), leaf.dtype, leaf.device.type)
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, _Place):
+            return leaf
+        device = f"cuda:{comm.device}" if leaf.device == "cuda" else leaf.device
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
+        return tensors[-1]
+
+    if comm.rank == root:
+        comm.broadcast_object(map_leaves(optimizer.state_dict(), take), root=root)
+        broadcast_tensors(comm, tensors, root=root)
+    else:
+        state = map_leaves(comm.broadcast_object(None, root=root), make)
+        broadcast_tensors(comm, tensors, root=root)
+        optimizer.load_state_dict(state)
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """`value` with `function` of all that is in it, through dicts, lists and tuples.
+
+    >>> map_leaves({"a": [1, 2], "b": (3,)}, str)
+    {'a': ['1', '2'], 'b': ('3',)}
+    """
+    if isinstance(value, dict):
+        return {key: map_leaves(inner, function) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_leaves(inner, function) for inner in value)
+    return function(value)
 
 
 @dataclass(frozen=True)
 class _Place:
     """Stands for a tensor while its surroundings travel."""
 
-    index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
-
-
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with places for the tensors in it, which are appended to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1, tuple(value.shape), value.dtype, value.device.type)
-    return _mapped(value, lambda inner: _take_tensors(inner, tensors))
-
-
-def _make_tensors(value: Any, tensors: list[torch.Tensor], index: int | None) -> None:
-    """Append a tensor for every place in `value`; CUDA tensors on the device of this index."""
-    if isinstance(value, _Place):
-        device = f"cuda:{index}" if value.device == "cuda" else value.device
-        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=device))
-    _mapped(value, lambda inner: _make_tensors(inner, tensors, index))
-
-
-def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """`value` with `tensors` in their places."""
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    return _mapped(value, lambda inner: _put_tensors(inner, tensors))
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: function(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(function(inner) for inner in value)
-    return value

@@ -53,7 +53,7 @@ from bagua_comm.engine import check_fit
 from bagua_comm.lane import DeviceClock, DeviceSpan
 
 from .arrays import as_array, as_tensor, dtype_name, torch_stream
-from .broadcast import broadcast_optimizer, broadcast_tensors
+from .broadcast import broadcast_optimizer, broadcast_tensors, map_leaves
 from .optim import QAdamOptimizer
 
 ALIGNMENT = 32
@@ -295,12 +295,12 @@ class DistributedDataParallel(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """What the algorithm keeps, for `state_dict()`."""
         self._complete_step()
-        return _mapped_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
+        return map_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
     @_in_stream_order
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
-        self.engine.load_state_dict(_mapped_leaves(state, self._to_array))
+        self.engine.load_state_dict(map_leaves(state, self._to_array))
         self._backward = _Backward()
         self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
@@ -533,7 +533,7 @@ class DistributedDataParallel(nn.Module):
             if self._sync:
                 self._backward.complete.add(name)
                 with torch_stream(self._device):
-                    self.engine.ready(name)
+                    self._ready(name)
                     self._end_backward_if_complete()
 
         return gradient_is_complete
@@ -579,14 +579,12 @@ class DistributedDataParallel(nn.Module):
             if parameter.grad is None:
                 fresh.append(name)
             self._attach_view(name)  # unused, but sent all the same: no rank waits for it
-            self.engine.ready(name)
+            self._ready(name)
         self.engine.at(Point.BACKWARD)
         self._weights_changed()
         self._share_momenta()
         self._averaged, self._opened = True, False
         self._stepped.clear()
-        if self._join is not None and self.engine.payload == "grad":
-            self._divide_by_active()
         if self.find_unused_parameters and self.engine.payload == "grad":
             self._forget_unused(fresh)
 
@@ -641,6 +639,8 @@ class DistributedDataParallel(nn.Module):
         table = self.comm.allgather(np.array([active, self.engine.step]))
         assert self._join is not None
         self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        if self._join.active and not self._join.divide_by_initial_size:
+            self._join.scale = self.comm.size / len(self._join.active)
         while not active and self.engine.step < table[:, 1].max():
             if isinstance(self.engine.phase, QAdam):
                 for optimizer in self.optimizers:
@@ -648,11 +648,12 @@ class DistributedDataParallel(nn.Module):
             else:
                 self.engine.at(Point.STEP)
 
-    def _divide_by_active(self) -> None:
-        assert self._join is not None
-        if not self._join.divide_by_initial_size and 0 < len(self._join.active) < self.comm.size:
-            for flat in self._flats["grad"]:
-                flat.mul_(self.comm.size / len(self._join.active))
+    def _ready(self, name: str) -> None:
+        """Hand a gradient to the engine, for a mean over all ranks or over those that have data."""
+        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad":
+            # Before it is sent: what the algorithm averages may be more than the gradient, as QAdam's momentum.
+            self._gradients[name].mul_(self._join.scale)
+        self.engine.ready(name)
 
     @_in_stream_order
     def _follow_the_others(self) -> None:
@@ -731,12 +732,8 @@ class _Join:
 
     divide_by_initial_size: bool
     active: list[int] = field(default_factory=list)
-
-
-def _mapped_leaves(value: Any, function: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped_leaves(inner, function) for key, inner in value.items()}
-    return function(value)
+    scale: float = 1.0
+    """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
 
 
 def _to_tensor(value: Any) -> Any:

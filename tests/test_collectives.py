@@ -462,12 +462,12 @@ def test_averages_refuse_dtypes_by_name():
         (
             Quantized(),
             "float64",
-            f"{Quantized()!r} cannot average float64, only bfloat16, float16, float32",
+            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
         ),
         (
             Hierarchical(Quantized()),
             "float64",
-            f"{Quantized()!r} cannot average float64, only bfloat16, float16, float32",
+            f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
         ),
         (Hierarchical(), "complex64", "Exact() cannot average complex64"),
     ):

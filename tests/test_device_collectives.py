@@ -4,11 +4,22 @@ import numpy as np
 import pytest
 from device_ranks import run_on_devices
 
-from bagua_comm import BFloat16, ErrorFeedback, Exact, Float16, Hierarchical, MinMaxUInt8, Quantized, quantized_allreduce
+from bagua_comm import (
+    BFloat16,
+    ErrorFeedback,
+    Exact,
+    Float16,
+    Hierarchical,
+    MinMaxUInt8,
+    Quantized,
+    quantized_allreduce,
+)
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
 
-pytestmark = pytest.mark.parametrize("device", ["lazy"], indirect=True)  # one stream a rank: no order to get wrong
+pytestmark = pytest.mark.parametrize(
+    "device", ["lazy"], indirect=True
+)  # one stream a rank: no order to get wrong
 
 
 def values(rank, size, dtype="float32"):
@@ -112,7 +123,7 @@ def test_a_quantized_allreduce_is_three_kernels_and_two_collectives_and_nothing_
     for names in run_on_devices(device, 2, "nccl", body):
         kernels = [name for name in names if name.startswith("kernel")]
         nccl = [name for name in names if name.startswith("nccl")]
-        assert ["kernel encode", "kernel combine", "kernel decode"] == kernels
+        assert kernels == ["kernel encode", "kernel combine", "kernel decode"]
         assert len(nccl) == 2
         assert sorted(names) == sorted(kernels + nccl)
 

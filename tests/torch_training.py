@@ -3,6 +3,7 @@
 Ranks are threads here, which share PyTorch's generator; all that is random comes from generators of its own.
 """
 
+import copy
 import io
 
 import torch
@@ -24,7 +25,7 @@ from bagua_comm import (
     every,
 )
 from bagua_comm.algorithms.base import phases_of
-from bagua_torch import QAdamOptimizer, as_array
+from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
 GRADIENT_ALGORITHMS = [
     GradientAllReduce(),
@@ -99,6 +100,18 @@ def train_step(model, optimizer, x):
     optimizer.step()
 
 
+def wrapped(comm, algorithm=None, **settings):
+    """A model, its optimizer, and the wrapper that trains them. Collective."""
+    model = make_model()
+    optimizer = sgd(model.parameters()) if algorithm is None else optimizer_for(algorithm, model.parameters())
+    return model, optimizer, DistributedDataParallel(model, optimizer, algorithm, comm=comm, **settings)
+
+
+def train(comm, ddp, optimizer, steps):
+    for step in steps:
+        train_step(ddp, optimizer, batch(comm.rank, step))
+
+
 def weights(module):
     """A copy of all parameters, one behind the other."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
@@ -121,3 +134,44 @@ def through_a_file(value):
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def assert_gradients_match_those_of_torch(
+    comm, make_model, loss_of, make_optimizer, *, dtype=torch.float32, steps=20, aligned=False, tolerance
+):
+    """Train beside PyTorch's own DistributedDataParallel; if `aligned`, with equal weights in every step."""
+    torch.manual_seed(0)
+    mine = make_model().to(dtype)
+    theirs = copy.deepcopy(mine)
+    my_optimizer, their_optimizer = make_optimizer(mine.parameters()), make_optimizer(theirs.parameters())
+    my_ddp = DistributedDataParallel(mine, my_optimizer, comm=comm, bucket_bytes=16_384)
+    their_ddp = nn.parallel.DistributedDataParallel(theirs)
+    assert len(my_ddp.engine.buckets) > 3
+
+    for step in range(steps):
+        if aligned:
+            theirs.load_state_dict(mine.state_dict())
+        for ddp, optimizer in ((my_ddp, my_optimizer), (their_ddp, their_optimizer)):
+            torch.manual_seed(100 * step + comm.rank)  # dropout
+            optimizer.zero_grad()
+            loss_of(ddp, torch.Generator().manual_seed(100 * step + comm.rank)).backward()
+        largest = max(parameter.grad.abs().max().item() for parameter in theirs.parameters())
+        for (name, parameter), expected in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+            what = f"{name} in step {step}"
+            torch.testing.assert_close(
+                parameter.grad,
+                expected.grad,
+                rtol=0,
+                atol=tolerance * largest,
+                msg=lambda text, what=what: f"{what}: {text}",
+            )
+        my_optimizer.step()
+        their_optimizer.step()
+
+    my_ddp.close()
+    for parameter in mine.parameters():
+        comm.check_consistency(as_array(parameter))
+    for (name, value), expected in zip(mine.named_buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(
+            value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )

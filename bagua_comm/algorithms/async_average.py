@@ -10,6 +10,7 @@ Source: the asynchronous model average of Bagua (arXiv 2107.01499).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from .. import kernels
 from ..arrays import Array
@@ -46,15 +47,12 @@ class AsyncModelAverage:
     interval_s: float = 0.5
     warmup_steps: int = 0
 
+    payload: ClassVar[Payload] = "weight"
+
     def __post_init__(self) -> None:
         check_integer("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
         if not isinstance(self.interval_s, (int, float)) or not self.interval_s >= 0:
             raise ArrayError(f"AsyncModelAverage: interval_s is {self.interval_s!r}, expected at least 0")
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
 
     @property
     def window(self) -> Window:

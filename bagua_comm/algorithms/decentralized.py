@@ -10,7 +10,7 @@ Source: D-PSGD, Lian et al., "Can Decentralized Algorithms Outperform Centralize
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from .. import kernels, topology
 from ..arrays import Array
@@ -50,19 +50,12 @@ class Decentralized:
 
     peers: Literal["all", "shift_one", "one_peer_exponential"] = "all"
 
+    payload: ClassVar[Payload] = "weight"
+    window: ClassVar[Window] = Window(Point.FORWARD, Point.BACKWARD)
+
     def __post_init__(self) -> None:
         if self.peers not in PEERS:
             raise ArrayError(f"Decentralized: peers is {self.peers!r}, expected one of {', '.join(PEERS)}")
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
-
-    @property
-    def window(self) -> Window:
-        """During the forward and the backward pass."""
-        return Window(Point.FORWARD, Point.BACKWARD)
 
     def check(self, dtype: str) -> None:
         """Floating-point dtypes."""

@@ -10,6 +10,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -52,6 +53,9 @@ class DiLoCo:
     outer_momentum: float = 0.9
     average: Average = field(default_factory=Exact)
 
+    payload: ClassVar[Payload] = "weight"
+    window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
+
     def __post_init__(self) -> None:
         check_integer("DiLoCo", "local_steps", self.local_steps, least=1)
         if not self.outer_lr > 0 or not 0 <= self.outer_momentum < 1:
@@ -60,16 +64,6 @@ class DiLoCo:
                 "expected outer_lr > 0 and 0 <= outer_momentum < 1"
             )
         check_average_argument("DiLoCo", self.average)
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
-
-    @property
-    def window(self) -> Window:
-        """From the optimizer's step until the next forward pass."""
-        return Window(Point.STEP, Point.FORWARD)
 
     def check(self, dtype: str) -> None:
         """What the average takes."""

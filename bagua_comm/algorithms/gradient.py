@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
@@ -26,18 +27,11 @@ class GradientAllReduce:
 
     average: Average = field(default_factory=Exact)
 
+    payload: ClassVar[Payload] = "grad"
+    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+
     def __post_init__(self) -> None:
         check_average_argument("GradientAllReduce", self.average)
-
-    @property
-    def payload(self) -> Payload:
-        """Gradients."""
-        return "grad"
-
-    @property
-    def window(self) -> Window:
-        """From when a bucket's gradients are complete until the backward pass has ended."""
-        return Window(Point.GRADIENT, Point.BACKWARD)
 
     def check(self, dtype: str) -> None:
         """What the average takes."""

@@ -7,13 +7,14 @@ bytes: replicas stay equal bit for bit, so the difference, which is small, is al
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .. import arrays, kernels, topology
 from ..arrays import Array
 from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
+from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from ..errors import ArrayError, UnsupportedError
 from .base import TRANSIENT, Payload, Point, Window
 
 
@@ -23,26 +24,15 @@ class _LowPrecision:
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
+    payload: ClassVar[Payload] = "weight"
+    window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
+
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            name = type(self).__name__
-            raise ArrayError(f"{name}: codec is {self.codec!r}, expected a Codec such as MinMaxUInt8()")
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
-
-    @property
-    def window(self) -> Window:
-        """From the optimizer's step until the next forward pass."""
-        return Window(Point.STEP, Point.FORWARD)
+        check_codec_argument(type(self).__name__, self.codec)
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
-        if dtype not in self.codec.dtypes:
-            wanted = ", ".join(sorted(self.codec.dtypes))
-            raise UnsupportedError(f"{self} cannot code {dtype}, only {wanted}")
+        check_codec_argument(type(self).__name__, self.codec, dtype)
 
     def _wire(self, bucket: Bucket, comm: Communicator, key: str) -> Array:
         """Room for one encoded bucket, (1, w)."""

@@ -11,6 +11,7 @@ Source: 1-bit Adam, Tang et al., arXiv 2102.02888, with eight bits as in Bagua (
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -53,21 +54,14 @@ class QAdam:
     beta1: float = 0.9
     average: Average = field(default_factory=Quantized)
 
+    payload: ClassVar[Payload] = "grad"
+    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+
     def __post_init__(self) -> None:
         check_integer("QAdam", "warmup_steps", self.warmup_steps, least=1)
         if not 0 <= self.beta1 < 1:
             raise ArrayError(f"QAdam: beta1 is {self.beta1}, expected 0 <= beta1 < 1")
         check_average_argument("QAdam", self.average)
-
-    @property
-    def payload(self) -> Payload:
-        """Gradients."""
-        return "grad"
-
-    @property
-    def window(self) -> Window:
-        """From when a bucket's gradients are complete until the backward pass has ended."""
-        return Window(Point.GRADIENT, Point.BACKWARD)
 
     def check(self, dtype: str) -> None:
         """What the average takes."""

@@ -109,6 +109,20 @@ class Codec(ABC):
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
 
 
+def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:
+    """Raise unless `codec` is one and, where a dtype is given, takes it.
+
+    Raises:
+        ArrayError: It is something else.
+        UnsupportedError: It does not take the dtype.
+    """
+    if not isinstance(codec, Codec):
+        raise ArrayError(f"{owner}: codec is {codec!r}, expected a Codec such as MinMaxUInt8()")
+    if dtype is not None and dtype not in codec.dtypes:
+        wanted = ", ".join(sorted(codec.dtypes))
+        raise UnsupportedError(f"{owner}: {codec} cannot code {dtype}, only {wanted}")
+
+
 def padded(nbytes: int) -> int:
     """Round up to `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

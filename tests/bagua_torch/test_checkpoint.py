@@ -16,8 +16,10 @@ from torch_training import (
     optimizer_for,
     sgd,
     through_a_file,
+    train,
     train_step,
     weights,
+    wrapped,
 )
 
 from bagua_comm import (
@@ -39,7 +41,7 @@ from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
 REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
-STEPS = 9
+STEPS = 8
 
 
 # Into the plain module, and back --------------------------------------------------------------------------
@@ -51,8 +53,7 @@ def test_checkpoints_of_module_and_optimizer_load_into_plain_ones(algorithm):
         model = nn.Sequential(nn.BatchNorm1d(4), make_model())
         optimizer = optimizer_for(algorithm, model.parameters())
         ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
-        for step in range(5):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(5))
         saved = through_a_file({"module": ddp.module.state_dict(), "optimizer": optimizer.state_dict()})
         ddp.close()
 
@@ -77,9 +78,7 @@ def test_a_plain_checkpoint_loads_into_a_wrapped_module():
     plain = make_model(seed=1)
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
+        _, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
         train_step(ddp, optimizer, batch(comm.rank, 0))
         ddp.module.load_state_dict(plain.state_dict())
         with torch.no_grad():
@@ -93,9 +92,7 @@ def test_a_checkpoint_in_an_old_graph_is_not_overwritten_by_what_was_exchanged()
     """What is exchanged after a step is written back before weights are loaded, not after."""
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=1), comm=comm)
+        model, optimizer, ddp = wrapped(comm, DiLoCo(local_steps=1))
         saved = through_a_file(ddp.module.state_dict())
         train_step(ddp, optimizer, batch(comm.rank, 0))
         ddp.module.load_state_dict(saved)
@@ -182,9 +179,8 @@ def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buc
 
 
 @pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
-@pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_restart_changes_nothing(ranks, algorithm, at):
+@pytest.mark.parametrize(("ranks", "at"), [(1, 4), (2, 1), (4, 4)])
+def test_a_restart_changes_nothing(ranks, at, algorithm):
     """Saved between the optimizer's step and the next forward pass, while weights may be under way."""
     if ranks == 1 and "shift_one" in repr(algorithm):
         return  # refused; see test_bad_input.py
@@ -260,6 +256,30 @@ def test_a_restart_in_the_middle_of_an_accumulation_keeps_nothing_of_it():
         assert names == sorted(["_extra_state", *module_names])
 
 
+def test_loading_forgets_a_step_that_was_pending():
+    """A backward pass before a state is loaded is no step of the training that goes on from there."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
+        train(comm, ddp, optimizer, range(2))
+        saved = through_a_file({"ddp": ddp.state_dict(), "optimizer": optimizer.state_dict()})
+        results = []
+        for begun in (False, True):
+            if begun:
+                loss_of(ddp, batch(comm.rank, 9)).backward()
+                optimizer.load_state_dict(saved["optimizer"])
+                ddp.load_state_dict(saved["ddp"])
+            assert ddp.engine.step == 2
+            train(comm, ddp, optimizer, range(2, 5))
+            results.append((ddp.engine.step, weights(model)))
+        ddp.close()
+        return results
+
+    for (steps, expected), (steps_after, actual) in run_ranks(2, body):
+        assert steps == steps_after == 5
+        assert torch.equal(expected, actual)
+
+
 @pytest.mark.parametrize("algorithm", ASYNC_ALGORITHMS, ids=repr)
 def test_an_asynchronous_average_restarts_from_any_step(algorithm):
     """Not bit for bit: rounds end when they end. Step counts go on, and ranks agree in the end."""
@@ -299,7 +319,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_switching_through_all_algorithms(ranks):
     """The loss goes on falling, and after each switch all ranks have the same weights."""
 
@@ -316,8 +336,7 @@ def test_switching_through_all_algorithms(ranks):
             comm.check_consistency(as_array(weights(model)))
             with torch.no_grad():
                 losses.append(loss_of(ddp, batch(0, 0)).item())
-            for step in range(5):
-                train_step(ddp, optimizer, batch(comm.rank, step))
+            train(comm, ddp, optimizer, range(5))
         comm.check_consistency(as_array(weights(model)))
         ddp.close()
         return losses
@@ -329,19 +348,15 @@ def test_switching_through_all_algorithms(ranks):
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(4))
         ddp.eval()(batch(0, 0))  # what was exchanged is written back
         mine = weights(model)
         ddp.train().switch(GradientAllReduce())
         mean = weights(model)
         momenta = torch.cat([state["momentum_buffer"].reshape(-1) for state in optimizer.state.values()])
         comm.check_consistency(as_array(momenta))
-        for step in range(3):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(3))
         assert_same_on_all_ranks(comm, model)
         ddp.close()
         return mine, mean
@@ -360,8 +375,7 @@ def test_after_switching_gradients_are_averaged_as_if_wrapped_anew():
         )
         if switched:
             ddp.switch(ByteGrad())
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(4))
         ddp.close()
         return weights(model)
 
@@ -478,19 +492,15 @@ def test_switching_in_the_middle_of_a_backward_pass_is_refused():
 @pytest.mark.parametrize("algorithm", [*WEIGHT_ALGORITHMS, *ASYNC_ALGORITHMS], ids=repr)
 def test_averaged_weights_are_the_mean_of_all_ranks(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(4))
         ddp.stop()
         before = weights(model)
         ddp.average_weights()
         assert_same_on_all_ranks(comm, model)
         averaged = weights(model)
         ddp.resume()
-        for step in range(4, 6):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(4, 6))
         ddp.close()
         return before, averaged
 

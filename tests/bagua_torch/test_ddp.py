@@ -70,9 +70,16 @@ def train_side_by_side(ranks, steps):
     return [{n: t.detach().clone() for n, t in m.state_dict().items()} for m in models]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 10**6])
-@pytest.mark.parametrize("zero_grad", ["none before", "none between", "zeros"])
+# Every two of the three in every combination.
+@pytest.mark.parametrize(
+    ("ranks", "bucket_bytes", "zero_grad"),
+    [
+        (ranks, bucket_bytes, ["none before", "none between", "zeros"][(i + j) % 3])
+        for i, ranks in enumerate([1, 2, 3, 4])
+        for j, bucket_bytes in enumerate([1, 64, 10**6])
+    ]
+    + [(8, 64, "zeros")],
+)
 def test_trains_as_models_side_by_side(ranks, bucket_bytes, zero_grad):
     expected = train_side_by_side(ranks, steps=4)
 

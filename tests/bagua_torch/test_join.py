@@ -4,8 +4,11 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 from torch_training import (
+    CHANGING_ALGORITHMS,
     GRADIENT_ALGORITHMS,
+    WEIGHT_ALGORITHMS,
     assert_same_on_all_ranks,
     batch,
     loss_of,
@@ -20,13 +23,14 @@ from bagua_comm import (
     AsyncModelAverage,
     ByteGrad,
     DiLoCo,
+    Exact,
     GradientAllReduce,
     LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
+    QAdam,
     after,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel
+from bagua_torch import DistributedDataParallel, QAdamOptimizer
 
 # How many batches each rank has.
 UNEVEN = [(3, 5), (5, 3), (0, 4), (4, 0), (2, 2), (0, 0), (5, 0, 2), (1, 4, 2, 3)]
@@ -45,7 +49,6 @@ def joined(
     synchronized="last",
     between=None,
     afterwards=0,
-    timeout_s=4,
     **settings,
 ):
     """Train on so many batches on each rank; (weights, buffers, steps) of each."""
@@ -68,10 +71,14 @@ def joined(
             assert_same_on_all_ranks(comm, model)
         for step in range(100, 100 + afterwards):
             train_step(ddp, optimizer, batch(comm.rank, step))
+        steps = ddp.engine.step
+        if afterwards:
+            ddp.switch(GradientAllReduce())
+            assert_same_on_all_ranks(comm, model)
         ddp.close()
-        return weights(model), {n: b.clone() for n, b in model.named_buffers()}, ddp.engine.step
+        return weights(model), {n: b.clone() for n, b in model.named_buffers()}, steps
 
-    return run_ranks(len(batches), body, timeout_s=timeout_s)
+    return run_ranks(len(batches), body, timeout_s=10)
 
 
 def train_plain(batches, plain, optimizer, *, divide_by_initial_size=True, parts=1):
@@ -103,7 +110,7 @@ def test_gradients_are_those_of_the_ranks_that_have_data(batches, divide_by_init
         assert steps == max(batches)
 
 
-@BATCHES
+@pytest.mark.parametrize("batches", [(3, 5), (4, 0), (5, 0, 2), (1, 4, 2, 3)], ids=str)
 @DIVIDE
 @pytest.mark.parametrize("synchronized", ["last", "every"])
 def test_accumulated_gradients_are_those_of_the_ranks_that_have_data(
@@ -126,7 +133,7 @@ def test_accumulated_gradients_are_those_of_the_ranks_that_have_data(
         close(actual, expected)
 
 
-@pytest.mark.parametrize("batches", [(3, 6), (6, 3), (0, 6), (6, 1, 3)], ids=str)
+@pytest.mark.parametrize("batches", [(3, 6), (0, 6), (6, 1, 3)], ids=str)
 @pytest.mark.parametrize("algorithm", GRADIENT_ALGORITHMS, ids=repr)
 def test_all_ranks_end_with_the_same_weights(algorithm, batches):
     """And train on from there: also the residuals and step counts fit together."""
@@ -145,34 +152,225 @@ def test_all_ranks_end_with_the_same_weights(algorithm, batches):
         assert other_steps == steps == max(batches) + 3
 
 
-@pytest.mark.parametrize("accumulate", ["no_sync", "every"])
-@pytest.mark.parametrize("batches", [(3, 5), (0, 4), (4, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("batches", "weight_decay"), [((8, 5), 0.0), ((5, 8), 0.1), ((8, 1), 0.1), ((0, 8), 0.0), ((8, 2, 5), 0.1)]
+)
+@DIVIDE
+def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, divide_by_initial_size):
+    """Past QAdam's warm-up; also where a rank ends in the warm-up, with its own momentum as it was then."""
+    algorithm = QAdam(warmup_steps=3, average=Exact())
+
+    def make_optimizer(parameters):
+        return QAdamOptimizer(parameters, lr=0.01, warmup_steps=3, weight_decay=weight_decay)
+
+    plain = make_model()
+    expected = train_plain(
+        batches, plain, make_optimizer(plain.parameters()), divide_by_initial_size=divide_by_initial_size
+    )
+
+    results = joined(
+        batches, algorithm, make_optimizer=make_optimizer, divide_by_initial_size=divide_by_initial_size
+    )
+
+    for actual, _, _ in results:
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "parts", "synchronized"), [((3, 5), 1, "last"), ((4, 0), 2, "every"), ((1, 4, 2, 3), 2, "last")]
+)
 @pytest.mark.parametrize(
     "algorithm",
     [
-        LowPrecisionDecentralized(),
-        LowPrecisionOnePeer(),
-        DiLoCo(3),
-        AsyncModelAverage(0.0, warmup_steps=2),
-        after(2, LowPrecisionOnePeer(), ByteGrad()),
+        *WEIGHT_ALGORITHMS,
+        *CHANGING_ALGORITHMS,
         after(2, ByteGrad(), DiLoCo(2)),
+        AsyncModelAverage(interval_s=0, warmup_steps=2),
     ],
     ids=repr,
 )
-def test_nobody_waits_for_ever_where_weights_are_exchanged(algorithm, batches, accumulate):
+def test_nobody_waits_for_ever_where_weights_are_exchanged(algorithm, batches, parts, synchronized):
+    """With and without accumulation, and in the training after it."""
+    results = joined(batches, algorithm, parts=parts, synchronized=synchronized, afterwards=2)
+
+    for actual, _, steps in results:
+        assert actual.isfinite().all()
+        assert steps == results[0][2] >= max(batches) + 2
+
+
+def evaluate_and_save(ddp):
+    with torch.no_grad():
+        ddp.module(batch(0, 0))
+    ddp.module.state_dict()
+
+
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
+def test_a_rank_evaluates_and_saves_while_others_have_ended(algorithm):
+    for actual, _, _ in joined((4, 1), algorithm, between=evaluate_and_save):
+        assert actual.isfinite().all()
+
+
+def test_a_rank_without_data_goes_on_exchanging_its_weights():
+    """DiLoCo: a rank that made no step since takes the mean of the change as others do."""
+    batches, algorithm = (4, 0), DiLoCo(local_steps=2)
+
+    (busy, _, _), (idle, _, _) = joined(batches, algorithm)
+
+    assert torch.equal(busy, idle)  # right after an outer step
+    assert not torch.equal(busy, weights(make_model()))
+
+
+def test_ranks_that_end_before_weights_are_exchanged_start_from_the_same_weights():
+    """The gradients' part ends on all ranks at the weights of those that trained."""
+    (busy, _, _), (idle, _, _) = joined((3, 1), after(3, GradientAllReduce(), LowPrecisionDecentralized()))
+
+    assert torch.equal(busy, idle)
+
+
+# Buffers, unused parameters, several models ---------------------------------------------------------------
+
+
+def with_batch_norm():
+    return nn.Sequential(nn.BatchNorm1d(4), make_model())
+
+
+@pytest.mark.parametrize("batches", [(2, 6), (6, 2), (0, 6, 4)], ids=str)
+def test_buffers_follow_a_rank_that_has_data(batches):
+    """As with PyTorch's own: statistics go on counting when rank 0 has ended."""
+    leader = batches.index(max(batches))
+
+    results = joined(batches, GradientAllReduce(), make=with_batch_norm)
+
+    for _, buffers, _ in results:
+        assert int(buffers["0.num_batches_tracked"]) == batches[leader]
+        for name, value in results[leader][1].items():
+            assert torch.equal(buffers[name], value)
+
+
+def test_unused_parameters_that_no_rank_with_data_uses():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = make_model(), make_model()
+
+        def forward(self, x):
+            return self.used(x)
+
+    start = weights(make_model())
+
+    results = joined((2, 5, 0), GradientAllReduce(), make=Branches, find_unused_parameters=True)
+
+    for actual, _, _ in results:
+        assert torch.equal(actual, results[0][0])
+        assert torch.equal(actual[len(start) :], start)
+        assert not torch.equal(actual[: len(start)], start)
+
+
+def test_the_optimizer_of_a_rank_that_ended_is_that_of_the_others():
+    def body(comm):
+        model = make_model()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        with ddp.join():
+            for step in range((5, 1, 3)[comm.rank]):
+                train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.close()
+        return {
+            (number, name): torch.as_tensor(value)
+            for number, state in optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+
+    first, *others = run_ranks(3, body)
+    assert first[0, "step"] == 5
+    for other in others:
+        assert other.keys() == first.keys()
+        assert all(torch.equal(other[key], value) for key, value in first.items())
+
+
+def test_two_models_joined_one_after_the_other():
+    plain = make_model(1), make_model(2)
+    for model in plain:
+        train_plain((2, 4), model, sgd(model.parameters()))
+
+    def body(comm):
+        models = make_model(1), make_model(2)
+        optimizers = [sgd(model.parameters()) for model in models]
+        ddps = [
+            DistributedDataParallel(model, optimizer, comm=comm)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        for ddp, optimizer in zip(ddps, optimizers, strict=True):
+            with ddp.join():
+                for step in range((2, 4)[comm.rank]):
+                    train_step(ddp, optimizer, batch(comm.rank, 10 * step))
+        for ddp in ddps:
+            ddp.close()
+        return [weights(model) for model in models]
+
+    for actual in run_ranks(2, body):
+        for mine, expected in zip(actual, plain, strict=True):
+            close(mine, weights(expected))
+
+
+def test_joining_twice_and_training_without():
+    plain = make_model()
+    optimizer = sgd(plain.parameters())
+    train_plain((2, 4), plain, optimizer)
+    train_plain((3, 3), plain, optimizer)
+    expected = train_plain((3, 1), plain, optimizer)
+
     def body(comm):
         model = make_model()
         optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        for batches, context in (((2, 4), ddp.join()), ((3, 3), contextlib.nullcontext()), ((3, 1), ddp.join())):
+            with context:
+                for step in range(batches[comm.rank]):
+                    train_step(ddp, optimizer, batch(comm.rank, 10 * step))
+        ddp.close()
+        return weights(model)
+
+    for actual in run_ranks(2, body):
+        close(actual, expected)
+
+
+def test_gradients_join_without_optimizers_given():
+    plain = make_model()
+    expected = train_plain((1, 4), plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+
+    def body(comm):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ddp = DistributedDataParallel(model, algorithm=GradientAllReduce(), comm=comm)
         with ddp.join():
-            for step in range(batches[comm.rank]):
-                optimizer.zero_grad()
-                with ddp.no_sync() if accumulate == "no_sync" else contextlib.nullcontext():
-                    loss_of(ddp, batch(comm.rank, step)).backward()
-                loss_of(ddp, batch(comm.rank, step + 100)).backward()
-                optimizer.step()
-        ddp.switch(GradientAllReduce())
+            for step in range((1, 4)[comm.rank]):
+                train_step(ddp, optimizer, batch(comm.rank, 10 * step))
         assert_same_on_all_ranks(comm, model)
         ddp.close()
+        return weights(model)
 
-    run_ranks(len(batches), body)
+    for actual in run_ranks(2, body):
+        close(actual, expected)
+
+
+def test_an_infinity_in_the_last_batch_of_a_rank():
+    """The step that all ranks skip is no step on any."""
+
+    def body(comm):
+        model = make_model()
+        optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        with ddp.join():
+            for step in range((2, 4)[comm.rank]):
+                optimizer.zero_grad()
+                overflow = float("inf") if step == 1 and comm.rank == 0 else 1.0
+                scaler.scale(loss_of(ddp, batch(comm.rank, step)) * overflow).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert_same_on_all_ranks(comm, model)
+        assert weights(model).isfinite().all()
+        ddp.close()
+        return ddp.engine.step
+
+    assert run_ranks(2, body) == [3, 3]

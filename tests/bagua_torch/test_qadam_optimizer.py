@@ -26,10 +26,10 @@ from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 def test_in_the_warm_up_it_is_adam_to_the_bit(weight_decay, betas):
     models = make_model(), make_model()
     settings = {"lr": 0.01, "betas": betas, "weight_decay": weight_decay}
-    ours = QAdamOptimizer(models[0].parameters(), warmup_steps=200, **settings)
+    ours = QAdamOptimizer(models[0].parameters(), warmup_steps=60, **settings)
     theirs = torch.optim.Adam(models[1].parameters(), **settings)
 
-    for step in range(200):
+    for step in range(60):
         for model, optimizer in zip(models, (ours, theirs), strict=True):
             train_step(model, optimizer, batch(0, step))
         assert torch.equal(weights(models[0]), weights(models[1])), f"step {step}"

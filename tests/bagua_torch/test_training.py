@@ -20,8 +20,10 @@ from torch_training import (
     make_model,
     optimizer_for,
     sgd,
+    train,
     train_step,
     weights,
+    wrapped,
 )
 
 from bagua_comm import (
@@ -65,9 +67,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(ranks, synchronized)
         plain_optimizer.step()
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, comm=comm, bucket_bytes=100)
+        model, optimizer, ddp = wrapped(comm, bucket_bytes=100)
         for step in range(4):
             optimizer.zero_grad()
             for part in range(3):
@@ -168,9 +168,7 @@ def test_weights_are_exchanged_once_for_accumulated_gradients(algorithm):
 
     def trained(parts):
         def body(comm):
-            model = make_model()
-            optimizer = sgd(model.parameters())
-            ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+            model, optimizer, ddp = wrapped(comm, algorithm)
             for step in range(6):
                 optimizer.zero_grad()
                 for x in batch(comm.rank, step).chunk(parts)[:-1]:
@@ -281,9 +279,8 @@ def test_autocast_and_scaled_gradients_are_those_of_one_plain_model():
         )
 
     def body(comm):
-        model = make_model()
-        optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=64.0)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        model, optimizer, ddp = wrapped(comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         for step in range(4):
             scaled_step(ddp, optimizer, scaler, lambda m, step=step: loss_of(m, batch(comm.rank, step)))
         ddp.close()
@@ -297,9 +294,8 @@ def test_autocast_and_scaled_gradients_are_those_of_one_plain_model():
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_an_infinity_on_one_rank_makes_all_ranks_skip_alike(algorithm, unscale_first):
     def body(comm):
-        model = make_model()
-        optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scales, before = [], []
         for step in range(4):
             optimizer.zero_grad()
@@ -323,9 +319,8 @@ def test_an_infinity_on_one_rank_makes_all_ranks_skip_alike(algorithm, unscale_f
 
 def skipping_a_step(comm, algorithm, skipping=0):
     """A trained model on whose rank `skipping` GradScaler just skipped a step."""
-    model = make_model()
-    optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-    ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+    model, optimizer, ddp = wrapped(comm, algorithm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(3):
         optimizer.zero_grad()
         overflow = float("inf") if step == 2 and comm.rank == skipping else 1.0
@@ -354,8 +349,7 @@ def test_a_rank_may_skip_a_step_alone_where_weights_are_exchanged(algorithm, the
     def body(comm):
         model, optimizer, ddp = skipping_a_step(comm, algorithm)
         THEN[then](comm, ddp)
-        for step in range(3, 6):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(3, 6))
         steps = ddp.engine.step
         ddp.switch(GradientAllReduce())
         assert_same_on_all_ranks(comm, model)
@@ -374,9 +368,8 @@ def test_closing_after_a_rank_skipped_a_step_alone(algorithm):
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_qadam_with_a_grad_scaler_is_refused(unscale_first):
     def body(comm):
-        model = make_model()
-        optimizer, scaler = optimizer_for(QADAM, model.parameters()), torch.amp.GradScaler("cpu")
-        ddp = DistributedDataParallel(model, optimizer, QADAM, comm=comm)
+        model, optimizer, ddp = wrapped(comm, QADAM)
+        scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(ddp, batch(comm.rank, 0))).backward()
         before = weights(model)
         if unscale_first:
@@ -391,14 +384,12 @@ def test_qadam_with_a_grad_scaler_is_refused(unscale_first):
 
 def test_after_the_refusal_qadam_trains_without_a_scaler():
     def body(comm):
-        model = make_model()
-        optimizer, scaler = optimizer_for(QADAM, model.parameters()), torch.amp.GradScaler("cpu")
-        ddp = DistributedDataParallel(model, optimizer, QADAM, comm=comm)
+        model, optimizer, ddp = wrapped(comm, QADAM)
+        scaler = torch.amp.GradScaler("cpu")
         scaler.scale(loss_of(ddp, batch(comm.rank, 0))).backward()
         with pytest.raises(UnsupportedError):
             scaler.step(optimizer)
-        for step in range(5):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(5))
         assert_same_on_all_ranks(comm, model)
         ddp.close()
 
@@ -457,8 +448,16 @@ def test_clipped_gradients_are_those_of_one_large_batch(ranks):
 # Compilation ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", ["module", "ddp"])
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), LowPrecisionDecentralized(), QADAM], ids=repr)
+@pytest.mark.parametrize(
+    ("compiled", "algorithm"),
+    [
+        ("module", GradientAllReduce()),
+        ("ddp", GradientAllReduce()),
+        ("module", QADAM),
+        ("ddp", LowPrecisionDecentralized()),
+    ],
+    ids=str,
+)
 def test_compiled_models_train_as_plain_ones(compiled, algorithm):
     def trained(compiled):
         def body(comm):
@@ -618,9 +617,7 @@ def test_two_optimizers_make_one_step_together(algorithm, order):
 def test_an_optimizer_may_run_the_model_itself(algorithm):
     def trained(closure):
         def body(comm):
-            model = make_model()
-            optimizer = optimizer_for(algorithm, model.parameters())
-            ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+            model, optimizer, ddp = wrapped(comm, algorithm)
 
             def loss_and_gradients(step):
                 optimizer.zero_grad()
@@ -681,7 +678,7 @@ def tensors_and_numbers(optimizer):
     ] + [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("fresh", ["none", "rank 0", "others"])
 def test_ranks_that_trained_alone_start_from_rank_0(ranks, name, fresh):
@@ -696,8 +693,7 @@ def test_ranks_that_trained_alone_start_from_rank_0(ranks, name, fresh):
         mine = weights(model), tensors_and_numbers(optimizer)
         ddp = DistributedDataParallel(model, optimizer, comm=comm)
         wrapped = weights(model), tensors_and_numbers(optimizer)
-        for step in range(3):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        train(comm, ddp, optimizer, range(3))
         ddp.close()
         return mine, wrapped, (weights(model), tensors_and_numbers(optimizer))
 
@@ -718,9 +714,7 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
     algorithm = LowPrecisionDecentralized()
 
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped(comm, algorithm)
         for step in range(4):
             train_step(ddp, optimizer, batch(comm.rank, step))
             unmixed = weights(model)
@@ -740,11 +734,8 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
         return weights(model)
 
     def without_evaluation(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
-        for step in range(4):
-            train_step(ddp, optimizer, batch(comm.rank, step))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(4))
         ddp.close()
         return weights(model)
 
@@ -755,9 +746,7 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_an_evaluation_on_one_rank_alone_waits_for_no_other(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = optimizer_for(algorithm, model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        _, optimizer, ddp = wrapped(comm, algorithm)
         for step in range(5):
             train_step(ddp, optimizer, batch(comm.rank, step))
             if comm.rank == 0:
@@ -775,9 +764,7 @@ def test_two_forward_passes_before_one_backward_pass(algorithm):
 
     def trained(passes):
         def body(comm):
-            model = make_model()
-            optimizer = optimizer_for(algorithm, model.parameters())
-            ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+            model, optimizer, ddp = wrapped(comm, algorithm)
             steps = []
             for step in range(5):
                 optimizer.zero_grad()
@@ -806,9 +793,7 @@ def test_two_forward_passes_before_one_backward_pass(algorithm):
 @pytest.mark.parametrize("algorithm", [Decentralized(), LowPrecisionDecentralized(), DiLoCo(1)], ids=repr)
 def test_a_backward_pass_of_an_older_graph_raises_once_weights_were_written_back(algorithm):
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        _, optimizer, ddp = wrapped(comm, algorithm)
         loss = loss_of(ddp, batch(comm.rank, 0))
         loss.backward(retain_graph=True)
         if algorithm.window.closes.name == "FORWARD":
@@ -838,9 +823,7 @@ def test_a_second_backward_pass_of_one_graph_averages_again():
 
 def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
     def body(comm):
-        model = make_model()
-        optimizer = sgd(model.parameters())
-        ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
+        model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
         train_step(ddp, optimizer, batch(comm.rank, 0))
         with pytest.raises(UnsupportedError, match=r"copy its \.module"):
             copy.deepcopy(ddp)

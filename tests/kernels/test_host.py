@@ -338,11 +338,10 @@ def all_at_once(x, block, eps, op):
     return [header, codes, decoded(header, codes, block, eps), *combined(header, codes, block, eps, op)]
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize(("dtype", "op"), [("float32", "sum"), ("float16", "avg"), ("bfloat16", "sum")])
 def test_a_block_does_not_depend_on_the_others_of_its_span(dtype, op):
-    block = 1000  # does not divide SPAN
-    x = values((3, 2 * host.SPAN + 3 * block + 17), dtype)  # three spans, and a short last block
+    block = 10_000  # does not divide SPAN
+    x = values((3, host.SPAN + 3 * block + 17), dtype)  # two spans, and a short last block
     x[1, host.SPAN + 5] = np.nan
     x[2, : 2 * block] = 1.5
     for expected, actual in zip(block_by_block(x, block, 0.0, op), all_at_once(x, block, 0.0, op), strict=True):
