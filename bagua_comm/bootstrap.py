@@ -202,7 +202,7 @@ class _AbortAfter:
 # ---------------------------------------------------------------------------------------------------
 
 
-class Gpu(NamedTuple):
+class GpuFacts(NamedTuple):
     """What a rank tells the others about its GPU, and about NCCL."""
 
     machine: str
@@ -223,7 +223,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
         return None, []
     count = arrays.device_count()
     device = setup.local_rank % count if count else None
-    gpus = [Gpu(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
+    gpus = [GpuFacts(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
     without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
     if without and gpu == "auto":
         return None, []
@@ -253,7 +253,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     return device, [StagedTransport(host.dup())]
 
 
-def my_gpu(device: int | None) -> Gpu:
+def my_gpu(device: int | None) -> GpuFacts:
     """What there is to tell about this process and its device, which becomes the current one."""
     bus_id, version, problem = None, 0, ""
     if device is not None:
@@ -266,10 +266,10 @@ def my_gpu(device: int | None) -> Gpu:
         except (ImportError, CommError) as exc:
             problem = str(exc)
     machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
-    return Gpu(machine, bus_id, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+    return GpuFacts(machine, bus_id, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
 
 
-def nccl_obstacle(gpus: Sequence[Gpu]) -> str | None:
+def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     """Why NCCL cannot serve ranks with these GPUs; None if it can."""
     ranks_at: dict[tuple[str, str | None], list[int]] = {}
     for rank, gpu in enumerate(gpus):

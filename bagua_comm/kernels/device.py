@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -222,7 +223,7 @@ def _encode(
         _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, *layout))
         return
     stream = cupy.cuda.get_current_stream()
-    ranges = _scratch(wire.device.id, stream.ptr).take(
+    ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
         "ranges", (rows * teams.blocks * teams.segments, 2), np.float32, like=wire
     )
     _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, *layout))
@@ -235,8 +236,8 @@ def _layout(rows: int, count: int, teams: _Teams, start: int, wire: Array, eps: 
 
 
 @functools.cache
-def _scratch(device: int, stream: int) -> Scratch:
-    """Memory for what one kernel leaves to the next of the same stream."""
+def _scratch(device: int, stream: int, thread: int) -> Scratch:
+    """Memory for what one kernel leaves to the next of the same stream; threads' launches may alternate there."""
     return Scratch()
 
 
