@@ -1,22 +1,29 @@
 """The examples, run as their users would."""
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from cuda_on_cpu.install import environment
 from launch import run_python
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
 
-def result_of(process):
+def results_of(process):
     assert process.returncode == 0, process.stdout + process.stderr
-    last = process.stdout.strip().splitlines()[-1]
-    assert last.startswith("result: ")
-    return json.loads(last.removeprefix("result: "))
+    lines = process.stdout.strip().splitlines()
+    assert lines[-1].startswith("result: ")
+    return [json.loads(line.removeprefix("result: ")) for line in lines if line.startswith("result: ")]
+
+
+def result_of(process):
+    (result,) = results_of(process)
+    return result
 
 
 @pytest.mark.timeout(200)
@@ -41,14 +48,11 @@ def test_four_ranks_train_with_bytegrad_to_95_percent_within_two_minutes(tmp_pat
     assert any(e["ts"] < start < e["ts"] + e["dur"] for e in passes for start in first)
 
 
-@pytest.mark.parametrize(("ranks", "algorithm"), [(2, "exact"), (3, "hierarchical"), (8, "bytegrad")])
 @pytest.mark.timeout(200)
-def test_any_number_of_ranks_and_any_algorithm(ranks, algorithm):
-    options = ["--epochs", "1", "--batch-size", "16", "--algorithm", algorithm]
-    result = result_of(run_python(ranks, EXAMPLES / "train.py", *options, timeout_s=180))
-    assert (result["algorithm"], result["ranks"]) == (algorithm, ranks)
-    if algorithm == "exact":
-        assert result["wire_bytes"] == result["exact_bytes"] > 0
+def test_three_ranks_and_another_algorithm():
+    options = ["--epochs", "1", "--batch-size", "16", "--algorithm", "hierarchical"]
+    result = result_of(run_python(3, EXAMPLES / "train.py", *options, timeout_s=180))
+    assert (result["algorithm"], result["ranks"]) == ("hierarchical", 3)
 
 
 def test_one_rank_needs_no_mpirun():
@@ -57,25 +61,38 @@ def test_one_rank_needs_no_mpirun():
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("ranks", "algorithm"),
-    [
-        (4, "exact"),
-        (3, "hierarchical"),
-        (8, "one_peer"),
-        (4, "low_precision"),
-        (4, "async"),
-        (2, "warm_up"),
-        (4, "qadam"),
-        (1, "low_precision_one_peer"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "algorithm"), [(1, "low_precision_one_peer"), (3, "hierarchical")])
 def test_training_without_a_framework(ranks, algorithm):
-    result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm, timeout_s=180))
+    result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm))
     assert (result["algorithm"], result["ranks"]) == (algorithm, ranks)
     assert result["accuracy"] >= 0.93
     assert (result["wire_bytes_per_step"] > 0) == (ranks > 1)
+
+
+@pytest.mark.timeout(200)
+def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path):
+    """In the same processes, since starting them takes longer than training."""
+    algorithms = ["exact", "one_peer", "low_precision", "async", "warm_up", "qadam"]
+    text = """
+        import sys
+        import bagua_comm
+
+        sys.path.insert(0, sys.argv[1])
+        import train_numpy
+
+        with bagua_comm.connect(timeout_s=120) as comm:
+            for algorithm in sys.argv[2:]:
+                sys.argv[1:] = ["--algorithm", algorithm]
+                train_numpy.train(comm, train_numpy.parse_arguments())
+        """
+    script = (tmp_path / "script.py", text)
+    results = results_of(run_python(4, EXAMPLES, *algorithms, script=script, timeout_s=180))
+
+    assert [result["algorithm"] for result in results] == algorithms
+    for result in results:
+        assert result["ranks"] == 4
+        assert result["accuracy"] >= 0.93
+        assert result["wire_bytes_per_step"] > 0
 
 
 def test_the_fifteen_line_way_in():
@@ -83,3 +100,25 @@ def test_the_fifteen_line_way_in():
     assert process.returncode == 0, process.stderr
     for rank in range(3):
         assert f"rank {rank} of 3: exact 1.0, quantized 2.0000" in process.stdout
+
+
+CUPY = EXAMPLES / "allreduce_cupy.py"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_gpu_the_cupy_example_says_so(ranks):
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    process = run_python(ranks, CUPY, env=hidden)
+    assert process.returncode == 0, process.stderr
+    says = "CuPy finds no GPU here, so nothing was done; examples/allreduce_numpy.py runs without one.\n"
+    assert process.stdout == says
+
+
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "staged")])
+def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
+    process = run_python(ranks, CUPY, env=environment(tmp_path))
+    assert process.returncode == 0, process.stderr
+    assert ("share the GPU" in process.stderr) == (ranks == 2)
+    values = f"exact {(ranks - 1) / 2:.1f}, quantized {ranks - 1:.4f}, on a lane {1.5 * (ranks - 1):.1f}"
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}, GPU 0, over {transport}: {values}" in process.stdout

@@ -1,0 +1,345 @@
+"""What the parts of benchmarks/gpu.py share: facts of the device, times taken on it, and ranks that share it.
+
+Ranks are processes. mpirun starts them where there is one; else they are started here, and meet over gloo. Each
+gives itself an NCCL_HOSTID of its own, with which NCCL lets them share a GPU: to NCCL they are machines, and talk
+over sockets, and the GPU takes turns between their kernels. Figures of such ranks compare what ran side by side;
+they are not those of ranks with GPUs and links of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Spread, write_json
+
+from bagua_comm import Communicator, kernels
+from bagua_comm.__main__ import find_mpirun
+from bagua_comm.arrays import Array
+from bagua_comm.bootstrap import GPU
+from bagua_comm.errors import CommError
+
+HERE = Path(__file__).parent
+FLUSH_BYTES = 256 << 20
+"""Written between two timed calls: more than the cache of any GPU holds."""
+
+GRACE_S = 5.0
+"""When one rank has failed, the others have so long to say why."""
+
+# ---------------------------------------------------------------------------------------------------
+# The device
+# ---------------------------------------------------------------------------------------------------
+
+
+def collect_device() -> dict[str, Any]:
+    """The current device, and the versions of what is above it."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+    versions = {
+        "cupy": cupy.__version__,
+        "cuda driver": runtime.driverGetVersion(),
+        "cuda runtime": runtime.runtimeGetVersion(),
+        "nccl": _nccl_version(),
+        "torch": _installed("torch"),
+    }
+    return {
+        "name": properties["name"].decode(),
+        "compute_capability": cupy.cuda.Device().compute_capability,
+        "multiprocessors": properties["multiProcessorCount"],
+        "stand_in": is_stand_in(),
+        "versions": versions,
+    }
+
+
+def is_stand_in() -> bool:
+    """Whether `import cupy` gives not CuPy, but what stands in for it in tests: its figures mean nothing."""
+    import cupy
+
+    return str(cupy.ndarray.__module__).split(".")[0] != "cupy"
+
+
+def _nccl_version() -> object:
+    try:
+        from bagua_comm.transports.nccl import version
+
+        return version()
+    except (ImportError, CommError) as exc:
+        return f"none ({exc})"
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def torch_with_cuda() -> Any:
+    """The module torch, if it is here and sees a CUDA device; else None."""
+    if is_stand_in():
+        return None
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+# ---------------------------------------------------------------------------------------------------
+# Time on the device
+# ---------------------------------------------------------------------------------------------------
+
+_LONGEST = 1 << 24
+"""Rows that one launch of `Hold` adds up."""
+
+
+class Hold:
+    """Keeps the current stream busy, so that one can see what the host does meanwhile.
+
+    One thread adds up one column, which takes a time in proportion to its length.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cuda = cupy.cuda
+        self._column, self._sum = cupy.zeros((_LONGEST, 1), np.uint8), cupy.zeros(1, np.uint8)
+        self._rounds_per_s = 1e6
+        for seconds in (0.01, 0.05):  # the clock rises meanwhile
+            start, end = self._cuda.Event(), self._cuda.Event()
+            start.record()
+            self._launch(int(seconds * self._rounds_per_s) + 1)
+            end.record()
+            end.synchronize()
+            elapsed_s = max(self._cuda.get_elapsed_time(start, end) / 1e3, 1e-6)
+            self._rounds_per_s *= seconds / elapsed_s
+
+    def __call__(self, seconds: float) -> Any:
+        """Enqueue about so many seconds of work; returns an event behind it."""
+        self._launch(int(seconds * self._rounds_per_s))
+        event = self._cuda.Event(disable_timing=True)
+        event.record()
+        return event
+
+    def _launch(self, rounds: int) -> None:
+        for done in range(0, rounds, _LONGEST):
+            kernels.of(self._sum).reduce_rows(self._column[: rounds - done], self._sum, "sum")
+
+
+class Stopwatch:
+    """Times by events on the current stream; between two calls a cache's worth of other memory is written."""
+
+    def __init__(self, flush_bytes: int = FLUSH_BYTES) -> None:
+        import cupy
+
+        self._cuda = cupy.cuda
+        self._flush = cupy.empty(max(1, flush_bytes), np.uint8)
+
+    def seconds(self, calls: Mapping[str, Callable[[], object]], *, iterations: int) -> dict[str, Array]:
+        """How long each call takes on the device, `iterations` times, in turn.
+
+        The host never waits in between: writing the other memory takes the device longer than it takes the host
+        to enqueue the next call, so that no gap is timed.
+        """
+        events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in calls}
+        for i in range(-min(3, iterations), iterations):
+            for name, call in calls.items():
+                pair = self._cuda.Event(), self._cuda.Event()
+                self._flush.fill(i % 2)
+                pair[0].record()
+                call()
+                pair[1].record()
+                if i >= 0:
+                    events[name].append(pair)
+        self._cuda.get_current_stream().synchronize()
+        return {
+            name: np.array([self._cuda.get_elapsed_time(*pair) / 1e3 for pair in pairs])
+            for name, pairs in events.items()
+        }
+
+
+@contextlib.contextmanager
+def counted_launches() -> Iterator[list[str]]:
+    """The names of our kernels that this thread launches in the body of `with`."""
+    from bagua_comm.kernels import device
+
+    names: list[str] = []
+    thread = threading.get_ident()
+    kernels_of: Any = device
+    get = kernels_of._kernel
+
+    def get_counting(file: str, name: str, *rest: str) -> Callable[..., None]:
+        kernel = get(file, name, *rest)
+
+        def launch(*arguments: Any) -> None:
+            if threading.get_ident() == thread:
+                names.append(name)
+            kernel(*arguments)
+
+        return launch
+
+    kernels_of._kernel = get_counting
+    try:
+        yield names
+    finally:
+        kernels_of._kernel = get
+
+
+def us(seconds: Array) -> dict[str, float]:
+    """Median and quartiles of some seconds, in microseconds."""
+    spread = Spread.of(np.asarray(seconds) * 1e6)
+    return {"median": spread.median, "q1": spread.q1, "q3": spread.q3}
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ranks
+# ---------------------------------------------------------------------------------------------------
+
+
+def launch(
+    ranks: int,
+    arguments: Sequence[object],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    mpi: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *arguments` on several ranks of this machine, whose output comes together.
+
+    Args:
+        ranks: How many.
+        arguments: Of Python; the script first.
+        timeout_s: After this long all are ended, and the exit code is 124.
+        env: Their environment.
+        mpi: Use mpirun, if there is one.
+    """
+    variables = dict(os.environ if env is None else env)
+    python = [sys.executable, *map(str, arguments)]
+    if mpi and find_mpirun() is not None:
+        command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *python[1:]]
+        return _finish([(command, variables)], timeout_s)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    each = [variables | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return _finish([(python, env) for env in each], timeout_s)
+
+
+def run_limited(
+    command: Sequence[object], *, timeout_s: float, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run one command; 124 is its exit code if it had to be ended."""
+    return _finish([(list(map(str, command)), dict(os.environ if env is None else env))], timeout_s)
+
+
+def _finish(
+    commands: list[tuple[list[str], dict[str, str]]], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run commands beside each other; when one fails or time is up, the others are ended as well.
+
+    They import what is in this clone.
+    """
+    for _, env in commands:
+        env["PYTHONUNBUFFERED"] = "1"
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), env.get("PYTHONPATH")]))
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        processes = [
+            subprocess.Popen(
+                command, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=HERE.parent, start_new_session=True
+            )
+            for command, env in commands
+        ]
+        deadline = time.monotonic() + timeout_s
+        code = 0
+        try:
+            while None in [process.poll() for process in processes]:
+                failed = next((p.returncode for p in processes if p.returncode), 0)
+                if failed and not code:
+                    code, deadline = failed, min(deadline, time.monotonic() + GRACE_S)
+                if time.monotonic() > deadline:
+                    code = code or 124
+                    break
+                time.sleep(0.02)
+        finally:
+            for process in processes:
+                _end(process)
+        code = code or next((process.returncode for process in processes if process.returncode), 0)
+        output.seek(0)
+        return subprocess.CompletedProcess([], code, output.read())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and those that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+
+
+@contextlib.contextmanager
+def joined(gpu: GPU, *, timeout_s: float = 60.0) -> Iterator[Communicator]:
+    """The world of the ranks that `launch` has started. Collective.
+
+    Args:
+        gpu: What carries device arrays: see `bagua_comm.connect`.
+        timeout_s: How long a call waits for its peers.
+    """
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{os.getpid()}"
+    if "RANK" in os.environ:
+        from bagua_torch import connect
+    else:
+        from bagua_comm import connect
+    with connect(timeout_s=timeout_s, gpu=gpu) as comm:
+        yield comm
+
+
+# ---------------------------------------------------------------------------------------------------
+# Command lines of the parts
+# ---------------------------------------------------------------------------------------------------
+
+
+def part_parser(description: str | None) -> argparse.ArgumentParser:
+    """The arguments that benchmarks/gpu.py gives to each of its parts."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the results go, as JSON")
+    parser.add_argument("--shrink", type=int, default=1, metavar="N", help="make all arrays N times smaller")
+    parser.add_argument("--iterations", type=int, default=20, metavar="N", help="timed calls of each")
+    return parser
+
+
+class Results(dict[str, Any]):
+    """Results that are in their file as soon as they are known. Only rank 0 writes."""
+
+    def __init__(self, path: Path, *, rank: int = 0) -> None:
+        super().__init__()
+        self._path = path if rank == 0 else None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if self._path is not None:
+            whole = self._path.with_suffix(".part")
+            write_json(whole, dict(self))
+            whole.replace(self._path)  # at once: this process may be ended at any time
+
+
+if __name__ == "__main__":
+    write_json(part_parser("What the device is.").parse_args().out, collect_device())

@@ -1,0 +1,207 @@
+"""What each rank does in tests of NCCL: on threads of the stand-in, and in processes on a GPU.
+
+A body gets a transport of host arrays, and connects NCCL over it.
+"""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+from device_ranks import over
+from gpu_world import Hold, is_stand_in
+
+import bagua_comm
+from bagua_comm import ByteGrad, CommTimeout, Communicator, Engine, MinMaxUInt8, Plan, Point, TensorSpec, lane
+from bagua_comm.arrays import device_count, dtype_named, use_device
+from bagua_comm.testing import check_transport, run_ranks
+
+HOLD_S = 0.3
+
+
+def connected(host, **options):
+    """A communicator over NCCL; ranks share a device if there are not enough."""
+    index = host.rank % device_count()
+    use_device(index)
+    return Communicator([host.dup(), over("nccl", host, **options)], device=index)
+
+
+def values(rank, size=5001, dtype="float32"):
+    return np.random.default_rng(rank).standard_normal(size).astype(np.float32).astype(dtype_named(dtype))
+
+
+def up(x):
+    import cupy
+
+    array = cupy.empty(x.shape, x.dtype)
+    array.set(x)
+    return array
+
+
+@contextlib.contextmanager
+def never_waiting():
+    """In the body of `with` the host waits for nothing: it comes to the end while the device is held."""
+    if is_stand_in():
+        from cuda_on_cpu.machine import running
+
+        with running().forbid_host_sync(this_thread=True):
+            yield
+        return
+    held = Hold()(HOLD_S)
+    yield
+    assert not held.done, "the host has waited for the device"
+
+
+def conformance(host):
+    import cupy
+
+    with connected(host) as comm:
+        check_transport(comm, asarray=cupy.asarray)
+
+
+def quantized_allreduce_gives_the_bytes_of_the_host(host):
+    with connected(host) as comm:
+        for dtype in ("float32", "float16", "bfloat16"):
+            for codec in (MinMaxUInt8(), MinMaxUInt8.bagua(), bagua_comm.Float16(), bagua_comm.BFloat16()):
+                expected = run_ranks(
+                    comm.size,
+                    lambda c, dtype=dtype, codec=codec: bagua_comm.quantized_allreduce(
+                        c, values(c.rank, dtype=dtype), codec=codec, op="avg"
+                    ).tobytes(),
+                )
+                x = up(values(comm.rank, dtype=dtype))
+                result = bagua_comm.quantized_allreduce(comm, x, codec=codec, op="avg")
+                assert expected[comm.rank] == (x if comm.size == 1 else result).get().tobytes(), (dtype, codec)
+
+
+def every_call_enqueues_and_returns(host):
+    import cupy
+
+    with connected(host) as comm:
+        x, out = up(values(comm.rank, (comm.size, 600))), cupy.empty((comm.size, 600), np.float32)
+        peer = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+        def calls():
+            comm.allreduce(x, out=x, op="avg")
+            comm.allreduce(x, op="max")
+            comm.reduce(x, root=0)
+            comm.reduce_scatter(x)
+            comm.allgather(x)
+            comm.alltoall(x, out=x)
+            comm.broadcast(x, root=0)
+            comm.sendrecv(x, out, dest=peer[0], source=peer[1])
+            bagua_comm.quantized_allreduce(comm, x, out=x, op="avg")
+
+        calls()
+        cupy.cuda.get_current_stream().synchronize()
+        comm.barrier()
+        with never_waiting():
+            calls()
+        cupy.cuda.get_current_stream().synchronize()
+
+
+def a_quantized_allreduce_is_captured_and_replayed(host):
+    import cupy
+
+    with connected(host) as comm:
+        x, out = up(values(comm.rank)), cupy.empty(5001, np.float32)
+
+        def call():
+            bagua_comm.quantized_allreduce(comm, x, out=out, op="avg")
+
+        call()
+        expected = out.get().tobytes()
+        x.set(values(comm.rank + comm.size))
+        call()
+        other = out.get().tobytes()
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            call()
+            graph = stream.end_capture()
+            for given, wanted in ((0, expected), (comm.size, other), (0, expected)):
+                x.set(values(comm.rank + given))
+                out.fill(0)
+                graph.launch()
+                assert wanted == out.get().tobytes()
+
+
+def a_lane_comes_after_its_caller_and_before_what_follows(host):
+    import cupy
+
+    with connected(host) as comm:
+        x, y, hold = cupy.zeros(50_000, np.float32), cupy.zeros(50_000, np.float32), Hold()
+        for kind in ("stream", "thread"):
+            with comm.lane(kind) as side:
+                for step in range(1, 4):
+                    hold(0.02)
+                    x.fill(step)
+                    side.submit(side.comm.allreduce, x, out=x)
+                    side.wait()
+                    y[...] = x
+                    x.fill(-1)
+                    np.testing.assert_array_equal(y.get(), step * comm.size)
+
+
+def a_step_of_training_never_waits(host):
+    import cupy
+
+    with connected(host) as comm:
+        specs = [TensorSpec(name, (size,), "float32") for name, size in (("a", 3000), ("b", 70), ("c", 5000))]
+        plan = Plan.pack(specs, bucket_bytes=8192, alignment=32 * comm.size)
+        grads = [up(flat) for flat in plan.allocate()]
+        with Engine(comm, ByteGrad(), plan, grads) as engine:
+            assert isinstance(engine._lane, lane.StreamLane)
+
+            def step(value):
+                engine.at(Point.FORWARD)
+                for flat in grads:
+                    flat.fill(value)
+                for spec in specs:
+                    engine.ready(spec.name)
+                engine.at(Point.BACKWARD)
+                engine.at(Point.STEP)
+
+            step(1.0)
+            cupy.cuda.get_current_stream().synchronize()
+            comm.barrier()
+            with never_waiting():
+                step(2.0 + comm.rank)
+            mean = 2.0 + (comm.size - 1) / 2
+            for gradient in plan.cut(grads).values():
+                np.testing.assert_allclose(gradient.get(), mean, rtol=1e-6)
+
+
+def a_call_that_a_peer_never_makes_is_given_up(host):
+    import cupy
+
+    comm = connected(host, timeout_s=2.0)
+    x = cupy.zeros(3)
+    comm.allreduce(x)
+    if comm.rank == 0 and comm.size > 1:
+        give_up = time.monotonic() + 30
+
+        def call_until_it_fails():
+            while time.monotonic() < give_up:
+                comm.allreduce(x)
+                time.sleep(0.05)
+
+        with pytest.raises(CommTimeout, match="allreduce of 24 bytes is not done after"):
+            call_until_it_fails()
+    host.barrier()
+    comm.transports[1].abort()
+
+
+BODIES = [
+    quantized_allreduce_gives_the_bytes_of_the_host,
+    every_call_enqueues_and_returns,
+    a_quantized_allreduce_is_captured_and_replayed,
+    a_lane_comes_after_its_caller_and_before_what_follows,
+    a_step_of_training_never_waits,
+    a_call_that_a_peer_never_makes_is_given_up,
+]
+
+
+def bodies_of(ranks):
+    """What so many ranks do. The last makes 900 calls: too many for more than two processes on one GPU."""
+    return [*BODIES, conformance] if ranks <= 2 else BODIES

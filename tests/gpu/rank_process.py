@@ -1,0 +1,35 @@
+"""One of several processes on a GPU: runs all bodies, and rank 0 writes what they raised on any rank.
+
+python tests/gpu/rank_process.py OUT        started by `gpu_world.launch`
+"""
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
+
+from bodies import bodies_of  # noqa: E402
+from gpu_world import joined  # noqa: E402
+
+
+def main():
+    with joined("none") as comm:
+        (host,) = comm.transports
+        outcomes = {}
+        for body in bodies_of(comm.size):
+            error = None
+            try:
+                body(host)
+            except Exception:
+                error = traceback.format_exc()
+            errors = comm.allgather_object(error)
+            outcomes[body.__name__] = {rank: error for rank, error in enumerate(errors) if error is not None}
+            if comm.rank == 0:
+                Path(sys.argv[1]).write_text(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The kernels on a GPU: what tests/kernels/test_device.py asks of them on the CPU."""
+
+import pytest
+from test_device import (  # noqa: F401
+    run,
+    test_an_output_may_be_an_input,
+    test_cast,
+    test_cast_of_every_float16_and_bfloat16,
+    test_combine_of_many_chunks,
+    test_decode_divides_as_exactly_as_the_host,
+    test_element_wise_steps,
+    test_few_ctas_do_the_work_of_many,
+    test_golden_bytes,
+    test_minmax,
+    test_minmax_of_special_values_at_odd_addresses,
+    test_reduce_rows,
+    test_steps_without_weight_decay_or_nesterov,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("device", ["real"], indirect=True)]
+
+
+@pytest.fixture(autouse=True)
+def no_pool(device):
+    """Memory straight from the driver, where compute-sanitizer sees the end of each array."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+    yield
+    cupy.cuda.set_allocator(cupy.get_default_memory_pool().malloc)

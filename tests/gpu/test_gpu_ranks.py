@@ -1,0 +1,150 @@
+"""Ranks on a GPU: threads that copy on it, by way of the host, and over NCCL."""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bodies import bodies_of
+from device_ranks import HostOnly, over
+from gpu_world import launch
+
+from bagua_comm import Communicator, MinMaxUInt8, kernels, quantized_allreduce
+from bagua_comm.testing import check_transport, run_ranks
+
+HERE = Path(__file__).parent
+
+
+def real(*values):
+    """Parameters of a test on a GPU; the ordinary run has fewer ranks."""
+    return pytest.param("real", *values, marks=pytest.mark.gpu)
+
+
+# Threads
+
+
+@pytest.mark.parametrize(("device", "ranks"), [("lazy", 2), *map(real, (1, 2, 4))], indirect=["device"])
+def test_conformance_of_threads(device, ranks):
+    import cupy
+
+    def body(comm):
+        with Communicator(comm.transports, device=0) as on_device:
+            check_transport(on_device, asarray=cupy.asarray)
+
+    run_ranks(ranks, body)
+
+
+def test_conformance_by_way_of_the_host(device):
+    import cupy
+
+    def body(comm):
+        (host,) = comm.transports
+        with Communicator([host, over("staged", host)], device=0) as on_device:
+            check_transport(on_device, asarray=cupy.asarray)
+
+    run_ranks(2, body, wrap=HostOnly)
+
+
+@pytest.mark.parametrize("transport", ["local", "staged"])
+def test_threads_get_the_bytes_of_the_host(device, transport):
+    def values(rank):
+        return np.random.default_rng(rank).standard_normal(5001).astype(np.float32)
+
+    def on_host(comm):
+        return quantized_allreduce(comm, values(comm.rank), op="avg").tobytes()
+
+    def on_device(comm):
+        import cupy
+
+        (host,) = comm.transports
+        transports = [host] if transport == "local" else [host, over("staged", host)]
+        with Communicator(transports, device=0) as comm:
+            return quantized_allreduce(comm, cupy.asarray(values(comm.rank)), op="avg").get().tobytes()
+
+    wrap = HostOnly if transport == "staged" else None
+    assert run_ranks(3, on_host) == run_ranks(3, on_device, wrap=wrap)
+
+
+def test_threads_take_turns_on_one_stream_between_two_passes_of_a_codec(device, monkeypatch):
+    import cupy
+
+    codec, x = MinMaxUInt8.bagua(), np.random.default_rng(0).standard_normal((2, 1, 20_000)).astype(np.float32)
+    run, both = kernels.of(cupy.empty(0)), threading.Barrier(2, timeout=30)
+    kernel = run._kernel
+
+    def after_the_other_thread(file, name, *rest):
+        if name == "encode_segments":
+            both.wait()
+        return kernel(file, name, *rest)
+
+    monkeypatch.setattr(run, "_kernel", after_the_other_thread)
+    found = run_ranks(2, lambda comm: codec.encode(cupy.asarray(x[comm.rank])).get().tobytes())
+    assert found == [codec.encode(chunk).tobytes() for chunk in x]
+
+
+# NCCL
+
+
+def run_processes(ranks, **options):
+    """What each body raised in processes, by rank, and what they printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "outcomes.json"
+        done = launch(ranks, [HERE / "rank_process.py", out], timeout_s=100, **options)
+        found = json.loads(out.read_text()) if out.exists() else {}
+    return found, f"exit code {done.returncode}: {done.stdout}"
+
+
+outcomes_on_gpu = functools.cache(run_processes)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "body"),
+    [("lazy", 2, body) for body in bodies_of(2)]
+    + [real(ranks, body) for ranks in (1, 2, 4) for body in bodies_of(ranks)],
+    indirect=["device"],
+)
+def test_over_nccl(device, ranks, body):
+    if device.real:
+        found, printed = outcomes_on_gpu(ranks)
+        errors = found.get(body.__name__, {"?": printed})
+        assert not errors, "\n".join(f"rank {rank}: {text}" for rank, text in errors.items())
+    else:
+        device.machine.count = ranks
+        run_ranks(ranks, lambda comm: body(comm.transports[0]), wrap=HostOnly)
+
+
+def test_bodies_run_in_a_process(device):
+    """The way that they go on a GPU; processes of the stand-in have no NCCL between them, so it is one."""
+    found, printed = run_processes(1, env=device.environment, mpi=False)
+    assert found == {body.__name__: {} for body in bodies_of(1)}, printed
+
+
+def test_a_process_that_closes_nothing_ends(device, tmp_path):
+    script = """
+        import cupy
+        from bagua_comm.transports.local import LocalTransport
+        from bagua_comm.transports.nccl import NcclTransport
+
+        transport = NcclTransport.connect(LocalTransport())
+        x = cupy.zeros(1000)
+        transport.allreduce(x, x, "sum")
+        print("done")
+    """
+    start = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=HERE.parents[1],
+        env=device.environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
+    assert time.monotonic() - start < 60
