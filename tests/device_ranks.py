@@ -4,6 +4,8 @@ import functools
 import importlib
 
 import numpy as np
+import pytest
+from cuda_on_cpu import machine
 
 from bagua_comm import Communicator
 from bagua_comm.testing import Recording, run_ranks
@@ -46,3 +48,14 @@ def run_on_devices(machine, ranks, kind, body, **options):
 
 
 run_over_nccl = functools.partial(run_on_devices, kind="nccl")
+
+
+def policies_in_turn(names, cases):
+    """Parametrize `names` by `cases`, each under one of the policies of streams in turn."""
+    policies = list(machine.POLICIES)
+    return pytest.mark.parametrize(
+        ("device", *names),
+        [(policies[(n + n // len(policies)) % len(policies)], *case) for n, case in enumerate(cases)],
+        indirect=["device"],
+        ids=lambda value: getattr(value, "__name__", None) or repr(value),
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from device_ranks import HostOnly, run_on_devices
+from device_ranks import HostOnly, policies_in_turn, run_on_devices
 
 from bagua_comm import (
     AsyncModelAverage,
@@ -61,7 +61,7 @@ KEEPING = [
 ]
 """Algorithms that keep arrays from step to step."""
 
-each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+KINDS = [("nccl", StreamLane), ("local", ThreadLane), ("staged", ThreadLane)]
 
 
 class Training:
@@ -118,8 +118,9 @@ def trained_on_host(algorithm):
 # The same bytes
 
 
-@pytest.mark.parametrize(("kind", "lane"), [("nccl", StreamLane), ("local", ThreadLane), ("staged", ThreadLane)])
-@each_algorithm
+@policies_in_turn(
+    ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]
+)
 def test_training_on_a_device_gives_the_bytes_of_the_host(device, algorithm, kind, lane):
     import cupy
 
@@ -132,7 +133,7 @@ def test_training_on_a_device_gives_the_bytes_of_the_host(device, algorithm, kin
 # Nobody waits
 
 
-@each_algorithm
+@policies_in_turn(("algorithm",), [(algorithm,) for algorithm in ALGORITHMS])
 def test_over_nccl_the_host_waits_neither_for_the_device_nor_for_peers(device, algorithm):
     import cupy
 
@@ -185,8 +186,12 @@ def moved(value):
     return value.get() if hasattr(value, "get") else value
 
 
-@pytest.mark.parametrize("convert", [lambda saved: saved, moved], ids=["on the device", "on the host"])
-@pytest.mark.parametrize("algorithm", KEEPING, ids=repr)
+def kept(value):
+    """What a checkpoint of the device holds."""
+    return value
+
+
+@policies_in_turn(("algorithm", "convert"), [(a, convert) for a in KEEPING for convert in (kept, moved)])
 def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
     import cupy
 

@@ -11,7 +11,7 @@ import types
 
 import pytest
 import torch
-from device_ranks import run_on_devices
+from device_ranks import policies_in_turn, run_on_devices
 from torch import nn
 from torch_training import (
     QADAM,
@@ -144,8 +144,12 @@ def played(device, monkeypatch):
 # Training -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "lane"), [("nccl", StreamLane), ("local", ThreadLane)])
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+KINDS = [("nccl", StreamLane), ("local", ThreadLane)]
+
+
+@policies_in_turn(
+    ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]
+)
 def test_training_is_in_the_order_of_pytorchs_stream(on_host, played, algorithm, kind, lane):
     def body(comm):
         return trained(comm, algorithm, played.wait)
