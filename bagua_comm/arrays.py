@@ -189,6 +189,10 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     raise UnsupportedError(f"{call}: there is no op={op!r} for {name}{hint}")
 
 
+_VIEWS = 256
+"""How many views a `Scratch` remembers."""
+
+
 class Scratch:
     """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
 
@@ -206,18 +210,29 @@ class Scratch:
         self._buffers: dict[tuple[str, str], Array] = {}
         self._outgrown: list[Array] = []
         """Device memory that a CUDA graph may have captured."""
+        self._views: dict[Any, Array] = {}
+        """What was taken before, made once: a view of a device array takes microseconds."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
+        place = (key, library(like))
+        wanted = (place, shape, dtype)
+        if wanted in self._views:
+            return self._views[wanted]
         dtype = np.dtype(dtype)
         nbytes = math.prod(shape) * dtype.itemsize
-        place = (key, library(like))
         buffer = self._buffers.get(place)
         if buffer is None or buffer.nbytes < nbytes:
-            if buffer is not None and place[1] != "numpy":
-                self._outgrown.append(buffer)
-            buffer = self._buffers[place] = namespace(like).empty(nbytes, np.uint8)
-        return buffer[:nbytes].view(dtype).reshape(shape)
+            room = nbytes
+            if place[1] != "numpy":
+                room = 1 << max(nbytes - 1, 0).bit_length()  # so that the outgrown are together no larger
+                self._outgrown += [] if buffer is None else [buffer]
+            buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
+            self._views.clear()
+        if len(self._views) == _VIEWS:
+            self._views.clear()
+        self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
+        return view
 
 
 def mark(x: Array) -> Any:

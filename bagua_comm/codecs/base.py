@@ -22,6 +22,9 @@ from ..errors import ArrayError, UnsupportedError
 ALIGNMENT = 32
 """Parts of a chunk on the wire start at multiples of this many bytes."""
 
+_HEADER_BYTES = 4
+"""Of the widest number in a header, which a device reads only where it is aligned."""
+
 
 class Codec(ABC):
     """A lossy coder of chunks."""
@@ -107,6 +110,8 @@ class Codec(ABC):
     def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
         if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
+        if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
+            raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")
 
 
 def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:

@@ -22,6 +22,7 @@
 
 constexpr int held = 16;
 constexpr int warp = 32;
+constexpr int largest_cta = 512;  // as in device.py
 constexpr uint32 all_lanes = 0xffffffff;
 
 struct Layout {
@@ -37,12 +38,13 @@ struct Range {
 
 // What one team works on: `length` elements from `begin` of a row, all in `block`.
 struct Segment {
-    int64 row, block, number, begin, length;
+    int64 row, block, number, begin;
+    int length;
     bool first, last;  // of the row
 };
 
 // Where slot `slot` of this thread begins in its segment.
-__device__ int64 place(int slot, int width) { return (int64(slot) * blockDim.x + threadIdx.x) * width; }
+__device__ int place(int slot, int width) { return (slot * int(blockDim.x) + int(threadIdx.x)) * width; }
 
 
 // ---- Blocks: what their range says about codes ----
@@ -115,7 +117,7 @@ struct Elements {
     const element* x;
     int64 count;
 
-    __device__ void read(const Segment& segment, int64 at, float32 (&values)[width]) const {
+    __device__ void read(const Segment& segment, int at, float32 (&values)[width]) const {
         element raw[width];
         load(x + segment.row * count + segment.begin + at, segment.length - at, raw);
 #pragma unroll
@@ -130,7 +132,9 @@ struct Sum {
     int64 summands;
     bool mean;
 
-    __device__ void read(const Segment& segment, int64 at, float32 (&values)[width]) const {
+    __device__ void read(const Segment& segment, int at, float32 (&values)[width]) const {
+#pragma unroll
+        for (int i = 0; i < width; ++i) values[i] = -0.0f;  // to which any number is added exactly
 #pragma unroll 2
         for (int64 r = 0; r < summands; ++r) {
             const uint8* row = wire + r * layout.stride;
@@ -139,11 +143,13 @@ struct Sum {
             float32 terms[width];
             Decoder(read_range(row, segment.block), layout.eps).decode(codes, terms);
 #pragma unroll
-            for (int i = 0; i < width; ++i) values[i] = r == 0 ? terms[i] : values[i] + terms[i];
+            for (int i = 0; i < width; ++i) values[i] += terms[i];
         }
+        bool halving = (summands & (summands - 1)) == 0;  // then the product with 1 / summands is the quotient
+        float32 share = 1.0f / summands;
 #pragma unroll
         for (int i = 0; i < width; ++i) {
-            float32 total = mean ? values[i] / summands : values[i];
+            float32 total = !mean ? values[i] : halving ? values[i] * share : values[i] / summands;
             values[i] = widen(narrow<element>(total));
         }
     }
@@ -199,20 +205,23 @@ struct Encoder {
     __device__ void read(const Segment& segment) {
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
-            int64 at = place(j, width);
+            int at = place(j, width);
             if (at < segment.length) source.read(segment, at, values[j]);
         }
     }
 
     __device__ Range range(const Segment& segment) const {
         Range mine = nothing();
+        float32 spoiled = 0;  // NaN after NaN or an infinity
 #pragma unroll
         for (int j = 0; j < slots; ++j)
 #pragma unroll
             for (int i = 0; i < width; ++i)
-                if (place(j, width) + i < segment.length)
-                    mine = joined(mine, {values[j][i], values[j][i]});
-        return mine;
+                if (place(j, width) + i < segment.length) {
+                    mine = {fminf(mine.low, values[j][i]), fmaxf(mine.high, values[j][i])};
+                    spoiled = fmaf(values[j][i], 0, spoiled);
+                }
+        return is_nan(spoiled) ? Range{spoiled, spoiled} : mine;
     }
 
     __device__ void write(const Segment& segment, Range range, uint8* wire) const {
@@ -225,7 +234,7 @@ struct Encoder {
         bool flat = !is_finite(range.low) || !is_finite(found.scale) || !is_finite(found.lower);
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
-            int64 at = place(j, width);
+            int at = place(j, width);
             uint8 codes[width];
 #pragma unroll
             for (int i = 0; i < width; ++i) {
@@ -256,7 +265,7 @@ __device__ void each_segment(const Layout& layout, Visit visit) {
             segment.number = index < all ? index - segment.block * layout.segments : -1;
             segment.begin = segment.block * layout.block + segment.number * capacity;
             int64 end = min(min(segment.begin + capacity, (segment.block + 1) * layout.block), layout.count);
-            segment.length = segment.number < 0 ? 0 : max(end - segment.begin, int64(0));
+            segment.length = segment.number < 0 ? 0 : int(max(end - segment.begin, int64(0)));
             segment.first = index == 0;
             segment.last = index == all - 1;
             visit(segment);
@@ -305,38 +314,38 @@ __device__ void segments_from(const Source& source, const Layout& layout, const 
 #define LAYOUT int64 rows, int64 count, int64 block, int64 blocks, int64 segments, int64 start, int64 stride, float64 eps
 #define LAYOUT_VALUES {rows, count, block, blocks, segments, start, stride, float32(eps)}
 
-extern "C" __global__ void encode(const element* x, uint8* wire, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) encode(const element* x, uint8* wire, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     encode_from(Elements{x, count}, layout, wire);
 }
 
-extern "C" __global__ void encode_ranges(const element* x, Range* ranges, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) encode_ranges(const element* x, Range* ranges, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     ranges_from(Elements{x, count}, layout, ranges);
 }
 
-extern "C" __global__ void encode_segments(const element* x, const Range* ranges, uint8* wire, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) encode_segments(const element* x, const Range* ranges, uint8* wire, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     segments_from(Elements{x, count}, layout, ranges, wire);
 }
 
-extern "C" __global__ void combine(const uint8* wires, int64 summands, int64 mean, uint8* wire, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) combine(const uint8* wires, int64 summands, int64 mean, uint8* wire, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     encode_from(Sum{wires, layout, summands, mean != 0}, layout, wire);
 }
 
-extern "C" __global__ void combine_ranges(const uint8* wires, int64 summands, int64 mean, Range* ranges, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) combine_ranges(const uint8* wires, int64 summands, int64 mean, Range* ranges, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     ranges_from(Sum{wires, layout, summands, mean != 0}, layout, ranges);
 }
 
-extern "C" __global__ void combine_segments(const uint8* wires, int64 summands, int64 mean, const Range* ranges,
+extern "C" __global__ void __launch_bounds__(largest_cta) combine_segments(const uint8* wires, int64 summands, int64 mean, const Range* ranges,
                                             uint8* wire, LAYOUT) {
     Layout layout = LAYOUT_VALUES;
     segments_from(Sum{wires, layout, summands, mean != 0}, layout, ranges, wire);
 }
 
-extern "C" __global__ void decode(const uint8* wire, element* out, LAYOUT) {
+extern "C" __global__ void __launch_bounds__(largest_cta) decode(const uint8* wire, element* out, LAYOUT) {
     constexpr int width = Elements::width, slots = held / width;
     Layout layout = LAYOUT_VALUES;
     each_segment(layout, [&](const Segment& segment) {
@@ -346,12 +355,12 @@ extern "C" __global__ void decode(const uint8* wire, element* out, LAYOUT) {
         uint8 codes[slots][width];
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
-            int64 at = place(j, width);
+            int at = place(j, width);
             if (at < segment.length) load(row + layout.start + segment.begin + at, segment.length - at, codes[j]);
         }
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
-            int64 at = place(j, width);
+            int at = place(j, width);
             if (at >= segment.length) continue;
             float32 values[width];
             element rounded[width];

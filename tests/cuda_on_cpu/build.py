@@ -64,7 +64,7 @@ class Kernels:
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> Path:
     compiler = [COMPILER, *FLAGS, *defines, "-include", str(HEADER), "-x", "c++", "-"]
-    kernels = re.findall(r'extern "C" void (\w+)', _run([*compiler, "-E"], source))
+    kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-E"], source))
     code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
     key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
     library = folder() / f"{key}.so"

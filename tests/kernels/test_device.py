@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels, quantized_allreduce
+from bagua_comm import ArrayError, BFloat16, Float16, MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks
@@ -47,10 +47,10 @@ def twice(codec, x, shift=0):
     on_host += [codec.combine(wire, op=op, count=x.shape[1], dtype=x.dtype) for op in ("sum", "avg")]
 
     cupy = import_module("cupy")
-    wires = up(wire, shift)
+    wires = up(wire, 4 * shift)
     out = up(np.zeros_like(x), shift)
-    combined = [up(np.full_like(wire[:1], 0xEE), shift) for _ in range(2)]
-    on_device = [codec.encode(up(x, shift), up(np.full_like(wire, 0xEE), shift)), codec.decode(wires, out)]
+    combined = [up(np.full_like(wire[:1], 0xEE), 4 * shift) for _ in range(2)]
+    on_device = [codec.encode(up(x, shift), up(np.full_like(wire, 0xEE), 4 * shift)), codec.decode(wires, out)]
     for target, op in zip(combined, ("sum", "avg"), strict=True):
         on_device.append(codec.combine(wires, target, op=op, count=x.shape[1], dtype=x.dtype))
     cupy.cuda.get_current_stream().synchronize()
@@ -156,6 +156,12 @@ def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
     for codec in (MinMaxUInt8(), MinMaxUInt8(1000), BFloat16()):
         on_host, on_device = twice(codec, x)
         assert on_host == on_device
+
+
+def test_a_wire_at_an_address_that_a_device_cannot_read_is_refused(device):
+    wire = MinMaxUInt8().encode(normal((1, 100), "float32"))
+    with pytest.raises(ArrayError, match="wire begins at an address that is no multiple of 4"):
+        MinMaxUInt8().decode(up(wire, 2), up(np.zeros((1, 100), np.float32)))
 
 
 def test_combine_of_many_chunks(device):
@@ -369,7 +375,7 @@ MUTANTS = {
     "first barrier dropped": ("    __syncthreads();  // `shared`", "    // `shared`", check_ctas),
     "second barrier dropped": ("    __syncthreads();\n    return", "    return", check_ctas),
     "barrier that not all reach": ("    __syncthreads();\n", "    if (lane) __syncthreads();\n", check_ctas),
-    "wrong stride": ("slot) * blockDim.x + threadIdx.x", "slot) * warp + threadIdx.x", check_ctas),
+    "wrong stride": ("slot * int(blockDim.x) +", "slot * warp +", check_ctas),
     "half of the lanes": ("int distance = lanes / 2", "int distance = lanes / 4", check_warps),
     "words at any address": ("aligned<sizeof(word)>(from)", "true", check_odd_addresses),
     "one element too many": ("if (i < valid) to[i]", "if (i <= valid) to[i]", check_warps),
