@@ -73,7 +73,9 @@ __device__ __noinline__ float32 bounded(float32 level, float32 scale) {
 // How to decode one block.
 struct Decoder {
     float32 scale, lower, inverse, fill;
-    bool plain, constant;
+    int plain, constant;
+
+    Decoder() = default;
 
     __device__ Decoder(Range range, float32 eps) {
         Levels found(range, eps);
@@ -85,6 +87,18 @@ struct Decoder {
         plain = !constant && fabsf(lower) <= 4194304 && scale > 1e-30f && scale < 1e30f &&
                 fmaxf(-range.low, range.high) <= largest_finite<element>() / 2;
         inverse = 1 / scale;
+    }
+
+    // That of another lane among `lanes` neighbours.
+    __device__ Decoder of(int lane, int lanes) const {
+        Decoder other;
+        other.scale = __shfl_sync(all_lanes, scale, lane, lanes);
+        other.lower = __shfl_sync(all_lanes, lower, lane, lanes);
+        other.inverse = __shfl_sync(all_lanes, inverse, lane, lanes);
+        other.fill = __shfl_sync(all_lanes, fill, lane, lanes);
+        other.plain = __shfl_sync(all_lanes, plain, lane, lanes);
+        other.constant = __shfl_sync(all_lanes, constant, lane, lanes);
+        return other;
     }
 
     template <int count>
@@ -135,15 +149,26 @@ struct Sum {
     __device__ void read(const Segment& segment, int at, float32 (&values)[width]) const {
 #pragma unroll
         for (int i = 0; i < width; ++i) values[i] = -0.0f;  // to which any number is added exactly
-#pragma unroll 2
-        for (int64 r = 0; r < summands; ++r) {
-            const uint8* row = wire + r * layout.stride;
-            uint8 codes[width];
-            load(row + layout.start + segment.begin + at, segment.length - at, codes);
-            float32 terms[width];
-            Decoder(read_range(row, segment.block), layout.eps).decode(codes, terms);
+        int lanes = min(int(blockDim.x), warp), lane = threadIdx.x % lanes;
+        for (int64 first = 0; first < summands; first += lanes) {
+            // What there is to know of a row's block is worked out by one lane.
+            bool mine = first + lane < summands && segment.length > 0;
+            Range range = mine ? read_range(wire + (first + lane) * layout.stride, segment.block) : Range{0, 0};
+            Decoder own(range, layout.eps);
+            int rows = int(min(summands - first, int64(lanes)));
+            const uint8* from = wire + first * layout.stride + layout.start + segment.begin + at;
+            uint8 codes[width], next[width];
+            load(from, segment.length - at, codes);
+#pragma unroll 1
+            for (int r = 0; r < rows; ++r) {
+                from += layout.stride;
+                if (r + 1 < rows) load(from, segment.length - at, next);  // on its way while this row is decoded
+                float32 terms[width];
+                own.of(r, lanes).decode(codes, terms);
 #pragma unroll
-            for (int i = 0; i < width; ++i) values[i] += terms[i];
+                for (int i = 0; i < width; ++i) values[i] += terms[i];
+                memcpy(codes, next, width);
+            }
         }
         bool halving = (summands & (summands - 1)) == 0;  // then the product with 1 / summands is the quotient
         float32 share = 1.0f / summands;
@@ -205,8 +230,7 @@ struct Encoder {
     __device__ void read(const Segment& segment) {
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
-            int at = place(j, width);
-            if (at < segment.length) source.read(segment, at, values[j]);
+            source.read(segment, place(j, width), values[j]);  // zeros beyond the end
         }
     }
 

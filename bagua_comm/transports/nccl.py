@@ -18,9 +18,9 @@ is lost, and all later calls raise, or `close`. A replayed CUDA graph is not wat
 watchdog may query events: capture in relaxed mode, CuPy's default, or in thread-local mode. NCCL frees no
 communicator that a graph still uses: drop graphs before `close`, which waits for them `LEAVE_S` at most.
 
-Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where NCCL is told to keep
-their order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), all ranks must use them in one order, which
-lanes on threads don't.
+Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where they are made to
+keep an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), it must be the same on all ranks, which
+lanes on threads don't promise.
 """
 
 from __future__ import annotations

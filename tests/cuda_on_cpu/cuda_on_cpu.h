@@ -107,7 +107,8 @@ struct Fiber {
     ucontext_t context;
     uint3 index;
     enum { ready, at_barrier, at_shuffle, done } state;
-    unsigned mask, distance;  // of a shuffle
+    unsigned mask;  // of a shuffle
+    int from;       // the lane whose value it gets
     unsigned long long value;
 };
 
@@ -135,15 +136,30 @@ inline void __syncthreads() {
 }
 
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int distance) {
+T shuffled(unsigned mask, T value, int from) {
     static_assert(sizeof(T) <= sizeof running->value);
     Fiber* self = running;
     memcpy(&self->value, &value, sizeof value);
-    self->mask = mask, self->distance = distance, self->state = Fiber::at_shuffle;
+    self->mask = mask, self->from = from, self->state = Fiber::at_shuffle;
     wait();
     memcpy(&value, &self->value, sizeof value);
     return value;
 }
+
+inline int lane_of_running();
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int distance) {
+    return shuffled(mask, value, lane_of_running() ^ distance);
+}
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width) {
+    int first = lane_of_running() / width * width;
+    return shuffled(mask, value, first + from % width);
+}
+
+inline int lane_of_running() { return (running - fibers.data()) % warp_size; }
 
 static void start_fiber() {
     body(arguments);
@@ -160,7 +176,7 @@ static bool shuffle(Fiber* lanes, int count) {
     }
     unsigned long long values[warp_size];
     for (int lane = 0; lane < count; ++lane) {
-        int from = lane ^ lanes[lane].distance;
+        int from = lanes[lane].from;
         values[lane] = from < count && mask >> from & 1 ? lanes[from].value : poison;
     }
     for (int lane = 0; lane < count; ++lane)
