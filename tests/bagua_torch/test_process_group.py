@@ -626,7 +626,10 @@ def test_torchs_own_ddp_and_ours_share_one_world(tmp_path):
             except bagua_comm.BootstrapError as error:
                 assert "not in the group" in str(error)
         else:
-            assert bagua_torch.ProcessGroupTransport(group).size == 1
+            alone = bagua_torch.ProcessGroupTransport(group)
+            assert alone.size == 1
+            alone.close()
+        del theirs, models, model  # before the group that it works on
         dist.destroy_process_group()
         """,
     )
