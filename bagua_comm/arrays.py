@@ -237,10 +237,13 @@ class Scratch:
 
 def mark(x: Array) -> Any:
     """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""
-    if library(x) == "numpy":
-        return None
-    event = namespace(x).cuda.Event(disable_timing=True)
-    event.record()
+    return None if library(x) == "numpy" else record_event()
+
+
+def record_event(stream: Any = None) -> Any:
+    """An event behind all that a CUDA stream, or the current one, has so far."""
+    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+    event.record(stream)
     return event
 
 

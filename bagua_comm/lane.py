@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-from .arrays import use_device
+from .arrays import record_event, use_device
 from .errors import CommAborted, CommError, CommTimeout
 from .trace import NULL, Recorder, Tracer
 
@@ -145,7 +145,7 @@ class Lane(ABC):
                 try:
                     result = self._run(task, args, kwargs)
                 finally:
-                    future.end = side.end = span.end(**self._note) or side.mark()
+                    future.end = side.end = span.end(**self._note) or record_event()
         except BaseException as exc:
             future.set_exception(exc)
             if not isinstance(exc, Exception):
@@ -259,18 +259,12 @@ class SideStream:
         """The future of a task that comes after everything on the current stream."""
         caller = self._cuda.get_current_stream()
         self._callers[caller.ptr] = caller
-        return SideFuture(self.mark())
+        return SideFuture(record_event())
 
     def after(self, event: Any) -> UseStream:
         """In the body of `with`, this stream is current; what it does there comes after `event`."""
         self._stream.wait_event(event)
         return UseStream(self._stream)
-
-    def mark(self) -> Any:
-        """An event behind everything on the current stream."""
-        event = self._cuda.Event(disable_timing=True)
-        event.record()
-        return event
 
     def join(self) -> None:
         """The current stream waits for all tasks that were run, and so do those on which they were submitted.

@@ -26,7 +26,7 @@ __device__ void each_word(int64 rows, int64 count, Convert convert) {
 }
 
 __device__ void clear_padding(uint8* wire, int64 row, int64 count, int64 stride) {
-    if (blockIdx.x == 0) clear(wire + row * stride, count * sizeof(sent), stride, threadIdx.x, blockDim.x);
+    if (blockIdx.x == 0) clear(wire + row * stride, count * sizeof(sent), stride);
 }
 
 extern "C" __global__ void encode(const element* x, uint8* wire, int64 rows, int64 count, int64 stride) {

@@ -81,7 +81,7 @@ extern "C" __global__ void loss(const element* x, const element* decoded, elemen
         count,
         [=](wide x, wide decoded, wide& out) {
             wide lost = (x - decoded) * by;
-            out = lost - lost == 0 ? lost : 0;  // finite
+            out = is_finite(lost) ? lost : 0;
         },
         In{x}, In{decoded}, Out{out});
 }

@@ -21,6 +21,7 @@
 #include "numbers.cuh"
 
 constexpr int held = 16;
+constexpr float32 levels = 255;
 constexpr int warp = 32;
 constexpr int largest_cta = 512;  // as in device.py
 constexpr uint32 all_lanes = 0xffffffff;
@@ -268,9 +269,8 @@ struct Encoder {
             if (at < segment.length)
                 store(row + layout.start + segment.begin + at, segment.length - at, codes);
         }
-        if (segment.first)
-            clear(row, layout.blocks * 2 * sizeof(element), layout.start, threadIdx.x, blockDim.x);
-        if (segment.last) clear(row, layout.start + layout.count, layout.stride, threadIdx.x, blockDim.x);
+        if (segment.first) clear(row, layout.blocks * 2 * sizeof(element), layout.start);
+        if (segment.last) clear(row, layout.start + layout.count, layout.stride);
     }
 };
 

@@ -27,7 +27,6 @@ struct bfloat16 {
 using element = ELEMENT;
 
 constexpr uint32 canonical_nan = 0x7fc00000;
-constexpr float32 levels = 255;
 
 #ifdef __CUDACC__
 __device__ inline float32 half_to_float(uint16 bits) {
@@ -70,9 +69,15 @@ __device__ inline float32 widen(float16 x) { return half_to_float(x.bits); }
 
 __device__ inline float32 widen(bfloat16 x) { return __uint_as_float(uint32(x.bits) << 16); }
 
-__device__ inline bool is_nan(float32 x) { return x != x; }
+template <class T>
+__device__ inline bool is_nan(T x) {
+    return x != x;
+}
 
-__device__ inline bool is_finite(float32 x) { return x - x == 0; }
+template <class T>
+__device__ inline bool is_finite(T x) {
+    return x - x == 0;
+}
 
 template <class T>
 struct Narrow {
@@ -159,7 +164,7 @@ __device__ inline void store(T* to, int64 valid, const T (&from)[count]) {
         if (i < valid) to[i] = from[i];
 }
 
-// Zero the bytes from `begin` to `end` of a row, with the threads of one team.
-__device__ inline void clear(uint8* row, int64 begin, int64 end, int lane, int team) {
-    for (int64 i = begin + lane; i < end; i += team) row[i] = 0;
+// Zero the bytes from `begin` to `end` of a row, with all threads of one threadIdx.y.
+__device__ inline void clear(uint8* row, int64 begin, int64 end) {
+    for (int64 i = begin + threadIdx.x; i < end; i += blockDim.x) row[i] = 0;
 }

@@ -7,11 +7,6 @@
 
 constexpr int width = access_bytes / sizeof(element);
 
-template <class T>
-__device__ bool unordered(T x) {
-    return x != x;
-}
-
 // What "avg" accumulates in.
 template <class T>
 struct Long {
@@ -58,8 +53,8 @@ __device__ void reduce(const element* rows, element* out, int64 summands, int64 
 REDUCTION(reduce_sum, wide, a + b, a)
 REDUCTION(reduce_avg, Long<wide>::type, a + b, a / total(summands))
 REDUCTION(reduce_prod, wide, a * b, a)
-REDUCTION(reduce_min, wide, unordered(a) || a < b ? a : b, a)  // NaN spreads
-REDUCTION(reduce_max, wide, unordered(a) || a > b ? a : b, a)
+REDUCTION(reduce_min, wide, is_nan(a) || a < b ? a : b, a)  // NaN spreads
+REDUCTION(reduce_max, wide, is_nan(a) || a > b ? a : b, a)
 
 #ifdef INTEGER
 REDUCTION(reduce_band, wide, a & b, a)

@@ -19,7 +19,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..arrays import Array, address
+from ..arrays import Array, address, record_event
 from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
 
 PIECE_BYTES = 1 << 20
@@ -145,7 +145,7 @@ class StagedTransport(Transport):
 
     def _arrivals(self, staged: Iterable[_Staged], rounds: int) -> Iterator[int]:
         """Start to copy everything down; yields the number of each round when its pieces are there."""
-        self._down.wait_event(_mark(cupy.cuda.get_current_stream()))
+        self._down.wait_event(record_event())
         arrivals = [self._copy_down(staged, k) for k in range(rounds)]
         try:
             for k, arrival in enumerate(arrivals):
@@ -153,7 +153,7 @@ class StagedTransport(Transport):
                     arrival.synchronize()
                 yield k
         finally:
-            self._last_up = _mark(cupy.cuda.get_current_stream())
+            self._last_up = record_event()
 
     def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
         """Enqueue the copies of round `k`; returns an event behind them, None if there are none."""
@@ -162,7 +162,7 @@ class StagedTransport(Transport):
             kind = runtime.memcpyDeviceToHost
             runtime.memcpyAsync(address(piece), pointer, piece.nbytes, kind, self._down.ptr)
             copied = True
-        return _mark(self._down) if copied else None
+        return record_event(self._down) if copied else None
 
     def _copy_up(self, staged: Iterable[_Staged], k: int) -> None:
         runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream().ptr
@@ -187,10 +187,3 @@ def _round(staged: Iterable[_Staged], k: int) -> Iterator[tuple[int, Array]]:
 
 def _place(x: Array) -> tuple[int, int]:
     return address(x), x.nbytes
-
-
-def _mark(stream: Any) -> Any:
-    """An event behind everything on a stream."""
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record(stream)
-    return event
