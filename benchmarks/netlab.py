@@ -1,0 +1,349 @@
+"""Emulated hosts on one Linux machine: network namespaces joined by a bridge, each link held to a rate.
+
+    python benchmarks/netlab.py run --hosts 4 --rate 1gbit benchmarks/network.py
+    python benchmarks/netlab.py run --hosts 2 --ranks-per-host 2 --rate 500mbit examples/train.py
+    python benchmarks/netlab.py run --launcher torchrun --hosts 4 --rate 1gbit examples/train.py
+    python benchmarks/netlab.py rate --rate 1gbit
+    python benchmarks/netlab.py clean
+
+Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., and a host name of its own, so that
+MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket (tc's tbf), so each
+host sends and receives at the rate at most. What the script gets is mpirun's world; MASTER_ADDR, MASTER_PORT and
+GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over the same links, and time
+the two in turn. `--launcher torchrun` starts it as torchrun would instead, without MPI.
+
+Needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. Nothing is left behind, also after an
+error or Ctrl-C; `clean` removes what a killed run has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bagua_comm.__main__ import find_mpirun
+
+PREFIX = "bagua"
+"""Begins the names of all namespaces, and of the bridge."""
+
+BURST_BYTES = 1 << 20
+QUEUE = "100ms"
+"""A link sends so much at once, and queues so long, before it drops."""
+
+_AGENT = """#!/bin/sh
+# Stands in for ssh: enters the namespace of the host that mpirun names.
+while [ "${{1#-}}" != "$1" ]; do shift; done
+host=$1; shift
+exec ip netns exec {prefix}-$host unshare -u sh -c "hostname $host; $*"
+"""
+
+
+class LabError(Exception):
+    """This machine cannot emulate hosts; the message says why."""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Emulated hosts that exist; see `build`."""
+
+    prefix: str
+    hosts: int
+    rate: str
+
+    def address(self, host: int) -> str:
+        """The address of a host."""
+        return f"10.99.0.{host + 1}"
+
+    def inside(self, host: int, *command: str) -> list[str]:
+        """The command that runs `command` on a host."""
+        named = ["unshare", "-u", "sh", "-c", f'hostname h{host}; exec "$@"', "sh"]
+        return ["ip", "netns", "exec", f"{self.prefix}-h{host}", *named, *command]
+
+    def mpirun(self, script: Sequence[str], *, ranks_per_host: int = 1, arguments: Sequence[str] = ()) -> list[str]:
+        """The command that runs a Python script, with arguments, on all hosts under mpirun."""
+        mpirun = find_mpirun()
+        if mpirun is None:
+            raise LabError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI")
+        agent = Path(tempfile.gettempdir(), f"{self.prefix}-agent")
+        agent.write_text(_AGENT.format(prefix=self.prefix))
+        agent.chmod(0o755)
+        hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(self.hosts))
+        variables = [part for name in self.variables() for part in ("-x", name)]
+        flags = ["--prtemca", "plm_ssh_agent", str(agent), "--host", hosts, "-n", str(self.hosts * ranks_per_host)]
+        flags += ["--bind-to", "none", "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1"]
+        return self.inside(0, mpirun, *flags, *variables, *arguments, sys.executable, *script)
+
+    def torchrun(self, script: Sequence[str], *, ranks_per_host: int = 1) -> list[list[str]]:
+        """The commands, one for each rank, that run a Python script as torchrun would."""
+        world = self.hosts * ranks_per_host
+        return [
+            self.inside(
+                rank // ranks_per_host,
+                "env",
+                f"RANK={rank}",
+                f"WORLD_SIZE={world}",
+                f"LOCAL_RANK={rank % ranks_per_host}",
+                f"LOCAL_WORLD_SIZE={ranks_per_host}",
+                sys.executable,
+                *script,
+            )
+            for rank in range(world)
+        ]
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables of all ranks: one thread each, and what gloo needs to meet."""
+        return {
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": "29400",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+        }
+
+    def environment(self) -> dict[str, str]:
+        """The whole environment to start the commands in."""
+        as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        return {**os.environ, **as_root, **self.variables()}
+
+    def run(self, *commands: Sequence[str], timeout_s: float = 3600.0) -> int:
+        """Run commands at the same time; the exit code of the first that fails, else 0.
+
+        Raises:
+            subprocess.TimeoutExpired: They take longer; they are killed.
+        """
+        running = [subprocess.Popen(command, env=self.environment()) for command in commands]
+        deadline = time.monotonic() + timeout_s
+        try:
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in running]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        return next((code for code in codes if code), 0)
+
+    def output(self, command: Sequence[str], *, timeout_s: float = 60.0) -> str:
+        """What a command prints.
+
+        Raises:
+            subprocess.CalledProcessError: It fails.
+            subprocess.TimeoutExpired: It takes longer.
+        """
+        result = subprocess.run(
+            command, env=self.environment(), capture_output=True, text=True, timeout=timeout_s, check=True
+        )
+        return result.stdout
+
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def build(hosts: int, rate: str) -> Iterator[Lab]:
+    """Emulated hosts in the body of `with`, which ends with everything removed.
+
+    Args:
+        hosts: How many, 1 to 250.
+        rate: Of each host's link, both ways, in tc's units: "500mbit", "1gbit".
+
+    Raises:
+        LabError: This machine does not allow it.
+    """
+    check_machine()
+    lab = Lab(f"{PREFIX}{os.getpid()}", hosts, rate)
+    try:
+        _build(lab)
+        yield lab
+    finally:
+        remove(lab.prefix)
+
+
+def check_machine() -> None:
+    """Raise unless hosts can be emulated here.
+
+    Raises:
+        LabError: They can't; the message says what is missing.
+    """
+    if not sys.platform.startswith("linux"):
+        raise LabError(f"emulated hosts need Linux; this is {sys.platform}")
+    for tool in ("ip", "tc", "unshare"):
+        if shutil.which(tool) is None:
+            raise LabError(f"there is no {tool}; install iproute2 and util-linux")
+    if os.geteuid() != 0:
+        raise LabError("emulated hosts need root: network namespaces and traffic control are the kernel's")
+
+
+def remove(prefix: str) -> None:
+    """Kill what runs on the hosts whose names begin with `prefix`, and remove them and their bridge."""
+    for name in _names(["ip", "netns", "list"], prefix):
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "delete", name], check=False)
+    links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
+    for name in re.findall(rf"^\d+: ({prefix}[\w-]*)[@:]", links, re.MULTILINE):
+        subprocess.run(["ip", "link", "delete", name], check=False, stderr=subprocess.DEVNULL)
+    for agent in Path(tempfile.gettempdir()).glob(f"{prefix}*-agent"):
+        agent.unlink(missing_ok=True)
+
+
+def _names(command: Sequence[str], prefix: str) -> list[str]:
+    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    return [line.split()[0] for line in lines if line.startswith(prefix)]
+
+
+def _build(lab: Lab) -> None:
+    bridge = f"{lab.prefix}b"
+    _do(f"ip link add {bridge} type bridge")
+    _do(f"ip link set {bridge} up")
+    for host in range(lab.hosts):
+        space, outside = f"{lab.prefix}-h{host}", f"{lab.prefix}v{host}"
+        _do(f"ip netns add {space}")
+        _do(f"ip link add {outside} type veth peer name eth0 netns {space}")
+        _do(f"ip link set {outside} master {bridge} up")
+        _do(f"ip -n {space} link set lo up")
+        _do(f"ip -n {space} addr add {lab.address(host)}/24 dev eth0")
+        _do(f"ip -n {space} link set eth0 up")
+        shape = f"root tbf rate {lab.rate} burst {BURST_BYTES} latency {QUEUE}"
+        _do(f"tc -n {space} qdisc replace dev eth0 {shape}")
+        _do(f"tc qdisc replace dev {outside} {shape}")
+
+
+def _do(command: str) -> None:
+    result = subprocess.run(command.split(), capture_output=True, text=True)
+    if result.returncode:
+        raise LabError(f"this machine does not allow emulated hosts: {command}: {result.stderr.strip()}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The rate that a link reaches
+# ---------------------------------------------------------------------------------------------------
+
+
+def measure_rate(lab: Lab, *, seconds: float = 2.0) -> float:
+    """Bytes a second that arrive on host 1 from one plain TCP stream of host 0: what anything else can reach."""
+    script = str(Path(__file__).resolve())
+    receiver = subprocess.Popen(
+        lab.inside(1, sys.executable, script, "receive"), stdout=subprocess.PIPE, text=True, env=lab.environment()
+    )
+    try:
+        lab.output(lab.inside(0, sys.executable, script, "send", lab.address(1), str(seconds)))
+        return float(receiver.communicate(timeout=30)[0])
+    finally:
+        receiver.kill()
+        receiver.wait()
+
+
+_PORT = 29399
+
+
+def _send(address: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    with _connected(address) as stream:
+        block = bytes(1 << 18)
+        while time.monotonic() < end:
+            stream.sendall(block)
+
+
+def _connected(address: str) -> socket.socket:
+    for _ in range(100):
+        try:
+            return socket.create_connection((address, _PORT), timeout=30)
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    raise LabError(f"nobody listens at {address}")
+
+
+def _receive() -> float:
+    with socket.create_server(("", _PORT)) as server:
+        server.settimeout(30)
+        stream, _ = server.accept()
+        buffer = bytearray(1 << 18)
+        stream.recv_into(buffer)
+        received, start = 0, time.monotonic()
+        while count := stream.recv_into(buffer):
+            received += count
+        return received / (time.monotonic() - start)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run a Python script on emulated hosts")
+    run.add_argument("--ranks-per-host", type=int, default=1, metavar="L")
+    run.add_argument("--launcher", choices=["mpirun", "torchrun"], default="mpirun")
+    run.add_argument("--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun")
+    run.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS")
+    rate = commands.add_parser("rate", help="print what one TCP stream reaches")
+    for command in (run, rate):
+        command.add_argument("--hosts", type=_hosts, default=4, metavar="N")
+        command.add_argument("--rate", default="1gbit", help="of each link, as tc writes it")
+    run.add_argument("script", nargs=argparse.REMAINDER)
+    commands.add_parser("clean", help="remove what a killed run has left")
+    send = commands.add_parser("send")
+    send.add_argument("address")
+    send.add_argument("seconds", type=float)
+    commands.add_parser("receive")
+    options = parser.parse_args(argv)
+    act: dict[str, Callable[[argparse.Namespace], int]] = {"run": _run_command, "rate": _rate_command}
+    try:
+        if options.command in act:
+            return act[options.command](options)
+    except LabError as exc:
+        print(f"netlab: {exc}", file=sys.stderr)
+        return 1
+    if options.command == "clean":
+        remove(PREFIX)
+    elif options.command == "send":
+        _send(options.address, options.seconds)
+    else:
+        print(_receive())
+    return 0
+
+
+def _hosts(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 250:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of hosts from 1 to 250")
+    return int(text)
+
+
+def _run_command(options: argparse.Namespace) -> int:
+    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    with build(options.hosts, options.rate) as lab:
+        ranks = options.ranks_per_host
+        if options.launcher == "mpirun":
+            commands = [lab.mpirun(script, ranks_per_host=ranks, arguments=options.mpirun)]
+        else:
+            commands = lab.torchrun(script, ranks_per_host=ranks)
+        return lab.run(*commands, timeout_s=options.timeout)
+
+
+def _rate_command(options: argparse.Namespace) -> int:
+    with build(max(2, options.hosts), options.rate) as lab:
+        print(f"{measure_rate(lab) / 1e9:.4f} GB/s")
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())
