@@ -80,7 +80,7 @@ def find_mpirun() -> str | None:
 def launch_settings(mpirun: str, ranks: int, *, local: bool) -> tuple[list[str], dict[str, str]]:
     """The arguments and environment variables that mpirun needs for `ranks` ranks on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    variables = {}
+    variables = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in os.environ}
     if "OMP_NUM_THREADS" not in os.environ and local:
         # Every rank would start a thread per core, and they would stand in each other's way.
         variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))

@@ -30,6 +30,10 @@ GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 """Set by the launchers of Open MPI, MPICH, Intel MPI and Slurm."""
 
+MPI_SETTINGS = {"OMPI_MCA_btl_tcp_eager_limit": str(320 << 10)}
+"""What MPI is told before it starts, unless it was told otherwise. Open MPI then sends the pieces of our
+collectives without asking the receiver first: on a busy link the question waits behind the data."""
+
 TIMEOUT_S = 300.0
 """How long a call waits for its peers, unless told otherwise."""
 
@@ -154,6 +158,8 @@ def _under_mpi() -> bool:
 
 
 def _mpi_world(timeout_s: float) -> tuple[Transport, list[int]]:
+    for name, value in MPI_SETTINGS.items():
+        os.environ.setdefault(name, value)
     try:
         from mpi4py import MPI
 

@@ -10,7 +10,7 @@ They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only what crosses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -20,8 +20,9 @@ from . import arrays, kernels
 from .arrays import FLOATS, Array
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_codec_argument
-from .comm import Communicator, finished
+from .comm import Communicator, Operation, finished
 from .errors import ArrayError, UnsupportedError
+from .transports.base import LAG, Transport, Wait, pipeline
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """Averages an array in place, over all ranks, and returns it. Collective."""
@@ -226,9 +227,10 @@ def quantized_allreduce(
     Collective. `x` has the same shape and dtype on every rank, any size and shape. `out` may be `x`.
 
     Over p ranks: encode p chunks -> alltoall -> combine (decode p, add in rank order in float32, encode
-    one) -> allgather -> decode p. Every element is quantized twice, whatever p; each rank sends
-    2 (p - 1) / p of the encoded size. The owner of a chunk decodes its own wire bytes like everyone
-    else. A single rank's array is returned as it is: nothing is sent, so nothing is rounded.
+    one) -> allgather -> decode p; over a network in pieces, so that it does not wait for the codec. Every
+    element is quantized twice, whatever p; each rank sends 2 (p - 1) / p of the encoded size. The owner of a
+    chunk decodes its own wire bytes like everyone else. A single rank's array is returned as it is: nothing
+    is sent, so nothing is rounded.
 
     Source: the compressed scatter-gather of Bagua (Gan et al., arXiv 2107.01499).
 
@@ -253,7 +255,7 @@ def quantized_allreduce(
     codec = MinMaxUInt8() if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
-    send, _ = comm.accept(call, "x", x)
+    send, transport = comm.accept(call, "x", x)
     check_codec_argument(call, codec, arrays.dtype_name(send.dtype))
     out, target = comm.landing(call, out, send.shape, send)
     send = arrays.contiguous(comm.in_place(call, send, target))
@@ -270,28 +272,92 @@ def quantized_allreduce(
         target[...] = send
         return finished(out, target)
 
-    with comm.tracer.span(call, codec=codec, op=op, bytes=send.nbytes):
-        count = -(-send.size // p)
-        chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
-        shape = (p, codec.wire_nbytes(count, send.dtype))
-        wire = comm.scratch.take("wire", shape, np.uint8, like=send)
-        received = comm.scratch.take("received", shape, np.uint8, like=send)
-        combined = comm.scratch.take("combined", (1, shape[1]), np.uint8, like=send)
-
+    count = -(-send.size // p)
+    chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
+    results = target.reshape(p, count) if send.size == p * count else chunks
+    pieces = [slice(0, count)]
+    if codec.granule is not None and residual is None:
+        pieces = transport.pieces(count, codec.wire_nbytes(count, send.dtype), codec.granule)
+    if len(pieces) > 1:
+        detail = {"codec": codec, "op": op, "pieces": len(pieces)}
+        with Operation(comm, call, transport, send, detail, compare=False):
+            _reduce_in_pieces(comm, transport, codec, chunks, results, op, pieces)
+    else:
         if residual is not None:
             kernels.of(send).add(send.reshape(-1), residual.reshape(-1), out=chunks.reshape(-1)[: send.size])
-        codec.encode(chunks, wire)
-        comm.alltoall(wire, received)  # row i is rank i's chunk `rank`
-        codec.combine(received, combined, op=op, count=count, dtype=send.dtype)
-        if residual is not None:
-            _keep_loss(comm, codec, chunks, wire, received, combined, op, residual.reshape(-1))
-        comm.allgather(combined, wire)  # row i is the combined chunk i
-        if send.size == p * count:
-            codec.decode(wire, target.reshape(p, count))
-        else:
-            codec.decode(wire, chunks)
-            target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
+        with comm.tracer.span(call, codec=codec, op=op, bytes=send.nbytes):
+            _reduce_at_once(comm, codec, chunks, results, op, residual)
+    if send.size != p * count:
+        target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
     return finished(out, target)
+
+
+def _reduce_at_once(
+    comm: Communicator, codec: Codec, chunks: Array, results: Array, op: str, residual: Array | None
+) -> None:
+    """Encode, alltoall, combine, allgather, decode: `chunks` to `results`, (p, m)."""
+    p, count = chunks.shape
+    shape = (p, codec.wire_nbytes(count, chunks.dtype))
+    wire = comm.scratch.take("wire", shape, np.uint8, like=chunks)
+    received = comm.scratch.take("received", shape, np.uint8, like=chunks)
+    combined = comm.scratch.take("combined", (1, shape[1]), np.uint8, like=chunks)
+
+    codec.encode(chunks, wire)
+    comm.alltoall(wire, received)  # row i is rank i's chunk `rank`
+    codec.combine(received, combined, op=op, count=count, dtype=chunks.dtype)
+    if residual is not None:
+        _keep_loss(comm, codec, chunks, wire, received, combined, op, residual.reshape(-1))
+    comm.allgather(combined, wire)  # row i is the combined chunk i
+    codec.decode(wire, results)
+
+
+def _reduce_in_pieces(
+    comm: Communicator,
+    transport: Transport,
+    codec: Codec,
+    chunks: Array,
+    results: Array,
+    op: str,
+    pieces: Sequence[slice],
+) -> None:
+    """The same, to the same results, piece by piece: one is coded while others are on their way.
+
+    Encoding goes ahead; combining follows a few pieces behind it, and decoding a few behind that.
+    """
+    rank, others, dtype = comm.rank, transport.others(), chunks.dtype
+    transport.agree_on_size(chunks)
+    p, ring = comm.size, LAG + 1
+    nbytes = [codec.wire_nbytes(piece.stop - piece.start, dtype) for piece in pieces]
+    sent, received, combined = comm.scratch.take("pieces", (3, ring, p * max(nbytes)), np.uint8, like=chunks)
+    waits: list[Wait] = []
+
+    def rows(table: Array, i: int) -> Array:
+        view: Array = table[i % ring, : p * nbytes[i]].reshape(p, nbytes[i])
+        return view
+
+    def encode(i: int) -> None:
+        to, into = rows(sent, i), rows(received, i)
+        for peer in (*others, rank):
+            # What this rank keeps lies with what it receives.
+            codec.encode(chunks[peer, None, pieces[i]], (into if peer == rank else to)[peer, None])
+        waits.append(
+            transport.begin([(peer, to[peer]) for peer in others], [(peer, into[peer]) for peer in others])
+        )
+
+    def combine(i: int) -> None:
+        waits[i]()
+        table, count = rows(combined, i), pieces[i].stop - pieces[i].start
+        codec.combine(rows(received, i), table[rank, None], op=op, count=count, dtype=dtype)
+        waits[i] = transport.begin(
+            [(peer, table[rank]) for peer in others], [(peer, table[peer]) for peer in others]
+        )
+
+    def decode(i: int) -> None:
+        waits[i]()
+        for row, out in zip(rows(combined, i), results[:, pieces[i]], strict=True):
+            codec.decode(row[None], out[None])
+
+    pipeline(len(pieces), encode, combine, decode)
 
 
 def _keep_loss(

@@ -121,7 +121,7 @@ class Communicator:
         check_reduction(call, op, send.dtype)
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send, {"op": op}):
+        with Operation(self, call, transport, send, {"op": op}):
             transport.allreduce(arrays.contiguous(send), target, op)
         return finished(out, target)
 
@@ -140,12 +140,12 @@ class Communicator:
         self._check_peer(call, "root", root)
         check_reduction(call, op, send.dtype)
         if self.rank != root:
-            with _Operation(self, call, transport, send, {"op": op, "root": root}):
+            with Operation(self, call, transport, send, {"op": op, "root": root}):
                 transport.reduce(arrays.contiguous(send), None, root, op)
             return None
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send, {"op": op, "root": root}):
+        with Operation(self, call, transport, send, {"op": op, "root": root}):
             transport.reduce(arrays.contiguous(send), target, root, op)
         return finished(out, target)
 
@@ -164,7 +164,7 @@ class Communicator:
         if self.rank != root:
             _check_writable(call, "x", x, value)
         target = arrays.contiguous(value)
-        with _Operation(self, call, transport, target, {"root": root}):
+        with Operation(self, call, transport, target, {"root": root}):
             transport.broadcast(target, root)
         if target is not value and self.rank != root:
             value[...] = target
@@ -189,7 +189,7 @@ class Communicator:
         out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
         send = arrays.contiguous(send)
         self._check_overlap(call, send, target, arrays.rows(target, self.size)[self.rank])
-        with _Operation(self, call, transport, send, {}):
+        with Operation(self, call, transport, send, {}):
             transport.allgather(send, target)
         return finished(out, target)
 
@@ -218,7 +218,7 @@ class Communicator:
         out, target = self.landing(call, out, (m, *send.shape[1:]), send)
         send = arrays.contiguous(send)
         self._check_overlap(call, send, target, arrays.rows(send, self.size)[self.rank])
-        with _Operation(self, call, transport, send, {"op": op}):
+        with Operation(self, call, transport, send, {"op": op}):
             transport.reduce_scatter(send, target, op)
         return finished(out, target)
 
@@ -237,13 +237,13 @@ class Communicator:
         self._check_peer(call, "root", root)
         send = arrays.contiguous(send)
         if self.rank != root:
-            with _Operation(self, call, transport, send, {"root": root}):
+            with Operation(self, call, transport, send, {"root": root}):
                 transport.exchange([(root, send)], [], tag=COLLECTIVE)
             return None
         out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
         table = arrays.rows(target, self.size)
         self._check_overlap(call, send, target, table[root])
-        with _Operation(self, call, transport, send, {"root": root}):
+        with Operation(self, call, transport, send, {"root": root}):
             if not arrays.same_memory(send, table[root]):
                 table[root] = send.reshape(-1)
             transport.exchange([], [(r, table[r]) for r in self._others()], tag=COLLECTIVE)
@@ -266,7 +266,7 @@ class Communicator:
                 raise ArrayError("scatter: out is None; ranks other than root must give it")
             like, transport = self.accept(call, "out", out)
             out, target = self.landing(call, out, like.shape, like)
-            with _Operation(self, call, transport, target, {"root": root}):
+            with Operation(self, call, transport, target, {"root": root}):
                 transport.exchange([], [(root, target)], tag=COLLECTIVE)
             return finished(out, target)
         if x is None:
@@ -278,7 +278,7 @@ class Communicator:
         send = arrays.contiguous(send)
         table, mine = arrays.rows(send, self.size), target.reshape(-1)
         self._check_overlap(call, send, mine, table[root])
-        with _Operation(self, call, transport, target, {"root": root}):
+        with Operation(self, call, transport, target, {"root": root}):
             if not arrays.same_memory(table[root], mine):
                 mine[...] = table[root]
             transport.exchange([(r, table[r]) for r in self._others()], [], tag=COLLECTIVE)
@@ -298,7 +298,7 @@ class Communicator:
         self._even_chunk(call, send)
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
-        with _Operation(self, call, transport, send, {}):
+        with Operation(self, call, transport, send, {}):
             transport.alltoall(arrays.contiguous(send), target)
         return finished(out, target)
 
@@ -323,7 +323,7 @@ class Communicator:
         send = arrays.contiguous(send).reshape(-1)
         parts = _parts(target, counts)
         self._check_overlap(call, send, target, parts[self.rank])
-        with _Operation(self, call, transport, target, {"counts": list(counts)}, payload=send.nbytes):
+        with Operation(self, call, transport, target, {"counts": list(counts)}, payload=send.nbytes):
             if not arrays.same_memory(send, parts[self.rank]):
                 parts[self.rank][...] = send
             others = self._others()
@@ -357,7 +357,7 @@ class Communicator:
         if arrays.overlap(send, target):
             raise ArrayError(f"{call}: out overlaps x")
         source, parts = _parts(send, counts), _parts(target, out_counts)
-        with _Operation(self, call, transport, send, {}, compare=False):
+        with Operation(self, call, transport, send, {}, compare=False):
             parts[self.rank][...] = source[self.rank]
             others = self._others()
             transport.exchange([(r, source[r]) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE)
@@ -368,7 +368,7 @@ class Communicator:
 
         Collective.
         """
-        with _Operation(self, "barrier", self._host_transport(), _NOTHING, {}):
+        with Operation(self, "barrier", self._host_transport(), _NOTHING, {}):
             self._host_transport().barrier()
 
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
@@ -470,7 +470,7 @@ class Communicator:
             raise UnsupportedError(f"{call}: host and device arrays in one call")
         first = outgoing[0][1] if outgoing else incoming[0][1]
         payload = sum(x.nbytes for _, x in outgoing)
-        with _Operation(self, call, transports[0], first, dict(peers), compare=False, payload=payload):
+        with Operation(self, call, transports[0], first, dict(peers), compare=False, payload=payload):
             transports[0].exchange(outgoing, incoming)
         for value, target in landings:
             finished(value, target)
@@ -488,7 +488,7 @@ class Communicator:
         if not isinstance(color, (int, np.integer)) or not 0 <= color < 2**31:
             raise ArrayError(f"split: color is {color!r}, expected an integer >= 0")
         order = self.rank if key is None else key
-        with _Operation(self, "split", self._host_transport(), _NOTHING, {}):
+        with Operation(self, "split", self._host_transport(), _NOTHING, {}):
             parts = [transport.split(int(color), int(order)) for transport in self.transports]
         return self._derived(parts)
 
@@ -497,7 +497,7 @@ class Communicator:
 
         Collective.
         """
-        with _Operation(self, "dup", self._host_transport(), _NOTHING, {}):
+        with Operation(self, "dup", self._host_transport(), _NOTHING, {}):
             parts = [transport.dup() for transport in self.transports]
         return self._derived(parts)
 
@@ -770,7 +770,7 @@ class Communicator:
         )
 
 
-class _Operation:
+class Operation:
     """One call while it runs: compared, timed, counted, and named in errors."""
 
     __slots__ = ("_comm", "_compare", "_detail", "_name", "_payload", "_sent", "_start", "_transport", "_x")

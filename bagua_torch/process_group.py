@@ -340,15 +340,15 @@ class ProcessGroupTransport(Transport):
         rows = self._scratch.take("rows", (self.size, x.size), x.dtype, like=x)
         rows[self.rank] = x.reshape(-1)
         self.exchange(
-            [(peer, x) for peer in self._others()],
-            [(peer, rows[peer]) for peer in self._others()],
+            [(peer, x) for peer in self.others()],
+            [(peer, rows[peer]) for peer in self.others()],
             tag=COLLECTIVE,
         )
         host.reduce_rows(rows, out.reshape(-1), op)
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         # Frames alone: whether all ranks are about to reduce arrays of one size.
-        nothing = [(peer, _NOTHING) for peer in self._others()]
+        nothing = [(peer, _NOTHING) for peer in self.others()]
         self.exchange(nothing, nothing, tag=COLLECTIVE)
         if x is not out:
             out[...] = x
@@ -389,7 +389,7 @@ class ProcessGroupTransport(Transport):
         for child in list(self._children):
             child.abort(exit_code)
         gloo = self._gloo
-        for peer in self._others() if gloo is not None else ():
+        for peer in self.others() if gloo is not None else ():
             with contextlib.suppress(RuntimeError):  # this one's is closed already
                 # The one way to have gloo close connections, all at once: wait in vain.
                 tensor = torch.empty(1, dtype=torch.uint8)
@@ -420,7 +420,7 @@ class ProcessGroupTransport(Transport):
         Behind this frame nothing is sent.
         """
         self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
-        nothing = [(peer, _NOTHING) for peer in self._others()]
+        nothing = [(peer, _NOTHING) for peer in self.others()]
         with contextlib.suppress(CommError):
             self._exchange(nothing, nothing, COLLECTIVE)
 

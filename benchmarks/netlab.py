@@ -6,14 +6,15 @@
     python benchmarks/netlab.py rate --rate 1gbit
     python benchmarks/netlab.py clean
 
-Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., and a host name of its own, so that
-MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket (tc's tbf), so each
-host sends and receives at the rate at most. What the script gets is mpirun's world; MASTER_ADDR, MASTER_PORT and
-GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over the same links, and time
-the two in turn. `--launcher torchrun` starts it as torchrun would instead, without MPI.
+Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., and a host name of its own, so
+that MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket (tc's tbf),
+so each host sends and receives at the rate at most. What the script gets is mpirun's world; MASTER_ADDR,
+MASTER_PORT and GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over
+the same links, and time the two in turn. `--launcher torchrun` starts it as torchrun would instead, without
+MPI.
 
-Needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. Nothing is left behind, also after an
-error or Ctrl-C; `clean` removes what a killed run has left.
+Needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. Nothing is left behind, also
+after an error or Ctrl-C; `clean` removes what a killed run has left.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class Lab:
         named = ["unshare", "-u", "sh", "-c", f'hostname h{host}; exec "$@"', "sh"]
         return ["ip", "netns", "exec", f"{self.prefix}-h{host}", *named, *command]
 
-    def mpirun(self, script: Sequence[str], *, ranks_per_host: int = 1, arguments: Sequence[str] = ()) -> list[str]:
+    def mpirun(
+        self, script: Sequence[str], *, ranks_per_host: int = 1, arguments: Sequence[str] = ()
+    ) -> list[str]:
         """The command that runs a Python script, with arguments, on all hosts under mpirun."""
         mpirun = find_mpirun()
         if mpirun is None:
@@ -83,7 +86,15 @@ class Lab:
         agent.chmod(0o755)
         hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(self.hosts))
         variables = [part for name in self.variables() for part in ("-x", name)]
-        flags = ["--prtemca", "plm_ssh_agent", str(agent), "--host", hosts, "-n", str(self.hosts * ranks_per_host)]
+        flags = [
+            "--prtemca",
+            "plm_ssh_agent",
+            str(agent),
+            "--host",
+            hosts,
+            "-n",
+            str(self.hosts * ranks_per_host),
+        ]
         flags += ["--bind-to", "none", "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1"]
         return self.inside(0, mpirun, *flags, *variables, *arguments, sys.executable, *script)
 

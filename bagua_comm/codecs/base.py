@@ -36,6 +36,14 @@ class Codec(ABC):
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements; depends on nothing else."""
 
+    @property
+    def granule(self) -> int | None:
+        """Pieces of a chunk that begin at multiples of this decode, each coded by itself, to the same.
+
+        None if a chunk may not be cut.
+        """
+        return None
+
     def encode(self, chunks: Array, out: Array | None = None) -> Array:
         """Encode `chunks`, (n, m), into `out`, (n, w) uint8; a new array if None.
 

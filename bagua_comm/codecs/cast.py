@@ -10,11 +10,16 @@ from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array, DType
-from .base import Codec, padded
+from .base import ALIGNMENT, Codec, padded
 
 
 class _Cast(Codec):
     wire_dtype: ClassVar[str]
+
+    @property
+    def granule(self) -> int:
+        """As many elements as make no padding."""
+        return ALIGNMENT // 2
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements."""

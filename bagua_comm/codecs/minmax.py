@@ -69,6 +69,11 @@ class MinMaxUInt8(Codec):
         """The original's setting: one block per chunk and eps = 1e-7."""
         return cls(block=None, eps=1e-7)
 
+    @property
+    def granule(self) -> int | None:
+        """A block."""
+        return self.block
+
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements."""
         return self._layout(count, dtype)[2]

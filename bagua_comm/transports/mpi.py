@@ -1,9 +1,9 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
 Messages travel as bytes, so every dtype does. Small arrays go to MPI's own non-blocking collectives, whose
-latency is lower; large ones, and reductions of dtypes that MPI does not know, to those derived from
-`exchange`, which are at least as fast for them and reduce in rank order. Every wait polls, with a timeout: a
-rank that waits long sleeps between polls, and leaves its core to the backward pass.
+latency is lower; large ones to those derived from `begin`, which are faster for them. Floats are added in rank
+order whatever their number, so a sum does not depend on what else was in its bucket. Every wait polls, with a
+timeout: a rank that waits long sleeps between polls, and leaves its core to the backward pass.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import INTEGERS, Array, overlap, rows, same_memory
+from ..arrays import INTEGERS, Array, DType, overlap, rows, same_memory
 from ..errors import (
     CommAborted,
     CommError,
@@ -26,11 +26,13 @@ from ..errors import (
     UnsupportedError,
 )
 from ..kernels import host
-from .base import POINT_TO_POINT, Message, Transport
+from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
 
-NATIVE_BYTES = 1 << 20
-"""Up to this size MPI's own collectives are used, beyond it the derived ones: where the two are about
-equally fast, on shared memory and on Ethernet."""
+NATIVE_BYTES = 1 << 16
+"""Up to this size of what each rank receives MPI's own collectives are used, beyond it the derived ones."""
+
+PIECE_BYTES = 1 << 18
+"""What the derived ones send to a peer at a time."""
 
 EAGER_BYTES = 2048
 """Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
@@ -45,10 +47,8 @@ _SPIN_S = 0.0005
 _NAP_S = 0.00005
 """How long it sleeps between polls then."""
 
-_NATIVE_DTYPES = frozenset(np.dtype(name) for name in INTEGERS | {"float32", "float64"})
 _OPS = {
     "sum": MPI.SUM,
-    "avg": MPI.SUM,
     "prod": MPI.PROD,
     "min": MPI.MIN,
     "max": MPI.MAX,
@@ -62,6 +62,7 @@ class MPITransport(Transport):
     """One rank of an MPI communicator, which it owns: pass a duplicate."""
 
     name = "mpi"
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float = 300.0) -> None:
         super().__init__()
@@ -117,52 +118,80 @@ class MPITransport(Transport):
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
 
-    # MPI's own collectives, where they are better than those derived from `exchange` ----------------
+    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
+        """See `Transport.begin`."""
+        self._check_usable()
+        requests: list[MPI.Request] = []
+        statuses = [MPI.Status() for _ in (*recvs, *sends)]
+        try:
+            for peer, out in recvs:
+                requests.append(self._comm.Irecv([_bytes(out), MPI.BYTE], peer, COLLECTIVE))
+            for peer, x in sends:
+                requests.append(self._comm.Isend([_bytes(x), MPI.BYTE], peer, COLLECTIVE))
+                self.sent_bytes += x.nbytes
+        except BaseException as exc:
+            raise self._give_up(exc, (requests, sends, recvs)) from exc
+
+        def wait() -> None:
+            try:
+                self._poll(lambda: MPI.Request.Testall(requests, statuses))
+            except BaseException as exc:
+                raise self._give_up(exc, (requests, sends, recvs), statuses) from exc
+
+        return wait
+
+    def agree_on_size(self, x: Array) -> None:
+        """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""
+        bounds = np.array([x.nbytes, -x.nbytes], np.int64)
+        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
+        low, high = int(bounds[0]), -int(bounds[1])
+        if low != high:
+            raise CommMismatch(f"rank {self.rank} gave {x.nbytes} bytes, where ranks give {low} to {high}")
+
+    # Collectives ------------------------------------------------------------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
-        if not _natively_reduced(x, op):
+        """MPI's own for small integers; floats are gathered and added in rank order. See `Transport`."""
+        if self._is_small(x, x.nbytes) and op in _natively_reduced(x.dtype):
+            # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
+            if x is not out:
+                out[...] = x
+            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, _OPS[op]), out)
+            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+        elif x.nbytes * self.size <= NATIVE_BYTES:
+            table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
+            self.allgather(x, table)
+            host.reduce_rows(table, out.reshape(-1), op)
+        else:
+            self.agree_on_size(x)
             super().allreduce(x, out, op)
-            return
-        # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
-        if x is not out:
-            out[...] = x
-        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, _OPS[op]), out)
-        self._divide(out, op)
-        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
-        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
-        if not _natively_reduced(x, op):
+        """MPI's own for small integers; see `Transport`."""
+        if self._is_small(x, x.nbytes) and op in _natively_reduced(x.dtype):
+            send = MPI.IN_PLACE if x is out else x
+            self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
+            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        else:
+            self.agree_on_size(x)
             super().reduce(x, out, root, op)
-            return
-        send = MPI.IN_PLACE if x is out else x
-        self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
-        if out is not None:
-            self._divide(out, op)
-        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
-        """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
-        if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
-        if not _natively_reduced(x, op):
+        """MPI's own for small integers; small floats are exchanged and added in rank order. See `Transport`."""
+        if not self._is_small(x, x.nbytes):
             super().reduce_scatter(x, out, op)
-            return
-        x = self._apart(x, out)
-        self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
-        self._divide(out, op)
-        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        elif op in _natively_reduced(x.dtype):
+            x = self._apart(x, out)
+            self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
+            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        else:
+            table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
+            self._alltoall_natively(x, table)
+            host.reduce_rows(table, out.reshape(-1), op)
 
     def allgather(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
-        if out.nbytes > NATIVE_BYTES:
+        if not self._is_small(x, out.nbytes):
             super().allgather(x, out)
             return
         mine = rows(out, self.size)[self.rank]
@@ -173,19 +202,25 @@ class MPITransport(Transport):
 
     def alltoall(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
-        if out.nbytes > NATIVE_BYTES:
+        if self._is_small(x, out.nbytes):
+            self._alltoall_natively(self._apart(x, out), out)
+        else:
             super().alltoall(x, out)
-            return
-        x = self._apart(x, out)
+
+    def _alltoall_natively(self, x: Array, out: Array) -> None:
         self._complete(lambda: self._comm.Ialltoall([_bytes(x), MPI.BYTE], [_bytes(out), MPI.BYTE]), (x, out))
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+
+    def _is_small(self, x: Array, nbytes: int) -> bool:
+        """Whether a collective that moves `nbytes` goes to MPI; raises unless all ranks give equally much."""
+        if x.nbytes > EAGER_BYTES or nbytes > NATIVE_BYTES:
+            self.agree_on_size(x)
+        return nbytes <= NATIVE_BYTES
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
-            self._agree_on_size(x)
+            self.agree_on_size(x)
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -257,14 +292,6 @@ class MPITransport(Transport):
             if waited > _SPIN_S:
                 time.sleep(_NAP_S)
 
-    def _agree_on_size(self, x: Array) -> None:
-        """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""
-        bounds = np.array([x.nbytes, -x.nbytes], np.int64)
-        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
-        low, high = int(bounds[0]), -int(bounds[1])
-        if low != high:
-            raise CommMismatch(f"rank {self.rank} gave {x.nbytes} bytes, where ranks give {low} to {high}")
-
     def _apart(self, x: Array, out: Array) -> Array:
         """`x`, or a copy if it overlaps `out`: which call of MPI is made must not depend on it."""
         if not overlap(x, out):
@@ -272,11 +299,6 @@ class MPITransport(Transport):
         copy = self._scratch.take("apart", x.shape, x.dtype, like=x)
         copy[...] = x
         return copy
-
-    def _divide(self, total: Array, op: str) -> None:
-        """MPI has no average: its sum is divided."""
-        if op == "avg":
-            host.divide(total, self.size)
 
     def _check_usable(self) -> None:
         if self._broken is not None:
@@ -318,14 +340,9 @@ class MPITransport(Transport):
             dead.Free()
 
 
-def _natively_reduced(x: Array, op: str) -> bool:
-    """Whether MPI reduces such an array as we do.
-
-    Its sums of small integers overflow before they are divided, and its min and max hide NaN.
-    """
-    if x.nbytes > NATIVE_BYTES or x.dtype not in _NATIVE_DTYPES:
-        return False
-    return op == "sum" or (op != "avg" if x.dtype.kind in "iu" else op not in ("min", "max"))
+def _natively_reduced(dtype: DType) -> Collection[str]:
+    """What MPI reduces as we do: all but averages, whose sums it may overflow, of integers, in any order."""
+    return _OPS if dtype.name in INTEGERS else ()
 
 
 def _bytes(x: Array) -> Array:
