@@ -346,7 +346,7 @@ def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float
     source, target = address(chunks), address(wire)
     if not _takes(dtype, source | target | w):
         return host.minmax_encode(chunks, wire, start, block, eps)
-    return _encode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, block, float(eps))
+    return _encode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
@@ -355,7 +355,7 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
     source, target = address(wire), address(out)
     if not _takes(dtype, source | target | w):
         return host.minmax_decode(wire, out, start, block, eps)
-    return _decode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, block, float(eps))
+    return _decode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
 
 
 def minmax_combine(
@@ -366,8 +366,13 @@ def minmax_combine(
     source, target = address(wire), address(out)
     if not _takes(dtype, source | target | w):
         return host.minmax_combine(wire, out, count, dtype, start, block, eps, op)
-    kind = _KINDS[dtype_name(dtype)]
+    kind, block = _KINDS[dtype_name(dtype)], _cut(block, count)
     return _combine_rows(kind, source, n, op == "avg", count, target, w, start, block, float(eps))
+
+
+def _cut(block: int, count: int) -> int:
+    """A block no longer than a row: an int may be of any size, the integers of a kernel have 64 bits."""
+    return min(block, max(1, count))
 
 
 class _Wire(NamedTuple):

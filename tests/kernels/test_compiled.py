@@ -26,6 +26,7 @@ CODECS = [
     MinMaxUInt8(33),
     MinMaxUInt8(3000),  # longer than a strip
     MinMaxUInt8.bagua(),
+    MinMaxUInt8(2**70),
     MinMaxUInt8(64, 1e4),
     MinMaxUInt8(64, 1e30),
     Float16(),
