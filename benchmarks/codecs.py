@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -77,6 +78,8 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):  # one core, and the same one throughout
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     record = common.begin_record("codecs", options, ranks=1)
+    if "numba" in sys.modules:
+        record["versions"]["numba"] = sys.modules["numba"].__version__
     print(*common.header_lines(record), sep="\n")
     print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy; encode, decode, combine of each")
     print(*TABLE.header(), sep="\n")
