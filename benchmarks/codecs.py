@@ -1,24 +1,29 @@
 """How fast codecs encode, decode and combine on this machine, beside a plain copy in the same run.
 
-    python benchmarks/codecs.py -b 1M -e 64M -f 8 -n 20 --codec minmax bagua float16 bfloat16
+    python benchmarks/codecs.py -b 1M -e 64M -f 8 -n 20 -d float32 bfloat16 --codec minmax bagua float16 bfloat16
 
 One process on one core. GB/s are bytes of elements a second (of the p chunks together for combine), in
-10**9; the figure of a codec is comparable with that of the copy beside it. Every result is checked: what
-decodes must be as close as the codec promises.
+10**9; the figure of a codec is comparable with that of the copy beside it. The kernels of NumPy ("host") and,
+where Numba is installed, the compiled ones are called in turn. Every result is checked: what decodes must be
+as close as the codec promises.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from types import ModuleType
 
 import common
 import numpy as np
 from common import Call, Column, Measurement, Spread, Table
 
-from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8
+from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8, kernels
 from bagua_comm.arrays import Array, dtype_named
 from bagua_comm.testing import run_ranks
 
@@ -29,6 +34,9 @@ CODECS: dict[str, Codec] = {
     "bfloat16": BFloat16(),
 }
 
+MODULES = list(dict.fromkeys([kernels.host, kernels.on_host()]))
+"""That of NumPy, and the compiled one if there is one."""
+
 CHUNKS = 4
 """How many chunks are encoded, decoded and combined."""
 
@@ -37,6 +45,7 @@ TABLE = Table(
         Column("size", "(B)", 12),
         Column("type", width=8),
         Column("codec", width=9),
+        Column("kernels", width=9),
         *(Column(title, "(GB/s)", 8) for title in ("copy", "encode", "decode", "combine")),
         *(Column(title, "of copy", 8) for title in ("encode", "decode", "combine")),
         Column("wire", "/element", 8),
@@ -69,13 +78,15 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):  # one core, and the same one throughout
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     record = common.begin_record("codecs", options, ranks=1)
+    if "numba" in sys.modules:
+        record["versions"]["numba"] = sys.modules["numba"].__version__
     print(*common.header_lines(record), sep="\n")
-    print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy, encode, decode, combine")
+    print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy; encode, decode, combine of each")
     print(*TABLE.header(), sep="\n")
     record["results"] = []
-    for nbytes in common.sweep(options.minbytes, options.maxbytes, options.stepfactor):
-        for name in options.codec:
-            result = measured(name, nbytes, options)
+    sizes = common.sweep(options.minbytes, options.maxbytes, options.stepfactor)
+    for nbytes, datatype, name in itertools.product(sizes, options.datatype, options.codec):
+        for result in measured(name, nbytes, datatype, options):
             record["results"].append(result)
             print(TABLE.row(cells(result)), flush=True)
     if options.json:
@@ -85,15 +96,16 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     common.add_sweep_arguments(parser)
-    parser.add_argument("-d", "--datatype", default="float32", choices=["float32", "float16", "bfloat16"])
+    datatypes = ["float32", "float16", "bfloat16"]
+    parser.add_argument("-d", "--datatype", nargs="+", choices=datatypes, default=datatypes)
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
     return parser.parse_args()
 
 
-def measured(name: str, nbytes: int, options: argparse.Namespace) -> dict[str, object]:
-    """Time one codec at one size."""
+def measured(name: str, nbytes: int, datatype: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Time one codec at one size, with the kernels of each module."""
     codec = CODECS[name]
-    buffers = Buffers.of(codec, nbytes, options.datatype)
+    buffers = Buffers.of(codec, nbytes, datatype)
     chunks, wire, decoded, combined = buffers.chunks, buffers.wire, buffers.decoded, buffers.combined
     copy = np.empty_like(chunks)
 
@@ -102,13 +114,14 @@ def measured(name: str, nbytes: int, options: argparse.Namespace) -> dict[str, o
 
     mean = chunks.mean(axis=0, dtype=np.float64, keepdims=True)
     steps: dict[str, tuple[Callable[[], object], Array | None]] = {
-        "copy": (lambda: np.copyto(copy, chunks), None),
         "encode": (lambda: codec.encode(chunks, wire), None),
         "decode": (lambda: codec.decode(wire, decoded), chunks.astype(np.float64)),
         "combine": (combine, None),
     }
-    calls = [
-        Call(run=_returning(run, decoded), prepare=lambda: None, expected=expected, check=common.ERROR)
+    calls = [Call(run=_returning(lambda: np.copyto(copy, chunks), copy), prepare=lambda: None, expected=None)]
+    calls += [
+        Call(run=_returning(run, decoded), prepare=partial(use, module), expected=expected, check=common.ERROR)
+        for module in MODULES
         for run, expected in steps.values()
     ]
     (timings,) = run_ranks(
@@ -117,18 +130,34 @@ def measured(name: str, nbytes: int, options: argparse.Namespace) -> dict[str, o
             comm, calls, barrier=lambda: None, warmup=options.warmup_iters, iterations=options.iters
         ),
     )
-    rates = {step: _gbs(chunks.nbytes, timing) for step, timing in zip(steps, timings, strict=True)}
-    return {
-        "codec": repr(codec),
-        "name": name,
-        "datatype": options.datatype,
-        "bytes": chunks.nbytes,
-        "gb_per_s": {step: asdict(rate) for step, rate in rates.items()},
-        "of_copy": {step: rates[step].median / rates["copy"].median for step in list(rates)[1:]},
-        "wire_bytes_per_element": wire.size / chunks.size,
-        "error": timings[2].fault,
-        "error_of_mean": common.relative_error(codec.decode(combine(), copy[:1]), mean),
-    }
+    results = []
+    for number, module in enumerate(MODULES):
+        use(module)
+        own = timings[1 + number * len(steps) :][: len(steps)]
+        rates = {
+            step: _gbs(chunks.nbytes, timing)
+            for step, timing in zip(["copy", *steps], [timings[0], *own], strict=True)
+        }
+        results.append(
+            {
+                "codec": repr(codec),
+                "name": name,
+                "kernels": module.__name__.rpartition(".")[2],
+                "datatype": datatype,
+                "bytes": chunks.nbytes,
+                "gb_per_s": {step: asdict(rate) for step, rate in rates.items()},
+                "of_copy": {step: rates[step].median / rates["copy"].median for step in steps},
+                "wire_bytes_per_element": wire.size / chunks.size,
+                "error": own[list(steps).index("decode")].fault,
+                "error_of_mean": common.relative_error(codec.decode(combine(), copy[:1]), mean),
+            }
+        )
+    return results
+
+
+def use(module: ModuleType) -> None:
+    """Let `kernels.of` give this module for host arrays."""
+    kernels.on_host = lambda: module  # type: ignore[assignment]
 
 
 def _returning(run: Callable[[], object], result: Array) -> Callable[[], Array]:
@@ -152,6 +181,7 @@ def cells(result: dict[str, object]) -> list[str]:
         str(result["bytes"]),
         str(result["datatype"]),
         str(result["name"]),
+        str(result["kernels"]),
         *(common.number(rate["median"]) for rate in rates.values()),
         *(common.number(share) for share in shares.values()),
         f"{result['wire_bytes_per_element']:.3f}",

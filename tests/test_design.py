@@ -31,6 +31,8 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 
 ALLOWED = {
     "cupy": {"arrays", "kernels/device", "transports/nccl", "transports/staged", "lane"},
+    "numba": {"kernels/compiled"},
+    "llvmlite": {"kernels/compiled"},
     "mpi4py": {"transports/mpi", "bootstrap", "elastic"},
     "torch": {"bagua_torch"},
     "lightning": {"bagua_torch"},

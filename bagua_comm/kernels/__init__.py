@@ -1,10 +1,11 @@
 """The arithmetic under codecs and reductions, once per kind of memory.
 
-`host` (NumPy) is the specification: `device` (CuPy and the .cu files) gives the same bytes.
+`host` (NumPy) is the specification: `compiled` (Numba) and `device` (CuPy and the .cu files) give the same bytes.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 
@@ -14,7 +15,16 @@ from . import host
 
 def of(x: Array) -> ModuleType:
     """The module whose kernels work where `x` lies."""
-    return host if library(x) == "numpy" else importlib.import_module(".device", __name__)
+    return on_host() if library(x) == "numpy" else importlib.import_module(".device", __name__)
 
 
-__all__ = ["host", "of"]
+@functools.cache
+def on_host() -> ModuleType:
+    """`compiled` where Numba can be imported, else `host`."""
+    try:
+        return importlib.import_module(".compiled", __name__)
+    except ImportError:
+        return host
+
+
+__all__ = ["host", "of", "on_host"]

@@ -436,8 +436,8 @@ class _Decoding:
         low, high = ends[..., 0:1].astype(np.float32), ends[..., 1:2].astype(np.float32)
         self.factor, self.lower = _levels(low, high, eps)
         self.limit = largest_finite(ends.dtype)
-        # Half a step beyond the largest finite value would round to infinity.
-        self.clamp = bool(max(-low.min(), high.max()) > self.limit / 2)
+        # Half a step beyond the largest finite value would round to infinity; codes reach down to low - eps.
+        self.clamp = bool(max(-low.min(), high.max()) + eps > self.limit / 2)
         self.special: Array | None = ~(np.isfinite(self.lower) & np.isfinite(self.factor) & (self.factor > 0))
         if not self.special.any():
             self.special = None

@@ -86,7 +86,7 @@ struct Decoder {
         fill = scale > 0 ? range.low : __uint_as_float(canonical_nan);
         // Neither quotients near overflow or underflow, nor codes that float32 cannot add to `lower` exactly.
         plain = !constant && fabsf(lower) <= 4194304 && scale > 1e-30f && scale < 1e30f &&
-                fmaxf(-range.low, range.high) <= largest_finite<element>() / 2;
+                fmaxf(-range.low, range.high) + eps <= largest_finite<element>() / 2;
         inverse = 1 / scale;
     }
 

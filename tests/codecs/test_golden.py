@@ -1,5 +1,6 @@
 """The codec against bytes worked out separately from it."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -8,12 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bagua_comm import MinMaxUInt8, quantized_allreduce
+from bagua_comm import MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CASES = json.loads((GOLDEN / "minmax.json").read_text())
+
+
+@pytest.fixture(params=["host", "compiled"], autouse=True)
+def kernels_in_use(request, monkeypatch):
+    if request.param == "compiled":
+        pytest.importorskip("numba")
+    module = importlib.import_module(f"bagua_comm.kernels.{request.param}")
+    monkeypatch.setattr(kernels, "on_host", lambda: module)
 
 
 def cases(kind):

@@ -1,0 +1,579 @@
+"""The kernels of `host` that codecs spend their time in, compiled by Numba; whatever is not here is `host`'s.
+
+NumPy goes over memory once for every operation. Here a strip of elements takes all of them while it is in the
+first-level cache, so that a call takes about as long as a copy. The bytes are those of `host`: float32 arithmetic
+in the order that is written, nothing contracted to a fused multiply-add, divisions that divide. Only a NaN that
+`reduce_rows` leaves may differ: it is the canonical one, as on a device.
+
+Why Numba: `pip install bagua-comm[fast]` is all there is to do. It needs neither a compiler on the machine nor a
+wheel for each platform, it uses the vector instructions of the processor it finds, and it lets go of the GIL:
+lanes are threads. A function is compiled when it is first called, and kept on disk for processes that come after.
+
+Kernels take addresses of contiguous memory instead of arrays. So each is compiled once, for all dtypes, and for
+arrays that are read-only too. Elements that are not aligned go to `host`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numba
+import numpy as np
+from llvmlite import binding
+from numba.extending import intrinsic
+
+from ..arrays import Array, DType, address, dtype_name
+from . import host
+
+_STRIP = 2048
+"""Elements worked on at a time: 8 KiB of float32."""
+
+_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
+_KINDS = {"float32": _FLOAT32, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
+_LARGEST = tuple(np.float32(largest) for largest in (2.0**128 - 2.0**104, 65504, 2.0**128 - 2.0**120))
+"""The largest finite number of each kind."""
+
+_EXACT = np.float32(2.0**23)
+"""Up to here float32 holds every integer, 255 more included."""
+
+_SIGN, _INFINITY, _NAN = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FC00000)
+_NOTHING = np.float32(-0.0)
+"""To which any number is added exactly."""
+
+_ZERO, _LEVELS = np.float32(0), np.float32(255)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(host, name)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Compilation
+# ---------------------------------------------------------------------------------------------------
+
+
+_SEMANTICS = {"nogil": True, "error_model": "numpy"}
+"""x / 0 is inf or NaN, as in NumPy."""
+
+
+def _inner(function: Function) -> Function:
+    """Compile what kernels call; Python cannot."""
+    return cast(Function, numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
+def _kernel(function: Function) -> Function:
+    """Compile at the first call, or take from disk what another process compiled."""
+    # Numba keeps an index of what it compiled in one file and each code in another. If two ranks write at once,
+    # one may leave the index and the other the code: so there is one signature, and an index per processor.
+    function.__qualname__ += f"-{platform.machine()}-{binding.get_host_cpu_name()}"
+    compiled = numba.njit(**_SEMANTICS)(function)
+    with contextlib.suppress(RuntimeError):  # there is no folder to write to: each process compiles for itself
+        compiled.enable_caching()
+
+    def run(*arguments: Any) -> None:
+        try:
+            compiled(*arguments)
+        except OSError:  # the disk is full: it was compiled, but could not be kept
+            compiled(*arguments)
+
+    return cast(Function, run)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(_: Any, address: Any, dtype: Any) -> Any:
+    """An integer as a pointer to elements of `dtype`."""
+    kind = numba.types.CPointer(dtype.dtype)
+    return kind(address, dtype), lambda context, builder, signature, values: builder.inttoptr(
+        values[0], context.get_value_type(kind)
+    )
+
+
+@_inner
+def _floats(where: int, count: int) -> Array:
+    return numba.carray(_pointer(where, np.float32), (count,))
+
+
+@_inner
+def _halves(where: int, count: int) -> Array:
+    """The bits of `count` elements of float16 or bfloat16."""
+    return numba.carray(_pointer(where, np.uint16), (count,))
+
+
+@_inner
+def _bytes(where: int, count: int) -> Array:
+    return numba.carray(_pointer(where, np.uint8), (count,))
+
+
+@_inner
+def _itemsize(kind: int) -> int:
+    return 4 if kind == _FLOAT32 else 2
+
+
+# ---------------------------------------------------------------------------------------------------
+# Conversions
+#
+# In integers: not every processor has instructions for float16, and NumPy's own functions are not vectorised.
+# ---------------------------------------------------------------------------------------------------
+
+
+@_inner
+def _bits(x: Any) -> Any:
+    return np.float32(x).view(np.uint32)
+
+
+@_inner
+def _float(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+@_inner
+def _from_float16(half: Any) -> Any:
+    magnitude = np.uint32(half & 0x7FFF)
+    normal = np.uint32((magnitude << 13) + (112 << 23))  # 127 - 15: from one bias of exponents to the other
+    not_finite = np.uint32((magnitude << 13) + (224 << 23))
+    denormal = _bits(np.float32(magnitude) * np.float32(2.0**-24))
+    bits = normal if magnitude >= 0x0400 else denormal
+    bits = bits if magnitude < 0x7C00 else not_finite
+    return _float(bits | np.uint32(half & 0x8000) << 16)
+
+
+@_inner
+def _to_float16(x: Any) -> Any:
+    """Rounded half to even; NaN is the canonical one."""
+    magnitude = np.uint32(_bits(x) & 0x7FFFFFFF)
+    odd = np.uint32(magnitude >> 13) & 1
+    normal = np.uint32(np.uint32(magnitude - (112 << 23) + 0xFFF + odd) >> 13)
+    # The last place of 0.5 in float32 is that of a denormal number.
+    denormal = np.uint32(_bits(_float(magnitude) + np.float32(0.5)) - _bits(np.float32(0.5)))
+    half = denormal if magnitude < 113 << 23 else normal
+    half = min(half, np.uint32(0x7C00)) | np.uint32(np.uint32(_bits(x) >> 16) & 0x8000)
+    return np.uint16(0x7E00) if magnitude > _INFINITY else np.uint16(half)
+
+
+@_inner
+def _from_bfloat16(half: Any) -> Any:
+    return _float(np.uint32(half) << 16)
+
+
+@_inner
+def _to_bfloat16(x: Any) -> Any:
+    """Rounded half to even; NaN is the canonical one."""
+    bits = _bits(x)
+    if np.uint32(bits & 0x7FFFFFFF) > _INFINITY:
+        bits = _NAN
+    return np.uint16(np.uint32(bits + 0x7FFF + (np.uint32(bits >> 16) & 1)) >> 16)
+
+
+@_inner
+def _load(kind: int, where: int, count: int, scratch: Array) -> Array:
+    """`count` elements in float32: where they lie, or in `scratch`."""
+    if kind == _FLOAT32:
+        return _floats(where, count)
+    halves, wide = _halves(where, count), scratch[:count]
+    if kind == _FLOAT16:
+        for i in range(count):
+            wide[i] = _from_float16(halves[i])
+    else:
+        for i in range(count):
+            wide[i] = _from_bfloat16(halves[i])
+    return wide
+
+
+@_inner
+def _store(kind: int, values: Array, where: int) -> None:
+    """Round `values` to elements."""
+    count = len(values)
+    floats, halves = _floats(where, count), _halves(where, count)
+    if kind == _FLOAT32:
+        for i in range(count):
+            floats[i] = values[i]
+    elif kind == _FLOAT16:
+        for i in range(count):
+            halves[i] = _to_float16(values[i])
+    else:
+        for i in range(count):
+            halves[i] = _to_bfloat16(values[i])
+
+
+@_inner
+def _round(kind: int, values: Array) -> None:
+    """Round to an element dtype, in place."""
+    if kind == _FLOAT16:
+        for i in range(len(values)):
+            values[i] = _from_float16(_to_float16(values[i]))
+    elif kind == _BFLOAT16:
+        for i in range(len(values)):
+            values[i] = _from_bfloat16(_to_bfloat16(values[i]))
+
+
+@_inner
+def _saturate(kind: int, values: Array, scratch: Array) -> Array:
+    """In `scratch`: finite values kept finite in an element dtype, NaN the canonical one."""
+    source, target = values.view(np.uint32), scratch[: len(values)].view(np.uint32)
+    largest = _bits(_LARGEST[kind])
+    for i in range(len(source)):
+        magnitude = np.uint32(source[i] & 0x7FFFFFFF)
+        kept = min(magnitude, largest) if magnitude < _INFINITY else magnitude
+        target[i] = _NAN if magnitude > _INFINITY else kept | (source[i] & _SIGN)
+    return scratch[: len(values)]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sums and casts
+# ---------------------------------------------------------------------------------------------------
+
+
+def reduce_rows(rows: Array, out: Array, op: str) -> None:
+    """See `host.reduce_rows`."""
+    (p, m), dtype = rows.shape, out.dtype
+    source, target = address(rows), address(out)
+    halves = dtype.itemsize == 2 and _takes(dtype, source | target) and rows.flags.c_contiguous
+    if not halves or op not in ("sum", "avg"):
+        return host.reduce_rows(rows, out, op)
+    kind, nbytes = _KINDS[dtype_name(dtype)], m * dtype.itemsize
+    return _sum_rows(kind, source, nbytes, p, m, op == "avg", kind, kind, target, nbytes)
+
+
+def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
+    """See `host.cast_encode`."""
+    (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
+    source, target = address(chunks), address(wire)
+    if not (_takes(dtype, source) and _takes(sent, target | w)):
+        return host.cast_encode(chunks, wire, sent)
+    kind, wire_kind = _KINDS[dtype_name(dtype)], _KINDS[dtype_name(sent)]
+    return _cast_rows(kind, source, m * dtype.itemsize, n, m, wire_kind, target, w)
+
+
+def cast_decode(wire: Array, out: Array, sent: DType) -> None:
+    """See `host.cast_decode`."""
+    (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
+    source, target = address(wire), address(out)
+    if not (_takes(dtype, target) and _takes(sent, source | w)):
+        return host.cast_decode(wire, out, sent)
+    kind, wire_kind = _KINDS[dtype_name(dtype)], _KINDS[dtype_name(sent)]
+    return _cast_rows(wire_kind, source, w, n, m, kind, target, m * dtype.itemsize)
+
+
+def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType, op: str) -> None:
+    """See `host.cast_combine`."""
+    n, w = wire.shape
+    source, target = address(wire), address(out)
+    if not _takes(sent, source | target | w):
+        return host.cast_combine(wire, out, count, dtype, sent, op)
+    kind, wire_kind = _KINDS[dtype_name(dtype)], _KINDS[dtype_name(sent)]
+    return _sum_rows(wire_kind, source, w, n, count, op == "avg", kind, wire_kind, target, w)
+
+
+def _takes(dtype: DType, places: int) -> bool:
+    """Whether there are kernels for `dtype`, at addresses and distances of rows that, or-ed, give `places`."""
+    return dtype_name(dtype) in _KINDS and places % dtype.itemsize == 0
+
+
+@_kernel
+def _cast_rows(
+    source_kind: int, source: int, source_stride: int, n: int, count: int, kind: int, target: int, stride: int
+) -> None:
+    """Cast n rows; what follows the elements in rows of `target` is zeroed."""
+    wide, saturated = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
+    for row in range(n):
+        for at in range(0, count, _STRIP):
+            where = source + row * source_stride + at * _itemsize(source_kind)
+            values = _load(source_kind, where, min(_STRIP, count - at), wide)
+            _store(kind, _saturate(kind, values, saturated), target + row * stride + at * _itemsize(kind))
+        _clear(target + row * stride, count * _itemsize(kind), stride)
+
+
+@_kernel
+def _sum_rows(
+    source_kind: int,
+    source: int,
+    source_stride: int,
+    n: int,
+    count: int,
+    mean: bool,
+    element_kind: int,
+    kind: int,
+    target: int,
+    stride: int,
+) -> None:
+    """Add n rows of 16-bit floats, round the sum to elements and cast those; what follows them is zeroed."""
+    total, wide = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
+    for at in range(0, count, _STRIP):
+        part = total[: min(_STRIP, count - at)]
+        part[:] = _NOTHING
+        for row in range(n):
+            where = source + row * source_stride + at * _itemsize(source_kind)
+            term = _load(source_kind, where, len(part), wide)
+            for i in range(len(part)):
+                part[i] += term[i]
+        if mean:
+            _divide(part, n)
+        _round(element_kind, part)
+        _store(kind, _saturate(kind, part, wide), target + at * _itemsize(kind))
+    _clear(target, count * _itemsize(kind), stride)
+
+
+@_inner
+def _divide(values: Array, divisor: int) -> None:
+    for i in range(len(values)):
+        values[i] /= np.float32(divisor)
+
+
+@_inner
+def _clear(row: int, begin: int, end: int) -> None:
+    """Zero the bytes from `begin` to `end` of a row."""
+    _bytes(row + begin, end - begin)[:] = 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# MinMaxUInt8
+# ---------------------------------------------------------------------------------------------------
+
+
+def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_encode`."""
+    (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
+    source, target = address(chunks), address(wire)
+    if not _takes(dtype, source | target | w):
+        return host.minmax_encode(chunks, wire, start, block, eps)
+    return _encode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
+
+
+def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
+    """See `host.minmax_decode`."""
+    (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
+    source, target = address(wire), address(out)
+    if not _takes(dtype, source | target | w):
+        return host.minmax_decode(wire, out, start, block, eps)
+    return _decode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
+
+
+def minmax_combine(
+    wire: Array, out: Array, count: int, dtype: DType, start: int, block: int, eps: float, op: str
+) -> None:
+    """See `host.minmax_combine`."""
+    n, w = wire.shape
+    source, target = address(wire), address(out)
+    if not _takes(dtype, source | target | w):
+        return host.minmax_combine(wire, out, count, dtype, start, block, eps, op)
+    kind, block = _KINDS[dtype_name(dtype)], _cut(block, count)
+    return _combine_rows(kind, source, n, op == "avg", count, target, w, start, block, float(eps))
+
+
+def _cut(block: int, count: int) -> int:
+    """A block no longer than a row: an int may be of any size, the integers of a kernel have 64 bits."""
+    return min(block, max(1, count))
+
+
+class _Wire(NamedTuple):
+    """Rows of so many elements of a kind, encoded."""
+
+    kind: int
+    elements: int
+    stride: int
+    start: int
+    block: int
+    eps: Any
+
+
+class _Sum(NamedTuple):
+    """Rows of a wire to be added; none if elements are encoded as they are."""
+
+    rows: int
+    mean: bool
+
+
+class _Levels(NamedTuple):
+    """What there is to know of a block to decode it."""
+
+    scale: Any
+    lower: Any
+    fill: Any
+    largest: Any
+    constant: bool
+    plain: bool
+
+
+@_kernel
+def _encode_rows(
+    kind: int, x: int, n: int, count: int, wire: int, stride: int, start: int, block: int, eps: float
+) -> None:
+    """Encode n rows of elements."""
+    layout = _Wire(kind, count, stride, start, block, np.float32(eps))
+    wide, pair = np.empty(_STRIP, np.float32), np.empty(2, np.float32)
+    for row in range(n):
+        source, target = x + row * count * _itemsize(kind), wire + row * stride
+        for begin in range(0, count, block):
+            _encode_block(layout, source, _Sum(0, False), begin, target, wide, pair)
+        _clear_padding(layout, target)
+
+
+@_kernel
+def _combine_rows(
+    kind: int,
+    wires: int,
+    n: int,
+    mean: bool,
+    count: int,
+    wire: int,
+    stride: int,
+    start: int,
+    block: int,
+    eps: float,
+) -> None:
+    """Decode n rows of `wires`, add them, and encode the sum."""
+    layout = _Wire(kind, count, stride, start, block, np.float32(eps))
+    total, pair = np.empty(_STRIP, np.float32), np.empty(2, np.float32)
+    for begin in range(0, count, block):
+        _encode_block(layout, wires, _Sum(n, mean), begin, wire, total, pair)
+    _clear_padding(layout, wire)
+
+
+@_kernel
+def _decode_rows(
+    kind: int, wire: int, n: int, count: int, out: int, stride: int, start: int, block: int, eps: float
+) -> None:
+    """Decode n rows."""
+    layout = _Wire(kind, count, stride, start, block, np.float32(eps))
+    wide, pair = np.empty(_STRIP, np.float32), np.empty(2, np.float32)
+    for row in range(n):
+        source, target = wire + row * stride, out + row * count * _itemsize(kind)
+        for begin in range(0, count, block):
+            levels = _read_levels(layout, source, begin, pair)
+            end = min(begin + block, count)
+            for at in range(begin, end, _STRIP):
+                where, length = target + at * _itemsize(kind), min(_STRIP, end - at)
+                values = _floats(where, length) if kind == _FLOAT32 else wide[:length]
+                _decode(_bytes(source + start + at, length), levels, False, values)
+                if kind != _FLOAT32:
+                    _store(kind, values, where)
+
+
+@_inner
+def _clear_padding(layout: Any, row: int) -> None:
+    blocks = -(-layout.elements // layout.block)
+    _clear(row, blocks * 2 * _itemsize(layout.kind), layout.start)
+    _clear(row, layout.start + layout.elements, layout.stride)
+
+
+@_inner
+def _header(layout: Any, row: int, begin: int) -> Any:
+    """Where the pair (min, max) of the block that begins there is."""
+    return row + begin // layout.block * 2 * _itemsize(layout.kind)
+
+
+@_inner
+def _scale_and_lower(low: Any, high: Any, eps: Any) -> Any:
+    scale = np.float32(255 / np.float64(high - low + eps))
+    return scale, np.rint(high * scale) - _LEVELS
+
+
+@_inner
+def _read_levels(layout: Any, row: int, begin: int, pair: Array) -> Any:
+    ends = _load(layout.kind, _header(layout, row, begin), 2, pair)
+    low, high = ends[0], ends[1]
+    scale, lower = _scale_and_lower(low, high, layout.eps)
+    # NaN or an overflown range gives NaN; a zero range or an overflown `upper` gives min.
+    constant = not (np.isfinite(scale) and np.isfinite(lower) and scale > 0)
+    fill = low if scale > 0 else _float(_NAN)
+    largest = _LARGEST[layout.kind]
+    plain = not constant and max(-low, high) + layout.eps <= largest / np.float32(2)
+    return _Levels(scale, lower, fill, largest, constant, plain)
+
+
+@_inner
+def _decode(codes: Array, levels: Any, adding: bool, out: Array) -> None:
+    """Decode: x' = (code + lower) / scale, kept finite; added to what is in `out` if `adding`."""
+    scale, lower, largest = levels.scale, levels.lower, levels.largest
+    if levels.plain and adding:
+        for i in range(len(out)):
+            out[i] += (np.float32(codes[i]) + lower) / scale
+    elif levels.plain:
+        for i in range(len(out)):
+            out[i] = (np.float32(codes[i]) + lower) / scale
+    else:
+        for i in range(len(out)):
+            value = min(max((np.float32(codes[i]) + lower) / scale, -largest), largest)
+            value = levels.fill if levels.constant else value
+            out[i] = out[i] + value if adding else value
+
+
+@_inner
+def _strip(
+    layout: Any, source: int, summed: Any, begin: int, at: int, count: int, scratch: Array, pair: Array
+) -> Array:
+    """`count` elements from `at` on, of the block that begins at `begin`: as they are, or sums."""
+    if summed.rows == 0:
+        return _load(layout.kind, source + at * _itemsize(layout.kind), count, scratch)
+    total = scratch[:count]
+    total[:] = _NOTHING
+    for row in range(summed.rows):
+        wire = source + row * layout.stride
+        _decode(_bytes(wire + layout.start + at, count), _read_levels(layout, wire, begin, pair), True, total)
+    if summed.mean:
+        _divide(total, summed.rows)
+    _round(layout.kind, total)
+    return total
+
+
+@_inner
+def _extremes(values: Array, signed_most: Any, most: Any, least: Any) -> Any:
+    """Take `values` into three extremes of the bits of floats: two as unsigned integers, one as signed."""
+    bits, signed = values.view(np.uint32), values.view(np.int32)
+    for i in range(len(values)):
+        signed_most = max(signed_most, signed[i])
+        most = max(most, bits[i])
+        least = min(least, bits[i])
+    return signed_most, most, least
+
+
+@_inner
+def _ends(signed_most: Any, most: Any, least: Any) -> Any:
+    """Min and max of the floats with such bits; NaN if any is not finite, and zeros are +0.0."""
+    # Positive floats are in the order of their bits, negative ones in the opposite, and all above as unsigned.
+    low = _float(most if most >= _SIGN else least) + _ZERO
+    high = _float(signed_most if signed_most >= 0 else least) + _ZERO
+    if not (np.isfinite(low) and np.isfinite(high)):
+        low = high = _float(_NAN)
+    return low, high
+
+
+@_inner
+def _encode_block(
+    layout: Any, source: int, summed: Any, begin: int, row: int, scratch: Array, pair: Array
+) -> None:
+    end = min(begin + layout.block, layout.elements)
+    signed_most, most, least = np.int32(-(2**31)), np.uint32(0), np.uint32(0xFFFFFFFF)
+    for at in range(begin, end, _STRIP):
+        values = _strip(layout, source, summed, begin, at, min(_STRIP, end - at), scratch, pair)
+        signed_most, most, least = _extremes(values, signed_most, most, least)
+    low, high = pair[0], pair[1] = _ends(signed_most, most, least)
+    _store(layout.kind, pair, _header(layout, row, begin))
+    scale, lower = _scale_and_lower(low, high, layout.eps)
+    for at in range(begin, end, _STRIP):
+        if end - begin > _STRIP:  # else they are still there
+            values = _strip(layout, source, summed, begin, at, min(_STRIP, end - at), scratch, pair)
+        _quantize(values, low, scale, lower, _bytes(row + layout.start + at, len(values)))
+
+
+@_inner
+def _quantize(values: Array, low: Any, scale: Any, lower: Any, codes: Array) -> None:
+    """Encode: code = clip(rint(x * scale) - lower, 0, 255), or 0 where that is not a number."""
+    if not (np.isfinite(low) and np.isfinite(scale) and np.isfinite(lower)):
+        codes[:] = 0
+    elif np.rint(low * scale) - lower >= 0 and abs(lower) < _EXACT:  # then so are all: see `host`
+        for i in range(len(values)):
+            codes[i] = np.uint8(np.int32(np.rint(values[i] * scale) - lower))
+    else:
+        for i in range(len(values)):
+            codes[i] = np.uint8(min(max(np.rint(values[i] * scale) - lower, _ZERO), _LEVELS))

@@ -1,0 +1,226 @@
+"""The compiled kernels against host.py, byte for byte."""
+
+import importlib
+import inspect
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels
+from bagua_comm.arrays import address, dtype_named
+from bagua_comm.kernels import host
+
+pytest.importorskip("numba")
+compiled = importlib.import_module("bagua_comm.kernels.compiled")
+
+CODED = ("float32", "float16", "bfloat16")
+CODECS = [
+    MinMaxUInt8(),
+    MinMaxUInt8(1),
+    MinMaxUInt8(33),
+    MinMaxUInt8(3000),  # longer than a strip
+    MinMaxUInt8.bagua(),
+    MinMaxUInt8(2**70),
+    MinMaxUInt8(64, 1e4),
+    MinMaxUInt8(64, 1e30),
+    Float16(),
+    BFloat16(),
+]
+
+
+def hostile(dtype, m=5001):
+    """(20, m): a row of each kind of numbers that have gone wrong somewhere."""
+    random = np.random.default_rng(m)
+    x = random.standard_normal((20, m), np.float32)
+    x[1] *= 1e-42  # denormal
+    x[2, m // 2], x[3, 0], x[4, -1] = np.nan, np.inf, -np.inf
+    x[5], x[6], x[7], x[8] = 1.5, -0.0, 3.4e38, -3e38
+    x[9] = 0
+    x[9, ::2] = -0.0
+    x[10] = np.linspace(-3.4e38, 3.4e38, m)  # the range overflows
+    x[11], x[12] = np.abs(x[11]), -np.abs(x[12])
+    x[13] += 1e4
+    x[14] = 1 + x[14] * 1e-7
+    x[15] = random.integers(-300, 300, m)
+    x[16] = random.integers(0, 2**32, m, np.uint32).view(np.float32)
+    x[17] *= 1e37
+    x[18] = x[18] ** 9
+    x[19] = 65504 + random.integers(0, 32, m)
+    with np.errstate(all="ignore"):
+        return x.astype(dtype_named(dtype))
+
+
+def coded(module, codec, x, combined=4):
+    """What encoding, decoding and combining `combined` rows at a time give."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(kernels, "on_host", lambda: module)
+    with patch.context():
+        n, m = x.shape
+        wire = np.full((n, codec.wire_nbytes(m, x.dtype)), 0xEE, np.uint8)
+        results = [codec.encode(x, wire).copy(), codec.decode(wire, np.empty_like(x))]
+        for row in range(0, n, combined):
+            for op in ("sum", "avg"):
+                out, rows = np.full_like(wire[:1], 0xEE), wire[row : row + combined]
+                results.append(codec.combine(rows, out, op=op, count=m, dtype=x.dtype))
+    patch.undo()
+    return [result.tobytes() for result in results]
+
+
+def test_kernels_of_host_arrays_are_compiled_where_numba_is():
+    assert kernels.of(np.empty(1)) is compiled
+    assert compiled.add is host.add  # what is not compiled
+
+
+def test_without_numba_they_are_those_of_numpy(monkeypatch):
+    monkeypatch.delitem(sys.modules, "bagua_comm.kernels.compiled")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert kernels.on_host.__wrapped__() is host
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_hostile_numbers(codec, dtype):
+    for m in (1, 100, 5001):
+        x = hostile(dtype, m)
+        assert coded(host, codec, x) == coded(compiled, codec, x)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(arrays(np.float32, (2, 40), elements=st.floats(width=32)), st.sampled_from(CODECS), st.sampled_from(CODED))
+def test_any_numbers(x, codec, dtype):
+    with np.errstate(all="ignore"):
+        x = x.astype(dtype_named(dtype))
+    assert coded(host, codec, x) == coded(compiled, codec, x)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("codec", [Float16(), BFloat16(), MinMaxUInt8(512)], ids=repr)
+def test_every_16_bit_float(codec, dtype):
+    x = np.arange(2**16, dtype=np.uint16).reshape(1, -1).view(dtype_named(dtype))
+    assert coded(host, codec, x) == coded(compiled, codec, x)
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
+def test_rounding_of_float32_half_way_and_beside_it(codec):
+    every = np.arange(2**16, dtype=np.uint16).view(dtype_named(codec.wire_dtype))
+    bits, places = every.astype(np.float32).view(np.uint32), {"float16": 13, "bfloat16": 16}[codec.wire_dtype]
+    bits = np.concatenate([bits + np.uint32(2 ** (places - 1) + step) for step in (-1, 0, 1)])
+    x = bits.view(np.float32).reshape(1, -1)
+    assert coded(host, codec, x) == coded(compiled, codec, x)
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("eps", [0.0, 1e5, 3e38])
+def test_wires_that_no_encoder_wrote(dtype, eps):
+    codec, m = MinMaxUInt8(8, eps), 1000
+    random = np.random.default_rng(0)
+    dtype = dtype_named(dtype)
+    wire = random.integers(0, 256, (4, codec.wire_nbytes(m, dtype)), np.uint8)
+    wire[2:, : 2 * dtype.itemsize * m // 8].view(dtype)[...] = random.standard_normal(2 * m // 8)
+    start = codec._layout(m, dtype)[1]
+    for op in ("sum", "avg"):
+        outs = [np.zeros((1, wire.shape[1]), np.uint8) for _ in range(2)]
+        backs = [np.zeros((4, m), dtype) for _ in range(2)]
+        for module, out, back in zip((host, compiled), outs, backs, strict=True):
+            module.minmax_decode(wire, back, start, 8, eps)
+            module.minmax_combine(wire, out, m, dtype, start, 8, eps, op)
+        assert backs[0].tobytes() == backs[1].tobytes()
+        assert outs[0].tobytes() == outs[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), Float16()], ids=repr)
+def test_misaligned_and_read_only_arrays(codec, dtype):
+    x = hostile(dtype, 100)
+    moved = np.frombuffer(b"." + x.tobytes(), x.dtype, offset=1).reshape(x.shape)  # read-only
+    wire = codec.encode(x)
+    expected = codec.decode(wire, np.empty_like(x))
+
+    assert address(moved) % 2 == 1
+    assert wire.tobytes() == codec.encode(moved).tobytes()
+    received = np.frombuffer(b"." + wire.tobytes(), np.uint8, offset=1).reshape(wire.shape)
+    assert expected.tobytes() == codec.decode(received, np.empty_like(x)).tobytes()
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_reduce_rows_also_to_one_of_its_rows(dtype, op):
+    with np.errstate(all="ignore"):
+        rows = (np.random.default_rng(0).standard_normal((5, 5001)) * 1e4).astype(dtype_named(dtype))
+    rows[1, :3] = np.inf, -np.inf, 0
+    rows[2, :3] = 1, -np.inf, -0.0
+    expected = np.empty(rows.shape[1], rows.dtype)
+    host.reduce_rows(rows, expected, op)
+
+    for out in (np.empty_like(expected), rows[3]):
+        compiled.reduce_rows(rows, out, op)
+        assert expected.tobytes() == out.tobytes()
+
+
+def test_the_nan_of_a_sum_is_the_canonical_one():
+    for dtype, canonical in (("float16", 0x7E00), ("bfloat16", 0x7FC0)):
+        rows = np.array([[np.inf, np.nan], [-np.inf, 1]], dtype_named(dtype))
+        out = np.empty(2, rows.dtype)
+        compiled.reduce_rows(rows, out, "sum")
+        assert out.view(np.uint16).tolist() == [canonical] * 2
+
+
+def test_each_kernel_is_compiled_once_for_all_arrays():
+    for dtype in CODED:
+        x = hostile(dtype, 64)
+        x.flags.writeable = False
+        for codec in (MinMaxUInt8(), MinMaxUInt8(None, 1), Float16(), BFloat16()):
+            coded(compiled, codec, x)
+    for kernel in ("_encode_rows", "_decode_rows", "_combine_rows", "_cast_rows", "_sum_rows"):
+        dispatcher = inspect.getclosurevars(getattr(compiled, kernel)).nonlocals["compiled"]
+        assert len(dispatcher.signatures) == 1, kernel
+
+
+def set_to_seven(where):
+    compiled._bytes(where, 1)[0] = 7
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "full disk"])
+def test_a_kernel_works_though_it_cannot_be_kept(trouble, monkeypatch):
+    caching = importlib.import_module("numba.core.caching")
+    if trouble == "no folder":
+        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    else:
+        monkeypatch.setattr(caching.IndexDataCacheFile, "save", lambda *_: full_disk())
+    byte = np.zeros(1, np.uint8)
+    compiled._kernel(set_to_seven)(address(byte))
+    assert byte[0] == 7
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
+
+
+def test_kernels_run_without_the_gil():
+    x = np.zeros((4, 2**20), np.float32)
+    codec = MinMaxUInt8()
+    wire, done, counted = codec.encode(x), threading.Event(), 0
+
+    def encode():
+        for _ in range(20):
+            codec.encode(x, wire)
+        done.set()
+
+    old = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody has to give the GIL away
+    try:
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while not done.is_set():
+            time.sleep(0)  # gives it away, and waits for it
+            counted += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(old)
+    assert counted > 100
