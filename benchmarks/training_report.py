@@ -95,10 +95,8 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
     for row in rows:
         if row["compute"] is not None:
-            parts = ", ".join(
-                f"{name.removesuffix('_s')} {value:.3f} s" for name, value in row["compute"].items()
-            )
-            lines.append(f"Compute alone: {parts}.")
+            parts = (f"{name.removesuffix('_s')} {value:.3g} s" for name, value in row["compute"].items())
+            lines.append(f"Compute alone: {', '.join(parts)}.")
     lines += [
         "",
         f"| algorithm | {first['samples']}/s | step (s) | speed-up | MB sent a step | overlap | settings |",
