@@ -21,12 +21,10 @@ import importlib.metadata
 import json
 import math
 import os
-import socket
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +45,7 @@ from common import (
 from convergence import METHODS, MOMENTUM, NODES, TASKS, Batch, Method, Task
 from torch import nn
 from torch.nn import functional
+from torch_world import gloo
 
 import bagua_comm
 import bagua_torch
@@ -159,27 +158,6 @@ def evaluate(comm: Communicator, task: Task, model: nn.Module, held_out: Batch) 
     scores = task.score(model(x), y).double()
     total, count = comm.allreduce(np.array([scores.sum().item(), scores.numel()]))
     return float(total / count)
-
-
-@contextmanager
-def gloo(comm: Communicator) -> Iterator[None]:
-    """PyTorch's own process group over the same processes. Collective."""
-    one_node = comm.local_size == comm.size
-    if one_node and Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    host = comm.broadcast_object("127.0.0.1" if one_node else socket.getfqdn(), root=0)
-    store = None
-    if comm.rank == 0:
-        store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    port = comm.broadcast_object(store and store.port, root=0)
-    if store is None:
-        store = torch.distributed.TCPStore(host, port, is_master=False)
-    torch.distributed.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-    comm.barrier()  # rank 0 holds the store until all ranks have left it
 
 
 # ---------------------------------------------------------------------------------------------------

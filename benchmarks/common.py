@@ -22,6 +22,7 @@ import numpy as np
 import bagua_comm
 from bagua_comm import Communicator
 from bagua_comm.arrays import Array
+from bagua_comm.trace import Span
 
 # ---------------------------------------------------------------------------------------------------
 # Arguments
@@ -291,6 +292,53 @@ def measure(
         Measurement(slowest[c], call.check.total(table[:, 1, c]), int(table[0, 2, c, -1]))
         for c, call in enumerate(calls)
     ]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Overlap
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How exchanges and backward passes lie in time; sums over some steps, in nanoseconds."""
+
+    exchanges: int
+    exchange_ns: int
+    backward_ns: int
+    both_ns: int
+    """Time of exchanges within a backward pass."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], steps: int) -> Overlap:
+        """Those of the latest `steps`, from what `bagua_torch.DistributedDataParallel` and its engine trace.
+
+        A backward pass lasts from its first gradient to its last: the wait for exchanges that follows is no part
+        of it. Exchanges of a lane follow each other.
+
+        >>> def span(name, start, end):
+        ...     return Span(name, "", start, end, {})
+        >>> found = Overlap.of([span("backward", 0, 60), span("exchange", 30, 70), span("exchange", 70, 90)], 1)
+        >>> found.exchange_ns, found.backward_ns, found.both_ns, found.fraction
+        (60, 60, 30, 0.5)
+        """
+        passes = [span for span in spans if span.name == "backward"][-steps:]
+        since = passes[0].start_ns if passes else 0
+        exchanges = [span for span in spans if span.name == "exchange" and span.start_ns >= since]
+        both = sum(
+            max(0, min(e.end_ns, b.end_ns) - max(e.start_ns, b.start_ns)) for e in exchanges for b in passes
+        )
+        return cls(len(exchanges), _total_ns(exchanges), _total_ns(passes), both)
+
+    @property
+    def fraction(self) -> float:
+        """Of what could be hidden, the shorter of the two, the part that was: from 0 to 1."""
+        possible = min(self.exchange_ns, self.backward_ns)
+        return self.both_ns / possible if possible else 0.0
+
+
+def _total_ns(spans: Sequence[Span]) -> int:
+    return sum(span.end_ns - span.start_ns for span in spans)
 
 
 # ---------------------------------------------------------------------------------------------------

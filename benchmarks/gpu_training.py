@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import Overlap
 from gpu_world import Hold, Results, joined, part_parser, us
 from torch import nn
 
@@ -149,18 +150,13 @@ def overlap(spans: list[Span], device: str, steps: int) -> dict[str, float]:
     (0.5, 0.5)
     """
     on_device = [span for span in spans if span.thread.startswith("device: ") == (device == "cuda")]
-    passes = [(s.start_ns, s.end_ns) for s in on_device if s.name == "backward"][-steps:]
-    since = passes[0][0] if passes else 0
-    exchanges = [(s.start_ns, s.end_ns) for s in on_device if s.name == "exchange" and s.start_ns >= since]
-    both = sum(max(0, min(end, last) - max(start, first)) for start, end in exchanges for first, last in passes)
-    exchanging = sum(end - start for start, end in exchanges)
-    computing = sum(end - start for start, end in passes)
+    found = Overlap.of(on_device, steps)
     return {
-        "backward_us_per_step": computing / steps / 1e3,
-        "exchange_us_per_step": exchanging / steps / 1e3,
-        "exchanges_per_step": len(exchanges) / steps,
-        "exchange_within_backward": both / exchanging if exchanging else 0.0,
-        "backward_beside_exchange": both / computing if computing else 0.0,
+        "backward_us_per_step": found.backward_ns / steps / 1e3,
+        "exchange_us_per_step": found.exchange_ns / steps / 1e3,
+        "exchanges_per_step": found.exchanges / steps,
+        "exchange_within_backward": found.both_ns / found.exchange_ns if found.exchanges else 0.0,
+        "backward_beside_exchange": found.both_ns / found.backward_ns if found.backward_ns else 0.0,
     }
 
 
