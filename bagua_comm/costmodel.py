@@ -195,6 +195,8 @@ class Rates:
         copy: Bytes copied in a second.
         message_s: Work of a message, on either side.
         network_s_per_byte: Work of a byte sent to another node or received from there: the kernel's copies.
+        polling: The share of a core that a rank takes while it waits for messages, where one is free: over MPI it
+            polls. Not on a ring, where PyTorch's own waits without.
         direct: The share of the line rate that is reached where ranks exchange with many others, or with one, at
             once.
         ring: The same on a ring.
@@ -209,6 +211,7 @@ class Rates:
     copy: float = 10e9
     message_s: float = 5e-6
     network_s_per_byte: float = 0.4e-9
+    polling: float = 0.25
     direct: float = 0.9
     ring: float = 0.95
 
@@ -216,7 +219,7 @@ class Rates:
         for name in ("minmax", "cast"):
             _check_positive(getattr(self, name), "encode", "decode", "combine")
         _check_positive(self, "add", "copy")
-        _check_not_negative(self, "message_s", "network_s_per_byte")
+        _check_not_negative(self, "message_s", "network_s_per_byte", "polling")
         for name in ("direct", "ring"):
             if not 0 < getattr(self, name) <= 1:
                 raise ArrayError(
@@ -227,7 +230,7 @@ class Rates:
     def gpu(cls) -> Rates:
         """Of a data-centre GPU over NCCL, guessed from a memory bandwidth of 2 TB/s; not measured."""
         codec = CodecRates(encode=1.0e12, decode=1.0e12, combine=1.0e12)
-        return cls(codec, codec, add=1.5e12, copy=0.8e12, message_s=1e-6, network_s_per_byte=0.0)
+        return cls(codec, codec, add=1.5e12, copy=0.8e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rates:
@@ -353,7 +356,7 @@ def _beside(interval_s: float, job: Job, exchanges: list[_Exchange], costs: _Cos
     if not exchanges:
         return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
     _, round_s = costs.overlap(math.inf, [(0.0, exchange.lane) for exchange in exchanges])
-    work_s = sum(task.work_s for exchange in exchanges for task in exchange.lane)
+    work_s = sum(task.work_s + task.poll_s for exchange in exchanges for task in exchange.lane)
     lost_s = work_s / costs.cluster.cores_per_rank + sum(costs.alone(exchange.trainer) for exchange in exchanges)
     # With n steps from round to round, these take n compute_s + lost_s, and at least as long as the round.
     steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
@@ -430,6 +433,8 @@ class _Task(NamedTuple):
     wire_s: float = 0.0
     work_s: float = 0.0
     """Of one core, or of the device."""
+    poll_s: float = 0.0
+    """More work, if there is a core for it; the task goes on without."""
     wire_bytes: float = 0
     node_bytes: float = 0
 
@@ -532,7 +537,9 @@ class _Costs:
         inside_s = inside / (c.intra_gbs * 1e9)
         wait_s = hops * (c.latency_s if away else c.intra_latency_s)
         work_s = 2 * (messages * rates.message_s + away * rates.network_s_per_byte + inside / rates.copy)
-        return _Task(wait_s + max(link_s, inside_s), work_s, away + inside, away * c.ranks_per_node)
+        wire_s = wait_s + max(link_s, inside_s)
+        poll_s = 0.0 if share else rates.polling * wire_s
+        return _Task(wire_s, work_s, poll_s, away + inside, away * c.ranks_per_node)
 
     # Work -------------------------------------------------------------------------------------------
 
@@ -576,7 +583,8 @@ class _Costs:
                 now, done = now + ready_s - done, ready_s
             for task in bucket:
                 spent = max(task.wire_s, task.work_s / beside)
-                speed = 1 - task.work_s / spent / cores if spent else 1.0
+                taken = min(beside, (task.work_s + task.poll_s) / spent) if spent else 0.0
+                speed = 1 - taken / cores
                 if done + spent * speed <= compute_s:
                     done += spent * speed
                 else:  # computation ends before this task, the rest of which goes on alone

@@ -47,7 +47,7 @@ from bagua_comm.costmodel import (
 from bagua_comm.testing import run_ranks
 
 INSTANT = CodecRates(math.inf, math.inf, math.inf)
-FREE = Rates(INSTANT, INSTANT, math.inf, math.inf, message_s=0, network_s_per_byte=0, direct=1, ring=1)
+FREE = Rates(INSTANT, INSTANT, math.inf, math.inf, message_s=0, network_s_per_byte=0, polling=0, direct=1, ring=1)
 """Nothing costs anything but the wire."""
 
 MB = 1_000_000
@@ -168,6 +168,18 @@ def test_work_of_communication_slows_computation_on_shared_cores():
     # With more cores than it can use, communication still takes one from computation.
     many = predict(ByteGrad(), early, dataclasses.replace(infinite, cores_per_rank=4), rates)
     assert many.step_s == pytest.approx(3.5 + 0.025)
+
+
+def test_polling_takes_free_cores_from_computation_but_holds_no_message_up():
+    early = dataclasses.replace(JOB, layers=(Layer(64 * MB - 4, 0), Layer(4, 1)), bucket_bytes=60 * MB)
+    shared = dataclasses.replace(PAIR, cores_per_rank=0.5)
+    polling = predict(GradientAllReduce(), early, shared, dataclasses.replace(FREE, polling=0.125))
+    # A quarter of the cores for 0.66 s; then the last 4 bytes.
+    assert polling.communication_s == pytest.approx(0.66 + 0.02, abs=1e-6)
+    assert polling.step_s == pytest.approx(3.5 + 0.66 / 4 + 0.02, abs=1e-6)
+    busy = predict(GradientAllReduce(), early, shared, dataclasses.replace(FREE, polling=1.0))
+    assert busy.communication_s == pytest.approx(0.66 + 0.02, abs=1e-6)
+    assert busy.step_s == pytest.approx(3.5 + 0.66 / 2 + 0.02, abs=1e-6)
 
 
 def test_ddp_goes_around_a_ring_in_its_own_buckets():
@@ -299,6 +311,8 @@ def test_bytes_of_a_node_are_those_that_cross(nodes, per_node):
 
 # Against a simulation -----------------------------------------------------------------------------------
 
+NETWORK, POLLING, CORES = 1.2e-9, 0.3, 0.5
+
 
 def simulate(compute_s, opens_s, closes_s, buckets, cores, tick_s=5e-4):
     """The step of a rank in small ticks: computation beside a lane, whose tasks are (wire seconds, work seconds).
@@ -323,7 +337,7 @@ def simulate(compute_s, opens_s, closes_s, buckets, cores, tick_s=5e-4):
             _, whole_wire, whole_work = queue[0]
             needs = max(whole_wire, whole_work / most)
             part = tick_s / needs if needs else 1.0
-            share = part * whole_work / tick_s
+            share = min(most, part * (whole_work + POLLING * whole_wire) / tick_s)
             wire, work = wire - part * whole_wire, work - part * whole_work
             if wire <= 1e-12 and work <= 1e-12:
                 queue.pop(0)
@@ -332,10 +346,6 @@ def simulate(compute_s, opens_s, closes_s, buckets, cores, tick_s=5e-4):
             done += tick_s * (1 - share / cores)
         now += tick_s
     return now
-
-
-NETWORK = 1.2e-9
-CORES = 0.5
 
 
 def simulated(name, job, mbytes_s):
