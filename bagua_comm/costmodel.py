@@ -300,26 +300,35 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
 
     Raises:
         ArrayError: The algorithm cannot do with so many ranks.
-        UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges.
+        UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges; or it does not take
+            the dtype of the job.
 
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
     >>> exact, bytegrad = (predict(method, job, cluster) for method in (GradientAllReduce(), ByteGrad()))
     >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
     (150000000, 2.6)
     """
-    method = phases_of(method)[-1] if not isinstance(method, TorchDDP) else method
-    if isinstance(method, Every):
-        return _one_step_in(method.n, predict(method.algorithm, job, cluster, rates))
+    _check_fit(method, job, cluster)
     if isinstance(method, TorchDDP):
         job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
-    elif hasattr(method, "check_size"):
-        method.check_size(cluster.size)
+    else:
+        method = phases_of(method)[-1]
+    if isinstance(method, Every):
+        return _one_step_in(method.n, predict(method.algorithm, job, cluster, rates))
     costs = _Costs(cluster, rates or Rates(), job.dtype)
     exchanges = [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if cluster.size > 1 else []
     if method.window.closes is Point.NEVER:
         return _beside(method.window.interval_s, job, exchanges, costs)
     prediction = _within(method.window, job, exchanges, costs)
     return _one_step_in(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+
+
+def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
+    if isinstance(method, TorchDDP):
+        return
+    method.check(job.dtype)
+    if hasattr(method, "check_size"):
+        method.check_size(cluster.size)
 
 
 class _Exchange(NamedTuple):
@@ -355,9 +364,10 @@ def _beside(interval_s: float, job: Job, exchanges: list[_Exchange], costs: _Cos
     """
     if not exchanges:
         return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
-    _, round_s = costs.overlap(math.inf, [(0.0, exchange.lane) for exchange in exchanges])
-    work_s = sum(task.work_s + task.poll_s for exchange in exchanges for task in exchange.lane)
-    lost_s = work_s / costs.cluster.cores_per_rank + sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    tasks = [costs.beside(task) for exchange in exchanges for task in exchange.lane]
+    round_s = sum(spent for spent, _ in tasks)
+    lost_s = sum(spent * (1 - speed) for spent, speed in tasks)
+    lost_s += sum(costs.alone(exchange.trainer) for exchange in exchanges)
     # With n steps from round to round, these take n compute_s + lost_s, and at least as long as the round.
     steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
     in_every = Prediction(job.compute_s + lost_s, job.compute_s, round_s, *_bytes(exchanges))
@@ -568,6 +578,13 @@ class _Costs:
         """Seconds of a task that nothing goes on beside."""
         return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
 
+    def beside(self, task: _Task) -> tuple[float, float]:
+        """Seconds of a task beside computation, and at which share of its speed that goes on."""
+        cores = self.cluster.cores_per_rank
+        free = min(1.0, cores / 2)
+        spent = max(task.wire_s, task.work_s / free)
+        return spent, 1 - min(free, (task.work_s + task.poll_s) / spent) / cores if spent else 1.0
+
     def overlap(self, compute_s: float, tasks: Sequence[tuple[float, Sequence[_Task]]]) -> tuple[float, float]:
         """Seconds until computation of `compute_s` and a lane beside it are done, and how long the lane is busy.
 
@@ -575,16 +592,12 @@ class _Costs:
             compute_s: Of computation alone.
             tasks: What the lane does for each bucket, in turn, and the computation to be done before.
         """
-        cores = self.cluster.cores_per_rank
-        beside = min(1.0, cores / 2)  # cores for the lane while there is computation, which gets the others
         now = done = busy = 0.0
         for ready_s, bucket in tasks:
             if done < ready_s:
                 now, done = now + ready_s - done, ready_s
             for task in bucket:
-                spent = max(task.wire_s, task.work_s / beside)
-                taken = min(beside, (task.work_s + task.poll_s) / spent) if spent else 0.0
-                speed = 1 - taken / cores
+                spent, speed = self.beside(task)
                 if done + spent * speed <= compute_s:
                     done += spent * speed
                 else:  # computation ends before this task, the rest of which goes on alone
@@ -633,7 +646,7 @@ METHODS: dict[str, Method] = {
 def advise(
     job: Job, cluster: Cluster, rates: Rates | None = None, methods: Mapping[str, Method] = METHODS
 ) -> list[Advice]:
-    """Predict every algorithm that can do with such a cluster; the shortest step comes first.
+    """Predict every algorithm that can do with such a job and cluster; the shortest step comes first.
 
     Those that exchange weights, or not in every step, need more steps for the same result; the model is of time.
     Nothing hierarchical is in the list where ranks are all on one node, or alone on theirs.
@@ -644,19 +657,18 @@ def advise(
     found = [
         Advice(name, method, predict(method, job, cluster, rates))
         for name, method in methods.items()
-        if _applies(method, cluster)
+        if _applies(method, job, cluster)
     ]
     return sorted(found, key=lambda advice: advice.prediction.step_s)
 
 
-def _applies(method: Method, cluster: Cluster) -> bool:
+def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
     one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
     if one_level and isinstance(getattr(method, "average", None), Hierarchical):
         return False
     try:
-        if hasattr(method, "check_size"):
-            method.check_size(cluster.size)
-    except ArrayError:
+        _check_fit(method, job, cluster)
+    except (ArrayError, UnsupportedError):
         return False
     return True
 

@@ -178,7 +178,7 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def choose(points: Sequence[Point], model: str, rate: int, algorithms: Sequence[str]) -> list[Point]:
+def choose(points: Sequence[Point], model: str, rate: int | None, algorithms: Sequence[str]) -> list[Point]:
     """The rows to calibrate on.
 
     Raises:
@@ -218,7 +218,7 @@ def markdown(record: dict[str, Any]) -> str:
         f"* Rates: {rates['network_s_per_byte'] * 1e9:.2f} ns of work for a byte sent or received; "
         f"{rates['direct']:.2f} of the line rate with many peers, {rates['ring']:.2f} on a ring; eight-bit codec "
         f"{rates['minmax']['encode'] / 1e9:.1f} GB/s to encode, {rates['minmax']['decode'] / 1e9:.1f} to decode.",
-        "* Seconds are of a step; *alone* is without communication.",
+        "* Seconds are of a step; *alone* is without communication, and with SGD, also where QAdam follows.",
         "",
         "![Predicted against measured](costmodel.png)",
         "",
@@ -276,8 +276,13 @@ def plot(record: dict[str, Any], path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def parse_rates(text: str) -> list[int | None]:
+    """Rates of networks in Mbit/s, of which "none" is one without limit.
+
+    >>> parse_rates("1000,none")
+    [1000, None]
+    """
+    return [None if part == "none" else int(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -285,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="JSON files of benchmarks/training.py")
     parser.add_argument("--model", default="vgg16", help="to calibrate on")
-    parser.add_argument("--rates", type=_integers, default=[1000, 10000], metavar="MBIT,...", help="the same")
+    parser.add_argument("--rates", type=parse_rates, default=[1000, 10000], metavar="MBIT,...", help="the same")
     parser.add_argument("--algorithms", default="exact,bytegrad", metavar="NAMES", help="the same")
     parser.add_argument("--cores-per-rank", type=float, metavar="C", help="unless all ranks share one machine")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "costmodel")
