@@ -290,6 +290,8 @@ def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
     axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}x")
     axes.set_xlabel("bandwidth of a node (Gbit/s)")
     axes.set_ylabel("speed-up of a step over exact averaging")
     axes.set_title(

@@ -327,8 +327,9 @@ def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
     if isinstance(method, TorchDDP):
         return
     method.check(job.dtype)
-    if hasattr(method, "check_size"):
-        method.check_size(cluster.size)
+    for phase in phases_of(method):
+        if hasattr(phase, "check_size"):
+            phase.check_size(cluster.size)
 
 
 class _Exchange(NamedTuple):

@@ -467,6 +467,8 @@ def test_what_does_not_take_the_dtype_is_left_out():
     assert "bytegrad" not in {a.name for a in advise(wide, CLUSTER)}
     with pytest.raises(UnsupportedError, match="float64"):
         predict(every(2, LowPrecisionOnePeer()), wide, CLUSTER)
+    with pytest.raises(ArrayError, match="even number"):
+        predict(after(5, ByteGrad(), Decentralized("shift_one")), JOB, Cluster(3))
 
 
 def test_slow_networks_want_few_bytes_and_fast_ones_little_work():
