@@ -1,4 +1,4 @@
-"""The command line: `python -m bagua_comm run -n 4 train.py`, `python -m bagua_comm info`.
+"""The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`.
 
 `run` is mpirun with what this machine needs; it replaces its own process by mpirun's, so signals and the
 exit code are mpirun's. Environment variables are read here.
@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, arrays, bootstrap
+from . import __version__, advise, arrays, bootstrap
+from .errors import ArrayError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="print versions, MPI, devices and what can be carried")
     info.add_argument("--json", action="store_true", help="as JSON")
 
+    advice = commands.add_parser("advise", help="predict which algorithm trains fastest on a cluster")
+    advise.add_arguments(advice)
+
     options = parser.parse_args(argv)
+    if options.command == "advise":
+        try:
+            return advise.run(options)
+        except (advise.AdviceError, ArrayError) as exc:
+            print(f"bagua_comm advise: {exc}", file=sys.stderr)
+            return 2
     return _run(options) if options.command == "run" else _info(options)
 
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"collectives", "bucket"},
     {"algorithms", "optim"},
     {"engine"},
-    {"costmodel", "tuner", "elastic", "bootstrap", "data", "net", "testing", "__main__", "__init__"},
+    {"costmodel", "advise", "tuner", "elastic", "bootstrap", "data", "net", "testing", "__main__", "__init__"},
     {"bagua_torch"},
 ]
 LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in layer}

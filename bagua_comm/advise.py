@@ -1,0 +1,307 @@
+"""`python -m bagua_comm advise`: which algorithm would train fastest on a cluster, by the cost model.
+
+The numbers of a cluster and a training step come in; tables and a figure come out. See `costmodel` for what they
+rest on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .bucket import DEFAULT_BUCKET_BYTES
+from .costmodel import METHODS, MODELS, Advice, Cluster, Job, Rates, advise, predict
+
+LARGEST_SIZE = 4096
+"""Ranks in the last row of the second table."""
+
+BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
+"""Those of the figure: from 100 Mbit/s to 1 Tbit/s."""
+
+
+class AdviceError(Exception):
+    """What was asked for cannot be answered."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `advise`."""
+    parser.add_argument("--nodes", type=int, required=True, metavar="N")
+    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="L")
+    parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
+    parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
+    parser.add_argument("--intra-gbs", type=float, help="GB/s between ranks of a node (10; 200 on GPUs)")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on: gpu")
+    parser.add_argument(
+        "--cores-per-rank",
+        type=float,
+        default=math.inf,
+        metavar="C",
+        help="cores that computation and communication of a rank share, on a CPU; unlimited by default",
+    )
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--model-bytes", type=size_in_bytes, help="of all gradients: 553M, 1.2G, 512KiB")
+    size.add_argument("--model", choices=MODELS, help="a model whose layers are known")
+    parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2, 300ms")
+    for part in ("forward", "backward", "optimizer"):
+        parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
+    parser.add_argument("--bucket-bytes", type=size_in_bytes, default=DEFAULT_BUCKET_BYTES)
+    parser.add_argument(
+        "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks/costmodel.py"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups over bandwidths")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def bandwidth(text: str) -> float:
+    """Gbit/s of "10gbit", "500mbit" and the like."""
+    return _number(text, {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, "10gbit or 500mbit")
+
+
+def seconds(text: str) -> float:
+    """Seconds of "50us", "1.5ms", "2s" or "2"."""
+    return _number(text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of "553M", "1.2G", "512KiB" or "1000"."""
+    units = {"": 1.0}
+    for power, letter in enumerate("kmg", 1):
+        units |= {letter: 1e3**power, f"{letter}b": 1e3**power, f"{letter}ib": 1024.0**power}
+    return round(_number(text, units, "553M, 1.2G or 512KiB", least=1))
+
+
+def _number(text: str, units: Mapping[str, float], examples: str, least: float | None = None) -> float:
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        if match is None:
+            raise ValueError
+        value = float(match[1]) * units[match[2]]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is none; write it like {examples}") from None
+    if value < (least or 0) or (value == 0 and least is None):
+        raise argparse.ArgumentTypeError(f"{text!r} is too small")
+    return value
+
+
+def read_rates(path: Path) -> Rates:
+    """Rates from a JSON file: a dictionary of them, or a record that has one as "rates".
+
+    Raises:
+        AdviceError: The file cannot be read, or holds something else.
+    """
+    try:
+        data = json.loads(path.read_text())
+        return Rates.from_dict(data["rates"] if isinstance(data, dict) and "rates" in data else data)
+    except (OSError, ValueError, TypeError) as exc:
+        raise AdviceError(f"--rates {path}: {exc}") from exc
+
+
+def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
+    parts = {part: getattr(options, part) for part in ("forward", "backward", "optimizer")}
+    given = {f"{part}_s": value for part, value in parts.items() if value is not None}
+    if (options.step_time is None) == (not given):
+        raise AdviceError("give --step-time, or --forward, --backward and --optimizer")
+    if not given:  # a backward pass takes about twice as long as a forward pass
+        given = {"forward_s": options.step_time / 3, "backward_s": options.step_time * 2 / 3}
+    layers = MODELS.get(options.model, ())
+    nbytes = sum(layer.nbytes for layer in layers) or options.model_bytes
+    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=layers)
+    gpu = options.device == "gpu"
+    cluster = Cluster(
+        options.nodes,
+        options.ranks_per_node,
+        options.bandwidth,
+        options.latency,
+        intra_gbs=options.intra_gbs if options.intra_gbs is not None else 200.0 if gpu else 10.0,
+        cores_per_rank=options.cores_per_rank,
+        transport="nccl" if gpu else "mpi",
+    )
+    rates = read_rates(options.rates) if options.rates else Rates.gpu() if gpu else Rates()
+    return job, cluster, rates
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is said
+# ---------------------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the advice; returns the exit code.
+
+    Raises:
+        AdviceError: The arguments do not go together, or the figure cannot be drawn.
+        ArrayError: An argument is out of range.
+    """
+    job, cluster, rates = _inputs(options)
+    if options.plot:
+        plot(options.plot, job, cluster, rates)
+    if options.json:
+        print(json.dumps(_record(job, cluster, rates), indent=1))
+        return 0
+    print(*report(job, cluster, rates), sep="\n")
+    if options.plot:
+        print(f"\n{options.plot} shows it over bandwidths.")
+    return 0
+
+
+def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+    """Both tables, as lines."""
+    c = cluster
+    nodes = f"{c.nodes} nodes of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
+    lines = [
+        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
+        f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
+        "",
+        f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
+        f"{'MB a rank':>11}{'MB a node':>11}",
+    ]
+    exact = predict(METHODS["exact"], job, c, rates).step_s
+    for name, method, prediction in advise(job, c, rates):
+        lines.append(
+            f"{name:<24}{payload(method):<11}{_time(prediction.step_s):>10}{_ratio(exact, prediction.step_s):>10}"
+            f"{prediction.hidden:>8.0%}{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
+        )
+    lines += [
+        "",
+        "Speed-ups are over exact, per step. Those that average weights may need more steps for the same result.",
+        "",
+        f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best of all'}",
+    ]
+    for row in scaling(job, c, rates):
+        best = [f"{row[kind].name} {_time(row[kind].prediction.step_s)}" for kind in ("gradients", "all")]
+        lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
+    return lines
+
+
+def payload(method: object) -> str:
+    """What an algorithm averages: gradients, in every step, or weights."""
+    return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"
+
+
+def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
+    """For 2, 4, 8 ... ranks in such nodes: the step of exact averaging, and the best algorithms."""
+    rows: list[dict[str, Any]] = []
+    for exponent in range(1, LARGEST_SIZE.bit_length()):
+        per_node = min(2**exponent, cluster.ranks_per_node)
+        grown = dataclasses.replace(cluster, nodes=2**exponent // per_node, ranks_per_node=per_node)
+        advice = advise(job, grown, rates)
+        if rows and rows[-1]["ranks"] >= grown.size:
+            continue
+        rows.append(
+            {
+                "ranks": grown.size,
+                "exact_s": next(a.prediction.step_s for a in advice if a.name == "exact"),
+                "gradients": next(a for a in advice if payload(a.method) == "gradients"),
+                "all": advice[0],
+            }
+        )
+    return rows
+
+
+def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+    """The same as plain data for JSON, where what is infinite is null."""
+    return {
+        "job": dataclasses.asdict(job),
+        "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
+        "rates": dataclasses.asdict(rates),
+        "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
+        "scaling": [
+            {**row, "gradients": _row(row["gradients"]), "all": _row(row["all"])}
+            for row in scaling(job, cluster, rates)
+        ],
+    }
+
+
+def _row(advice: Advice) -> dict[str, Any]:
+    return {
+        "name": advice.name,
+        "algorithm": repr(advice.method),
+        "averages": payload(advice.method),
+        **dataclasses.asdict(advice.prediction),
+        "hidden": advice.prediction.hidden,
+    }
+
+
+def _time(value: float) -> str:
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def _ratio(exact: float, step: float) -> str:
+    return f"{exact / step:.2f}x" if step else "-"
+
+
+# ---------------------------------------------------------------------------------------------------
+# The figure
+# ---------------------------------------------------------------------------------------------------
+
+DRAWN = {
+    "ddp": ("0.4", ":"),
+    "hierarchical": ("#1f77b4", "-."),
+    "hierarchical-bytes": ("#1f77b4", "--"),
+    "bytegrad": ("#1f77b4", "-"),
+    "qadam": ("#17becf", "-"),
+    "decentralized": ("#d95f02", ":"),
+    "one-peer": ("#d95f02", "--"),
+    "low-precision-ring": ("#d95f02", "-."),
+    "low-precision-one-peer": ("#d95f02", "-"),
+    "async": ("#2a9d5c", "--"),
+    "diloco-100-bytes": ("#2a9d5c", "-"),
+}
+"""Algorithms in the figure, their colours and lines; those that average gradients are blue."""
+
+
+def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
+    """Draw speed-ups over exact averaging against the bandwidth, as Bagua's trade-off figure has it.
+
+    Raises:
+        AdviceError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise AdviceError("--plot needs matplotlib: pip install matplotlib") from exc
+
+    clusters = [dataclasses.replace(cluster, bandwidth_gbit=gbit) for gbit in BANDWIDTHS_GBIT]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    names = {advice.name for advice in advise(job, cluster, rates)}
+    steps = {
+        name: [predict(METHODS[name], job, at, rates).step_s for at in clusters]
+        for name in ("exact", *(name for name in DRAWN if name in names))
+    }
+    for name, (colour, line) in DRAWN.items():
+        if name in steps:
+            ups = [exact / step for exact, step in zip(steps["exact"], steps[name], strict=True)]
+            axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
+    axes.axhline(1, color="0.2", linewidth=1, label="exact")
+    axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}x")
+    axes.set_xlabel("bandwidth of a node (Gbit/s)")
+    axes.set_ylabel("speed-up of a step over exact averaging")
+    axes.set_title(
+        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone, "
+        f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
+        loc="left",
+    )
+    axes.grid(color="0.92")
+    axes.legend(frameon=False, fontsize=8, ncols=2)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as exc:
+        raise AdviceError(f"--plot {path}: {exc}") from exc

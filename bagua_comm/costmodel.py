@@ -1,0 +1,840 @@
+"""How long a training step takes: a model of latency, bandwidth and work, for every algorithm and average.
+
+    message of m bytes over a link    latency + m / (share of the line rate that is reached)
+    work on an array of m bytes       m / rate
+    bucket                            its messages and its work one after the other; a message also costs work
+    step                              buckets one after the other on a lane, beside the computation that the
+                                      window of the algorithm leaves them to hide behind
+
+A rank has `cores_per_rank` cores. Computation takes all of them while it is alone; a lane that works takes up
+to one, and at most half of them, so that what communication costs in work, computation loses: a step is never
+shorter than all work by the cores. Where these are infinite, as with training on a GPU, both go on side by side.
+
+The model has no chance in it: ranks are alike, and nobody waits for a slow one. Bytes are those of a training
+step after warm-up, on each rank, and are what `Communicator.counters` counts.
+
+Source: messages as in the alpha-beta model of Hockney, "The communication challenge for MPP" (1994), and Thakur
+et al., "Optimization of Collective Communication Operations in MPICH" (2005); comparing algorithms under network
+conditions as in Bagua (Gan et al., arXiv 2107.01499).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    Point,
+    QAdam,
+    Window,
+    every,
+)
+from .algorithms.base import phases_of
+from .algorithms.schedule import Every
+from .arrays import FLOATS, dtype_named
+from .bucket import DEFAULT_BUCKET_BYTES
+from .codecs import BFloat16, Codec, Float16
+from .collectives import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from .errors import ArrayError, UnsupportedError
+
+# ---------------------------------------------------------------------------------------------------
+# What is given
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks and what connects them.
+
+    Args:
+        nodes: Number of nodes.
+        ranks_per_node: Ranks in each of them.
+        bandwidth_gbit: Of a node's link, each way, in Gbit/s; its ranks share it.
+        latency_s: Of a message between nodes.
+        intra_gbs: What a rank moves to others of its node, in GB/s each way.
+        intra_latency_s: Of a message inside a node.
+        cores_per_rank: Cores that computation and communication of a rank share; infinite if communication
+            takes nothing from computation.
+        transport: How exact averages travel. "mpi": each rank exchanges with all others at once, as host arrays
+            do. "nccl": along rings and trees, as device arrays do.
+
+    Raises:
+        ArrayError: An argument is out of range.
+    """
+
+    nodes: int
+    ranks_per_node: int = 1
+    bandwidth_gbit: float = 10.0
+    latency_s: float = 50e-6
+    intra_gbs: float = 10.0
+    intra_latency_s: float = 2e-6
+    cores_per_rank: float = math.inf
+    transport: Literal["mpi", "nccl"] = "mpi"
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ArrayError(f"Cluster: {name} is {value!r}, expected an integer of at least 1")
+        _check_positive(self, "bandwidth_gbit", "intra_gbs", "cores_per_rank")
+        _check_not_negative(self, "latency_s", "intra_latency_s")
+        if self.transport not in ("mpi", "nccl"):
+            raise ArrayError(f'Cluster: transport is {self.transport!r}, expected "mpi" or "nccl"')
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+
+class Layer(NamedTuple):
+    """Tensors whose gradients are complete together."""
+
+    nbytes: int
+    share: float
+    """Of the backward pass, the share that makes them, in any unit."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step on one rank, without communication, and what is to be averaged.
+
+    Args:
+        model_bytes: Of all gradients, or weights.
+        forward_s: Seconds of the forward pass; like the others, with all ranks of the node computing.
+        backward_s: Of the backward pass.
+        optimizer_s: Of the optimizer's step.
+        bucket_bytes: The size at which a bucket is closed.
+        layers: In the order in which their gradients become complete; if empty, these come evenly over the
+            backward pass.
+        dtype: Of gradients and weights.
+
+    Raises:
+        ArrayError: An argument is out of range, or the layers do not add up to `model_bytes`.
+    """
+
+    model_bytes: int
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    layers: tuple[Layer, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
+        _check_positive(self, "model_bytes", "bucket_bytes")
+        _check_not_negative(self, "forward_s", "backward_s", "optimizer_s")
+        if self.dtype not in FLOATS:
+            raise ArrayError(f"Job: dtype is {self.dtype!r}, expected one of {', '.join(sorted(FLOATS))}")
+        total = sum(layer.nbytes for layer in self.layers)
+        if self.layers and total != self.model_bytes:
+            raise ArrayError(f"Job: layers have {total} bytes, expected model_bytes, {self.model_bytes}")
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step without communication."""
+        return self.forward_s + self.backward_s + self.optimizer_s
+
+    def buckets(self) -> list[tuple[int, float]]:
+        """Bytes of each bucket, and the share of the backward pass after which it is complete.
+
+        >>> Job(25, bucket_bytes=10).buckets()
+        [(10, 0.4), (10, 0.8), (5, 1.0)]
+        >>> Job(25, bucket_bytes=10, layers=(Layer(24, 1), Layer(1, 3))).buckets()
+        [(24, 0.25), (1, 1.0)]
+        """
+        layers = self.layers or _even_layers(self.model_bytes, self.bucket_bytes)
+        whole = sum(layer.share for layer in layers) or 1.0
+        closed: list[tuple[int, float]] = []
+        nbytes, passed = 0, 0.0
+        for layer in layers:
+            nbytes, passed = nbytes + layer.nbytes, passed + layer.share
+            if nbytes >= self.bucket_bytes:
+                closed.append((nbytes, passed / whole))
+                nbytes = 0
+        return [*closed, (nbytes, 1.0)] if nbytes else closed
+
+
+def _even_layers(nbytes: int, piece: int) -> tuple[Layer, ...]:
+    sizes = [piece] * (nbytes // piece) + [nbytes % piece] * bool(nbytes % piece)
+    return tuple(Layer(size, size) for size in sizes)
+
+
+@dataclass(frozen=True)
+class CodecRates:
+    """Bytes of the full-precision array that a core, or a device, codes in a second."""
+
+    encode: float
+    decode: float
+    combine: float
+    """Of all arrays that are decoded and added."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What communication costs beside the wire. The defaults are those of NumPy on one core.
+
+    Args:
+        minmax: Of eight-bit codecs, and others that are not casts.
+        cast: Of sixteen-bit codecs.
+        add: Bytes that sums and other elementwise arithmetic read in a second.
+        copy: Bytes copied in a second.
+        message_s: Work of a message, on either side.
+        network_s_per_byte: Work of a byte sent to another node or received from there: the kernel's copies.
+        polling: The share of a core that a rank takes while it waits for messages, where one is free: over MPI it
+            polls. Not on a ring, where PyTorch's own waits without.
+        direct: The share of the line rate that is reached where ranks exchange with many others, or with one, at
+            once.
+        ring: The same on a ring.
+
+    Raises:
+        ArrayError: A rate is not positive, or a share is not between 0 and 1.
+    """
+
+    minmax: CodecRates = CodecRates(encode=2.4e9, decode=3.9e9, combine=2.5e9)
+    cast: CodecRates = CodecRates(encode=0.9e9, decode=1.4e9, combine=1.0e9)
+    add: float = 14e9
+    copy: float = 10e9
+    message_s: float = 5e-6
+    network_s_per_byte: float = 0.4e-9
+    polling: float = 0.25
+    direct: float = 0.9
+    ring: float = 0.95
+
+    def __post_init__(self) -> None:
+        for name in ("minmax", "cast"):
+            _check_positive(getattr(self, name), "encode", "decode", "combine")
+        _check_positive(self, "add", "copy")
+        _check_not_negative(self, "message_s", "network_s_per_byte", "polling")
+        for name in ("direct", "ring"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ArrayError(
+                    f"Rates: {name} is {getattr(self, name)!r}, expected a share, above 0, at most 1"
+                )
+
+    @classmethod
+    def gpu(cls) -> Rates:
+        """Of a data-centre GPU over NCCL, guessed from a memory bandwidth of 2 TB/s; not measured."""
+        codec = CodecRates(encode=1.0e12, decode=1.0e12, combine=1.0e12)
+        return cls(codec, codec, add=1.5e12, copy=0.8e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rates:
+        """The rates that `dataclasses.asdict` made a dictionary of; what is missing has its default.
+
+        Raises:
+            ArrayError: There is no rate of such a name, or one is out of range.
+        """
+        _check_names("Rates", data, cls)
+        given = dict(data)
+        for name in {"minmax", "cast"} & data.keys():
+            _check_names(f"Rates: {name}", data[name], CodecRates, complete=True)
+            given[name] = CodecRates(**data[name])
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class TorchDDP:
+    """PyTorch's own DistributedDataParallel, the yardstick: exact averages on a ring, in buckets of its own.
+
+    Args:
+        bucket_bytes: Its `bucket_cap_mb`, in bytes.
+        dtype: What travels: "float16" with its fp16 compression hook; None for the gradients' own.
+    """
+
+    bucket_bytes: int = 25 * 2**20
+    dtype: str | None = None
+
+    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+
+
+Method: TypeAlias = "Algorithm | TorchDDP"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Predictions
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a training step takes, on average over the steps."""
+
+    step_s: float
+    compute_s: float
+    """The step without communication."""
+    communication_s: float
+    """How long the lane is busy."""
+    wire_bytes: float
+    """What a rank sends to others."""
+    node_bytes: float
+    """What a node sends to others."""
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds to the step."""
+        return self.step_s - self.compute_s
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that costs no time, between 0 and 1."""
+        return 1 - min(1.0, self.exposed_s / self.communication_s) if self.communication_s else 1.0
+
+
+def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = None) -> Prediction:
+    """The step time and bytes of training `job` on `cluster` with an algorithm, after its warm-up.
+
+    Raises:
+        ArrayError: The algorithm cannot do with so many ranks.
+        UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges; or it does not take
+            the dtype of the job.
+
+    >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
+    >>> exact, bytegrad = (predict(method, job, cluster) for method in (GradientAllReduce(), ByteGrad()))
+    >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
+    (150000000, 2.6)
+    """
+    _check_fit(method, job, cluster)
+    if isinstance(method, TorchDDP):
+        job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
+    else:
+        method = phases_of(method)[-1]
+    if isinstance(method, Every):
+        return _one_step_in(method.n, predict(method.algorithm, job, cluster, rates))
+    costs = _Costs(cluster, rates or Rates(), job.dtype)
+    exchanges = [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if cluster.size > 1 else []
+    if method.window.closes is Point.NEVER:
+        return _beside(method.window.interval_s, job, exchanges, costs)
+    prediction = _within(method.window, job, exchanges, costs)
+    return _one_step_in(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+
+
+def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
+    if isinstance(method, TorchDDP):
+        return
+    method.check(job.dtype)
+    for phase in phases_of(method):
+        if hasattr(phase, "check_size"):
+            phase.check_size(cluster.size)
+
+
+class _Exchange(NamedTuple):
+    """Of one bucket: what its lane does, in order, and what the thread that trains does before and after."""
+
+    lane: list[_Task]
+    trainer: _Task
+
+
+def _within(window: Window, job: Job, exchanges: list[_Exchange], costs: _Costs) -> Prediction:
+    """The step, where `window` opens and closes in each."""
+    backward_begins, backward_ends = job.forward_s, job.forward_s + job.backward_s
+    at = {
+        Point.FORWARD: 0.0,
+        Point.GRADIENT: backward_begins,
+        Point.BACKWARD: backward_ends,
+        Point.STEP: job.compute_s,
+    }
+    beside_s = (at[window.closes] - at[window.opens]) % (job.compute_s or 1.0)
+    by_gradient = window.opens is Point.GRADIENT
+    ready = [share * job.backward_s if by_gradient else 0.0 for _, share in job.buckets()]
+    overlapped_s, busy_s = costs.overlap(beside_s, list(zip(ready, (e.lane for e in exchanges), strict=False)))
+    trainer_s = sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    step_s = job.compute_s - beside_s + overlapped_s + trainer_s
+    return Prediction(step_s, job.compute_s, busy_s, *_bytes(exchanges))
+
+
+def _beside(interval_s: float, job: Job, exchanges: list[_Exchange], costs: _Costs) -> Prediction:
+    """The step, where rounds of exchanges go on beside training, which never waits for them.
+
+    A round begins at the end of a step, at the earliest `interval_s` after the one before. It takes the cores
+    that it works with from computation.
+    """
+    if not exchanges:
+        return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
+    tasks = [costs.beside(task) for exchange in exchanges for task in exchange.lane]
+    round_s = sum(spent for spent, _ in tasks)
+    lost_s = sum(spent * (1 - speed) for spent, speed in tasks)
+    lost_s += sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    # With n steps from round to round, these take n compute_s + lost_s, and at least as long as the round.
+    steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
+    in_every = Prediction(job.compute_s + lost_s, job.compute_s, round_s, *_bytes(exchanges))
+    return _one_step_in(steps, in_every)
+
+
+def _bytes(exchanges: Iterable[_Exchange]) -> tuple[float, float]:
+    """What a rank sends, and what a node."""
+    tasks = [task for exchange in exchanges for task in exchange.lane]
+    return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
+
+
+def _one_step_in(n: float, step: Prediction) -> Prediction:
+    """The mean over `n` steps, of which one communicates."""
+    return Prediction(
+        step.compute_s + step.exposed_s / n,
+        step.compute_s,
+        step.communication_s / n,
+        step.wire_bytes / n,
+        step.node_bytes / n,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# What is exchanged for a bucket
+# ---------------------------------------------------------------------------------------------------
+
+
+def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
+    """What a method does for a bucket of `n` bytes."""
+    everyone = _Group(costs.cluster.size, costs.cluster.ranks_per_node)
+    work, nothing = costs.work, _Task()
+    match method:
+        case TorchDDP(dtype=dtype):
+            itemsize = dtype_named(costs.dtype).itemsize
+            sent = n if dtype is None else n // itemsize * dtype_named(dtype).itemsize
+            casts = [] if dtype is None else [costs.coded(Float16(), encode=n), costs.coded(Float16(), decode=n)]
+            lane = [*costs.ring_allreduce(sent, everyone), *casts, work(copy=2 * n)]
+            return _Exchange(lane, nothing)
+        case GradientAllReduce(average):
+            return _Exchange(costs.average(average, n, everyone), nothing)
+        case QAdam(average=average):
+            return _Exchange([work(add=2 * n), *costs.average(average, n, everyone)], nothing)
+        case Decentralized(peers="all"):
+            return _Exchange(costs.average(Exact(), n, everyone), work(copy=n))
+        case Decentralized(peers="shift_one"):
+            # The two halves of the ranks are on different nodes, but for one in the middle.
+            away = n if costs.cluster.nodes > 1 else 0
+            return _Exchange([costs.transfer(away, n - away), work(add=2 * n)], work(copy=n))
+        case Decentralized():
+            return _Exchange([costs.to_one_peer(n), work(add=2 * n)], work(copy=n))
+        case LowPrecisionDecentralized(codec):
+            both = costs.to_both_neighbours(costs.wire_nbytes(codec, n))
+            lane = [work(add=4 * n), costs.coded(codec, encode=n), both]
+            lane += 3 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            return _Exchange(lane, work(copy=n))
+        case LowPrecisionOnePeer(codec):
+            lane = [work(add=2 * n), costs.coded(codec, encode=n)]
+            lane += [costs.to_one_peer(costs.wire_nbytes(codec, n))]
+            lane += 2 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            return _Exchange([*lane, work(add=3 * n)], work(copy=n))
+        case AsyncModelAverage():
+            return _Exchange(costs.average(Exact(), n, everyone), work(copy=n, add=3 * n))
+        case DiLoCo(average=average):
+            lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
+            return _Exchange(lane, work(copy=n))
+    raise UnsupportedError(f"costmodel: nothing is known of what {method!r} exchanges")
+
+
+class _Task(NamedTuple):
+    """What a lane does without a break: waits for the wire and works, both at once."""
+
+    wire_s: float = 0.0
+    work_s: float = 0.0
+    """Of one core, or of the device."""
+    poll_s: float = 0.0
+    """More work, if there is a core for it; the task goes on without."""
+    wire_bytes: float = 0
+    node_bytes: float = 0
+
+
+class _Group(NamedTuple):
+    """Ranks that exchange with each other, as many on every node. All ranks are in such a group at once."""
+
+    size: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What each operation costs here."""
+
+    cluster: Cluster
+    rates: Rates
+    dtype: str
+
+    # Averages ---------------------------------------------------------------------------------------
+
+    def average(self, average: Average, n: int, group: _Group) -> list[_Task]:
+        """Average `n` bytes over a group."""
+        p = group.size
+        if p == 1:
+            return []
+        match average:
+            case Exact() if self.cluster.transport == "nccl":
+                return self.ring_allreduce(n, group)
+            case Exact():
+                chunk = self._chunk(n, p)
+                return [self.pairs(chunk, group), self.work(add=n, copy=chunk), self.pairs(chunk, group)]
+            case Quantized(codec):
+                chunk = self.wire_nbytes(codec, self._chunk(n, p))
+                return [
+                    self.coded(codec, encode=n),
+                    self.pairs(chunk, group),
+                    self.coded(codec, combine=n),
+                    self.allgather(chunk, group),
+                    self.coded(codec, decode=n),
+                ]
+            case ErrorFeedback(Quantized(codec) as inner):
+                lost = [self.coded(codec, decode=2 * n), self.work(add=5 * n, copy=n)]
+                return [self.work(add=2 * n), *self.average(inner, n, group), *lost]
+            case Hierarchical(inner):
+                node, across = _Group(group.per_node, group.per_node), _Group(p // group.per_node, 1)
+                if node.size == 1:
+                    return self.average(inner, n, across)
+                chunk = self._chunk(n, node.size)
+                scatter = [self.allgather(chunk, node), self.work(add=n)]
+                return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
+        raise UnsupportedError(f"costmodel: nothing is known of what {average!r} exchanges")
+
+    def ring_allreduce(self, n: int, group: _Group) -> list[_Task]:
+        """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes come."""
+        half = self.ring(n, group)
+        return [half._replace(work_s=half.work_s + self.work(add=n).work_s), half]
+
+    # Messages ---------------------------------------------------------------------------------------
+
+    def pairs(self, message: float, group: _Group) -> _Task:
+        """Each rank of a group sends `message` bytes to each other one, all at once."""
+        size, inside = group.size, group.per_node - 1
+        away = size - 1 - inside
+        return self.transfer(away * message, inside * message, messages=size - 1)
+
+    def allgather(self, message: float, group: _Group) -> _Task:
+        """Each rank of a group gets `message` bytes of each other one."""
+        if self.cluster.transport == "nccl":
+            return self.ring(message * group.size, group)
+        return self.pairs(message, group)
+
+    def ring(self, n: float, group: _Group) -> _Task:
+        """Each rank of a group sends all but one of its chunks, of `n` bytes in all, to its successor."""
+        p, k = group
+        sent = self._chunk(n, p) * (p - 1)
+        away = sent / k if p > k else 0  # a ring leaves each node once
+        hops = math.ceil(math.log2(p)) if self.cluster.transport == "nccl" else p - 1
+        return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring)
+
+    def to_one_peer(self, n: float) -> _Task:
+        """On the one-peer exponential graph, on average over its rounds."""
+        c = self.cluster
+        hops = [2**k for k in range((c.size - 1).bit_length())]
+        leaving = [min(hop, c.ranks_per_node) / c.ranks_per_node if c.nodes > 1 else 0.0 for hop in hops]
+        away = n * sum(leaving) / len(hops)
+        return self.transfer(away, n - away)
+
+    def to_both_neighbours(self, n: float) -> _Task:
+        """On a ring of all ranks, of which two leave each node."""
+        away = 2 * n / self.cluster.ranks_per_node if self.cluster.nodes > 1 else 0
+        return self.transfer(away, 2 * n - away, messages=2)
+
+    def transfer(
+        self, away: float, inside: float, *, messages: int = 1, hops: int = 1, share: float | None = None
+    ) -> _Task:
+        """Each rank sends `away` bytes to other nodes and `inside` bytes in its own, and receives as many."""
+        c, rates = self.cluster, self.rates
+        link_s = away * c.ranks_per_node / (c.bandwidth_gbit / 8 * 1e9 * (share or rates.direct))
+        inside_s = inside / (c.intra_gbs * 1e9)
+        wait_s = hops * (c.latency_s if away else c.intra_latency_s)
+        work_s = 2 * (messages * rates.message_s + away * rates.network_s_per_byte + inside / rates.copy)
+        wire_s = wait_s + max(link_s, inside_s)
+        poll_s = 0.0 if share else rates.polling * wire_s
+        return _Task(wire_s, work_s, poll_s, away + inside, away * c.ranks_per_node)
+
+    # Work -------------------------------------------------------------------------------------------
+
+    def work(self, *, add: float = 0, copy: float = 0) -> _Task:
+        """Read `add` bytes for arithmetic, and copy `copy` bytes."""
+        return _Task(work_s=add / self.rates.add + copy / self.rates.copy)
+
+    def coded(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> _Task:
+        """Code so many bytes of full-precision arrays."""
+        rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
+        return _Task(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
+
+    def wire_nbytes(self, codec: Codec, n: int) -> int:
+        """Bytes of an encoded chunk of `n` bytes."""
+        dtype = dtype_named(self.dtype)
+        return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
+
+    def _chunk(self, n: float, parts: int) -> int:
+        """Bytes of one of so many equal chunks, in whole elements."""
+        itemsize = dtype_named(self.dtype).itemsize
+        return -(-int(n) // (itemsize * parts)) * itemsize
+
+    # Time -------------------------------------------------------------------------------------------
+
+    def alone(self, task: _Task) -> float:
+        """Seconds of a task that nothing goes on beside."""
+        return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
+
+    def beside(self, task: _Task) -> tuple[float, float]:
+        """Seconds of a task beside computation, and at which share of its speed that goes on."""
+        cores = self.cluster.cores_per_rank
+        free = min(1.0, cores / 2)
+        spent = max(task.wire_s, task.work_s / free)
+        return spent, 1 - min(free, (task.work_s + task.poll_s) / spent) / cores if spent else 1.0
+
+    def overlap(self, compute_s: float, tasks: Sequence[tuple[float, Sequence[_Task]]]) -> tuple[float, float]:
+        """Seconds until computation of `compute_s` and a lane beside it are done, and how long the lane is busy.
+
+        Args:
+            compute_s: Of computation alone.
+            tasks: What the lane does for each bucket, in turn, and the computation to be done before.
+        """
+        now = done = busy = 0.0
+        for ready_s, bucket in tasks:
+            if done < ready_s:
+                now, done = now + ready_s - done, ready_s
+            for task in bucket:
+                spent, speed = self.beside(task)
+                if done + spent * speed <= compute_s:
+                    done += spent * speed
+                else:  # computation ends before this task, the rest of which goes on alone
+                    left = max(0.0, compute_s - done) / speed
+                    spent = left + (1 - left / spent) * self.alone(task)
+                    done = compute_s
+                now, busy = now + spent, busy + spent
+        return now + max(0.0, compute_s - done), busy
+
+
+# ---------------------------------------------------------------------------------------------------
+# Advice
+# ---------------------------------------------------------------------------------------------------
+
+
+class Advice(NamedTuple):
+    """An algorithm, under a short name, and what it would take."""
+
+    name: str
+    method: Method
+    prediction: Prediction
+
+
+METHODS: dict[str, Method] = {
+    "ddp": TorchDDP(),
+    "exact": GradientAllReduce(),
+    "float16": GradientAllReduce(Quantized(Float16())),
+    "bytegrad": ByteGrad(),
+    "error-feedback": GradientAllReduce(ErrorFeedback()),
+    "hierarchical": GradientAllReduce(Hierarchical()),
+    "hierarchical-bytes": GradientAllReduce(Hierarchical(Quantized())),
+    "qadam": QAdam(),
+    "decentralized": Decentralized(),
+    "shift-one": Decentralized("shift_one"),
+    "one-peer": Decentralized("one_peer_exponential"),
+    "low-precision-ring": LowPrecisionDecentralized(),
+    "low-precision-one-peer": LowPrecisionOnePeer(),
+    "shift-one-every-4": every(4, Decentralized("shift_one")),
+    "async": AsyncModelAverage(),
+    "diloco-100": DiLoCo(),
+    "diloco-100-bytes": DiLoCo(average=Quantized()),
+}
+"""What `advise` compares, by its short name."""
+
+
+def advise(
+    job: Job, cluster: Cluster, rates: Rates | None = None, methods: Mapping[str, Method] = METHODS
+) -> list[Advice]:
+    """Predict every algorithm that can do with such a job and cluster; the shortest step comes first.
+
+    Those that exchange weights, or not in every step, need more steps for the same result; the model is of time.
+    Nothing hierarchical is in the list where ranks are all on one node, or alone on theirs.
+
+    >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
+    ['diloco-100-bytes', 'async']
+    """
+    found = [
+        Advice(name, method, predict(method, job, cluster, rates))
+        for name, method in methods.items()
+        if _applies(method, job, cluster)
+    ]
+    return sorted(found, key=lambda advice: advice.prediction.step_s)
+
+
+def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
+    one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
+    if one_level and isinstance(getattr(method, "average", None), Hierarchical):
+        return False
+    try:
+        _check_fit(method, job, cluster)
+    except (ArrayError, UnsupportedError):
+        return False
+    return True
+
+
+def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:
+    """Layers in the order of their gradients, from (how many, parameters, work) in that of the forward pass."""
+    return tuple(Layer(4 * n, work) for count, n, work in reversed(forward) for _ in range(count))
+
+
+MODELS: dict[str, tuple[Layer, ...]] = {
+    "vgg16": _layers(
+        (1, 1_792, 87),
+        (1, 36_928, 1850),
+        (1, 73_856, 925),
+        (1, 147_584, 1850),
+        (1, 295_168, 925),
+        (2, 590_080, 1850),
+        (1, 1_180_160, 925),
+        (2, 2_359_808, 1850),
+        (3, 2_359_808, 462),
+        (1, 102_764_544, 103),
+        (1, 16_781_312, 17),
+        (1, 4_097_000, 4),
+    ),
+    "resnet50": _layers(
+        (1, 9_536, 118),
+        (1, 75_008, 231),
+        (2, 70_400, 218),
+        (1, 379_392, 372),
+        (3, 280_064, 218),
+        (1, 1_512_448, 372),
+        (5, 1_117_184, 218),
+        (1, 6_039_552, 372),
+        (2, 4_462_592, 218),
+        (1, 2_049_000, 2),
+    ),
+    "bert-large": _layers((1, 31_782_912, 0), (24, 12_596_224, 1), (1, 1_049_600, 0)),
+}
+"""Layers of well-known models in float32: bytes, and millions of multiplications an image (or equal shares)."""
+
+
+# ---------------------------------------------------------------------------------------------------
+# Calibration
+# ---------------------------------------------------------------------------------------------------
+
+
+class Measurement(NamedTuple):
+    """A step time that was measured."""
+
+    method: Method
+    job: Job
+    cluster: Cluster
+    step_s: float
+
+
+_NOISE = 0.03
+"""Relative error of a measured step time that is nothing to learn from."""
+
+_OUTLIER = 0.15
+"""Larger errors count by their size, no longer by its square: Huber's loss."""
+
+_SPREADS = np.array([1.0, 1.0, 1.0, 0.3, 0.3])
+"""How far, in natural logarithms, calibration expects each factor of `_scaled` to be from 1."""
+
+
+def calibrate(measurements: Iterable[Measurement], start: Rates | None = None) -> Rates:
+    """The rates that explain measured step times best.
+
+    Five factors on `start` are fitted: on the work of network bytes, on that of codecs, on that of sums and
+    copies, and on the two shares of the line rate. What the measurements say nothing of stays as it was. Least
+    squares of the logarithms of step times by the Levenberg-Marquardt method, with Huber's loss and a normal
+    prior.
+
+    Raises:
+        ArrayError: There is no measurement, or a time is not positive.
+    """
+    points, start = list(measurements), start or Rates()
+    if not points:
+        raise ArrayError("calibrate: there is no measurement")
+    for point in points:
+        if not 0 < point.step_s < math.inf:
+            raise ArrayError(f"calibrate: step_s of {point.method!r} is {point.step_s!r}, expected seconds")
+    measured = np.log([point.step_s for point in points])
+    highest = np.log([100.0, 100.0, 100.0, 1 / start.direct, 1 / start.ring])
+    prior = (_NOISE / _SPREADS) ** 2
+
+    def errors(logs: _Vector) -> _Vector:
+        rates = _scaled(start, logs)
+        return np.log([predict(p.method, p.job, p.cluster, rates).step_s for p in points]) - measured
+
+    def cost(error: _Vector, logs: _Vector) -> float:
+        far = np.abs(error)
+        huber = np.where(far <= _OUTLIER, far**2, _OUTLIER * (2 * far - _OUTLIER))
+        return float(huber.sum() + (prior * logs**2).sum())
+
+    logs, damping = np.zeros(len(prior)), 1e-2
+    error = errors(logs)
+    for _ in range(100):
+        slopes = np.stack(
+            [(errors(logs + d) - errors(logs - d)) / 2e-3 for d in 1e-3 * np.eye(len(logs))], axis=1
+        )
+        weights = np.minimum(1.0, _OUTLIER / np.maximum(np.abs(error), 1e-12))
+        normal = slopes.T @ (weights[:, None] * slopes) + np.diag(prior)
+        gradient = slopes.T @ (weights * error) + prior * logs
+        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
+        trial = np.clip(logs - step, -math.log(100.0), highest)
+        trial_error = errors(trial)
+        gain = cost(error, logs) - cost(trial_error, trial)
+        if gain > 0:
+            logs, error, damping = trial, trial_error, damping / 3
+            if gain < 1e-9:
+                break
+        else:
+            damping *= 4
+            if damping > 1e6:
+                break
+    return _scaled(start, logs)
+
+
+_Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
+
+
+def _scaled(rates: Rates, logs: _Vector) -> Rates:
+    """Times the exponentials of: network work, work of codecs, of sums and copies, and the two shares."""
+    network, coding, memory, direct, ring = (float(factor) for factor in np.exp(logs))
+
+    def slower(codec: CodecRates) -> CodecRates:
+        return CodecRates(codec.encode / coding, codec.decode / coding, codec.combine / coding)
+
+    return dataclasses.replace(
+        rates,
+        minmax=slower(rates.minmax),
+        cast=slower(rates.cast),
+        add=rates.add / memory,
+        copy=rates.copy / memory,
+        network_s_per_byte=rates.network_s_per_byte * network,
+        direct=min(1.0, rates.direct * direct),
+        ring=min(1.0, rates.ring * ring),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------
+
+
+def _check_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise ArrayError(f"{type(owner).__name__}: {name} is {value!r}, expected a positive number")
+
+
+def _check_not_negative(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ArrayError(f"{type(owner).__name__}: {name} is {value!r}, expected a number of at least 0")
+
+
+def _check_names(owner: str, data: object, cls: type, *, complete: bool = False) -> None:
+    """Raise unless `data` is a dictionary of fields of the dataclass `cls`: all of them, if `complete`."""
+    names = [f.name for f in dataclasses.fields(cls)]
+    if not isinstance(data, Mapping) or not set(data) <= set(names) or (complete and set(data) != set(names)):
+        found = ", ".join(map(str, data)) if isinstance(data, Mapping) else repr(data)
+        raise ArrayError(
+            f"{owner}: found {found}, expected {'all' if complete else 'some'} of {', '.join(names)}"
+        )

@@ -1,0 +1,127 @@
+"""`python -m bagua_comm advise`."""
+
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from bagua_comm import __main__ as cli
+from bagua_comm import advise
+from bagua_comm.costmodel import METHODS, Cluster, Job, Rates, predict
+
+BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
+VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
+
+
+def test_it_prints_both_tables(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
+    table = lines[lines.index("") + 1 :]
+    names = [line.split()[0] for line in table[1 : table.index("")]]
+    assert sorted(names) == sorted(METHODS)
+    (exact,) = [line.split() for line in table if line.startswith("exact")]
+    assert exact[1:] == ["gradients", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
+    ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
+    assert ranks == [2**exponent for exponent in range(1, 13)]
+
+
+def test_json_holds_the_same(capsys):
+    options = ["--model-bytes", "100M", "--forward", "0.1", "--backward", "200ms", "--optimizer", "0"]
+    assert cli.main([*BASE, *options, "--latency", "1ms", "--device", "cpu", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    job, cluster = Job(100_000_000, 0.1, 0.2, 0.0), Cluster(4, 1, 1.0, 1e-3)
+    steps = {row["name"]: row["step_s"] for row in record["algorithms"]}
+    assert list(steps.values()) == sorted(steps.values())
+    assert steps["bytegrad"] == predict(METHODS["bytegrad"], job, cluster).step_s
+    assert record["cluster"]["cores_per_rank"] is None
+    assert [row["ranks"] for row in record["scaling"]] == [2**exponent for exponent in range(1, 13)]
+    last = record["scaling"][-1]
+    assert last["gradients"]["averages"] == "gradients"
+    assert last["all"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
+
+
+def test_calibrated_rates_are_used(tmp_path, capsys):
+    rates = Rates(direct=0.25)
+    file = tmp_path / "rates.json"
+    exact = {}
+    for text in ({}, dataclasses.asdict(rates), {"rates": {"direct": 0.25}, "results": []}):
+        file.write_text(json.dumps(text))
+        assert cli.main([*VGG16, "--device", "cpu", "--rates", str(file), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["algorithms"]
+        exact[len(exact)] = next(row["step_s"] for row in rows if row["name"] == "exact")
+    assert exact[0] < exact[1] == exact[2]
+
+
+def test_nodes_of_odd_sizes_scale_in_whole_nodes(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "6", "--json"]) == 0
+    sizes = [row["ranks"] for row in json.loads(capsys.readouterr().out)["scaling"]]
+    assert sizes[:5] == [2, 4, 6, 12, 30]
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_the_figure_is_drawn(tmp_path, capsys):
+    figure = tmp_path / "advice.png"
+    assert cli.main([*VGG16, "--plot", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert str(figure) in capsys.readouterr().out
+
+
+def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main([*VGG16, "--plot", str(tmp_path / "advice.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "0"], "nodes is 0, expected an integer of at least 1"),
+        (["--step-time", "1", "--forward", "1"], "give --step-time, or --forward"),
+        (["--rates", "no_such_file"], "no_such_file"),
+        (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["--cores-per-rank", "0"], "cores_per_rank is 0.0"),
+        (["--plot", "no/such/folder.png"], "no/such/folder.png"),
+        (["--plot", "advice.nothing"], "not supported"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(options, message, capsys):
+    assert cli.main([*VGG16, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["advise"], "--nodes"),
+        ([*BASE, "--step-time", "1"], "--model-bytes --model"),
+        ([*BASE, "--model", "vgg61", "--step-time", "1"], "invalid choice: 'vgg61'"),
+        ([*VGG16, "--bandwidth", "fast"], "'fast' is none; write it like 10gbit or 500mbit"),
+        ([*VGG16, "--bandwidth", "0gbit"], "'0gbit' is too small"),
+        ([*VGG16, "--latency", "50parsecs"], "write it like 1.2, 300ms or 50us"),
+        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is none"),
+        ([*BASE, "--model-bytes", "0", "--step-time", "1"], "'0' is too small"),
+    ],
+)
+def test_arguments_that_are_none_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (advise.bandwidth, "10gbit", 10.0),
+        (advise.bandwidth, "500 Mbit", 0.5),
+        (advise.seconds, "50us", 50e-6),
+        (advise.seconds, "1.5", 1.5),
+        (advise.seconds, "0", 0.0),
+        (advise.size_in_bytes, "553M", 553_000_000),
+        (advise.size_in_bytes, "1.5GiB", 1_610_612_736),
+        (advise.size_in_bytes, "12", 12),
+    ],
+)
+def test_units_are_read(parse, text, value):
+    assert parse(text) == pytest.approx(value)
