@@ -1,6 +1,7 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype does. Small arrays go to MPI's own non-blocking collectives, whose
+Messages travel as bytes, so every dtype does. Where all ranks run on one host, collectives on large arrays go through
+memory that they share (`shared`), and not through MPI. Elsewhere small arrays go to MPI's own non-blocking collectives, whose
 latency is lower; large ones, and reductions of dtypes that MPI does not know, to those derived from
 `exchange`, which are at least as fast for them and reduce in rank order. Every wait polls, with a timeout: a
 rank that waits long sleeps between polls, and leaves its core to the backward pass.
@@ -26,11 +27,15 @@ from ..errors import (
     UnsupportedError,
 )
 from ..kernels import host
-from .base import POINT_TO_POINT, Message, Transport
+from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
+from .shared import open_window
 
 NATIVE_BYTES = 1 << 20
 """Up to this size MPI's own collectives are used, beyond it the derived ones: where the two are about
 equally fast, on shared memory and on Ethernet."""
+
+SHARED_BYTES = 1 << 20
+"""From this size on memory that ranks share is used, where there is such."""
 
 EAGER_BYTES = 2048
 """Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
@@ -70,6 +75,8 @@ class MPITransport(Transport):
         self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._broken: str | None = None
+        self._window = None
+        self._window = open_window(self, self._wait) if self.size > 1 else None
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""
@@ -123,6 +130,9 @@ class MPITransport(Transport):
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
+        if self._window is not None and x.nbytes >= SHARED_BYTES:
+            self._share(self._window.allreduce, x, out, op, sent_bytes=2 * x.nbytes * (self.size - 1) // self.size)
+            return
         if not _natively_reduced(x, op):
             super().allreduce(x, out, op)
             return
@@ -150,6 +160,9 @@ class MPITransport(Transport):
         """MPI's own for small arrays of dtypes that MPI can reduce; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
+        if self._window is not None and x.nbytes >= SHARED_BYTES:
+            self._share(self._window.reduce_scatter, x, out, op, sent_bytes=x.nbytes * (self.size - 1) // self.size)
+            return
         if not _natively_reduced(x, op):
             super().reduce_scatter(x, out, op)
             return
@@ -162,6 +175,9 @@ class MPITransport(Transport):
         """MPI's own for small arrays; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
+        if self._window is not None and out.nbytes >= SHARED_BYTES:
+            self._share(self._window.allgather, x, out, sent_bytes=x.nbytes * (self.size - 1))
+            return
         if out.nbytes > NATIVE_BYTES:
             super().allgather(x, out)
             return
@@ -175,6 +191,9 @@ class MPITransport(Transport):
         """MPI's own for small arrays; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
+        if self._window is not None and x.nbytes >= SHARED_BYTES:
+            self._share(self._window.alltoall, x, out, sent_bytes=x.nbytes * (self.size - 1) // self.size)
+            return
         if out.nbytes > NATIVE_BYTES:
             super().alltoall(x, out)
             return
@@ -186,6 +205,9 @@ class MPITransport(Transport):
         """MPI's own up to its count limit; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
+        if self._window is not None and x.nbytes >= SHARED_BYTES:
+            self._share(self._window.broadcast, x, root, sent_bytes=x.nbytes if self.rank == root else 0)
+            return
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -222,7 +244,8 @@ class MPITransport(Transport):
         self._comm.Abort(exit_code)
 
     def close(self) -> None:
-        """Free the MPI communicator, unless unfinished calls still use it."""
+        """Free the MPI communicator, unless unfinished calls still use it, and this rank's share of the window."""
+        self._window = None
         if self._broken is None and not MPI.Is_finalized():
             self._break("closed")
             self._comm.Free()
@@ -246,6 +269,26 @@ class MPITransport(Transport):
                 self._poll(request.Test)
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
+
+    def _share(self, call: Callable[..., None], x: Array, *arguments: object, sent_bytes: int) -> None:
+        """Make a call of the window."""
+        self._check_usable()
+        try:
+            call(x, *arguments)
+        except BaseException as exc:
+            raise self._give_up(exc, None) from exc
+        self.sent_bytes += sent_bytes
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait for what MPI does not see; it is asked meanwhile, and raises if a rank died or gave up."""
+
+        def poll() -> bool:
+            if done():
+                return True
+            self._comm.Iprobe(MPI.ANY_SOURCE, COLLECTIVE)
+            return False
+
+        self._poll(poll)
 
     def _poll(self, done: Callable[[], bool]) -> None:
         """Wait until `done`; first without sleeping, since most answers come at once."""
