@@ -1,15 +1,16 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype does. Where all ranks run on one host, collectives on large arrays go through
-memory that they share (`shared`), and not through MPI. Elsewhere small arrays go to MPI's own non-blocking collectives, whose
-latency is lower; large ones, and reductions of dtypes that MPI does not know, to those derived from
-`exchange`, which are at least as fast for them and reduce in rank order. Every wait polls, with a timeout: a
-rank that waits long sleeps between polls, and leaves its core to the backward pass.
+Messages travel as bytes, so every dtype does. Large arrays of ranks on one host go through memory that all of them
+map (`shared`). Otherwise small arrays go to MPI's own non-blocking collectives, whose latency is lower; large ones,
+and reductions of dtypes that MPI does not know, to those derived from `exchange`, which are at least as fast for
+them and reduce in rank order. Every wait polls, with a timeout: a rank that waits long sleeps between polls, and
+leaves its core to the backward pass.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +45,11 @@ that is longer than expected beyond the end of the receiver's array, unless it i
 MESSAGE_BYTES = 1 << 30
 """Larger messages are split; MPI counts with 32 bits."""
 
+_BUSY_S = 0.00003
+"""How long a wait polls without offering its core to others."""
+
 _SPIN_S = 0.0005
-"""How long a wait polls without sleeping."""
+"""How long it polls without sleeping."""
 
 _NAP_S = 0.00005
 """How long it sleeps between polls then."""
@@ -131,7 +135,9 @@ class MPITransport(Transport):
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
         if self._window is not None and x.nbytes >= SHARED_BYTES:
-            self._share(self._window.allreduce, x, out, op, sent_bytes=2 * x.nbytes * (self.size - 1) // self.size)
+            self._share(
+                self._window.allreduce, x, out, op, sent_bytes=2 * x.nbytes * (self.size - 1) // self.size
+            )
             return
         if not _natively_reduced(x, op):
             super().allreduce(x, out, op)
@@ -161,7 +167,9 @@ class MPITransport(Transport):
         if x.nbytes > EAGER_BYTES:
             self._agree_on_size(x)
         if self._window is not None and x.nbytes >= SHARED_BYTES:
-            self._share(self._window.reduce_scatter, x, out, op, sent_bytes=x.nbytes * (self.size - 1) // self.size)
+            self._share(
+                self._window.reduce_scatter, x, out, op, sent_bytes=x.nbytes * (self.size - 1) // self.size
+            )
             return
         if not _natively_reduced(x, op):
             super().reduce_scatter(x, out, op)
@@ -244,7 +252,7 @@ class MPITransport(Transport):
         self._comm.Abort(exit_code)
 
     def close(self) -> None:
-        """Free the MPI communicator, unless unfinished calls still use it, and this rank's share of the window."""
+        """Free the MPI communicator, unless unfinished calls still use it, and unmap the window."""
         self._window = None
         if self._broken is None and not MPI.Is_finalized():
             self._break("closed")
@@ -299,6 +307,8 @@ class MPITransport(Transport):
                 raise CommTimeout(f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers")
             if waited > _SPIN_S:
                 time.sleep(_NAP_S)
+            elif waited > _BUSY_S:
+                os.sched_yield()
 
     def _agree_on_size(self, x: Array) -> None:
         """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""

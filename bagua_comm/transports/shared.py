@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -136,7 +136,7 @@ class SharedWindow:
 
     def _slots(self, dtype: DType, parts: int) -> Array:
         """View the slots as (2, p, `parts`, elements): of even and odd rounds, of each rank."""
-        nbytes = SLOT_BYTES // parts // _LINE * _LINE
+        nbytes = self._data.shape[-1] // parts // _LINE * _LINE
         view: Array = self._data[..., : parts * nbytes].reshape(2, self.size, parts, nbytes).view(dtype)
         return view
 
@@ -162,32 +162,27 @@ def open_window(transport: Transport, wait: Wait) -> SharedWindow | None:
     Collective. The memory has no name in any file system, and goes when the last process that maps it does.
     """
     nbytes = transport.size * (_LINE + 2 * SLOT_BYTES)
-    with _memory_of_first(transport.rank, nbytes) as place:
+    place = np.zeros(3, np.int64)
+    with ExitStack() as files:  # open until all have mapped it
+        if transport.rank == 0:
+            place[:] = _create(nbytes, files)
         transport.broadcast(place, 0)
-        memory = _map(*place.tolist(), nbytes)
-        shared = transport.agree(memory is not None)  # also keeps the file open until all have mapped it
+        process, file, number = place.tolist()
+        memory = _map(process, file, number, nbytes)
+        shared = transport.agree(memory is not None)
     return SharedWindow(memory, transport.rank, transport.size, wait) if memory and shared else None
 
 
-@contextmanager
-def _memory_of_first(rank: int, nbytes: int) -> Iterator[Array]:
-    """Where the others find memory that rank 0 makes: process, file descriptor and a number in its name."""
-    place = np.zeros(3, np.int64)
-    if rank != 0 or not hasattr(os, "memfd_create"):
-        yield place
-        return
+def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
+    """Make memory for others to map; its process, file descriptor and number, or zeros if there is none."""
+    number = secrets.randbits(63)
     try:
-        number = secrets.randbits(63)
         file = os.memfd_create(_NAME.format(number))
-    except OSError:
-        yield place
-        return
-    try:
+        files.callback(os.close, file)
         os.ftruncate(file, nbytes)
-        place[:] = os.getpid(), file, number
-        yield place
-    finally:
-        os.close(file)
+    except (AttributeError, OSError):  # AttributeError: only Linux has it
+        return 0, 0, 0
+    return os.getpid(), file, number
 
 
 def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
