@@ -1,10 +1,10 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype does. Large arrays of ranks on one host go through memory that all of them
-map (`shared`). Otherwise small arrays go to MPI's own non-blocking collectives, whose latency is lower; large ones,
-and reductions of dtypes that MPI does not know, to those derived from `exchange`, which are at least as fast for
-them and reduce in rank order. Every wait polls, with a timeout: a rank that waits long sleeps between polls, and
-leaves its core to the backward pass.
+Messages travel as bytes, so every dtype does. Large arrays of ranks on one host go through memory that all of
+them map (`shared`). Otherwise small arrays go to MPI's own non-blocking collectives, whose latency is lower; large
+ones, and reductions of dtypes that MPI does not know, to those derived from `exchange`, which are at least as fast
+for them and reduce in rank order. Every wait polls, with a timeout: a rank that waits long sleeps between polls,
+and leaves its core to the backward pass.
 """
 
 from __future__ import annotations
