@@ -1,4 +1,4 @@
-"""Collectives of ranks on one host, through memory that all of them map.
+"""Reductions among ranks on one host, through memory that all of them map.
 
 A window holds two slots of each rank and a counter of its rounds. In a round every rank fills one of its slots,
 raises its counter, waits until all counters are as high, and reads what it needs from the others' slots. In the
@@ -7,7 +7,9 @@ Large arrays pass in pieces, one piece a round. An allreduce writes the sums of 
 next, so that it, too, waits once a piece.
 
 Every element has one owner, who reduces it in rank order: all ranks hold the same bytes, those of
-`kernels.host.reduce_rows`. The window needs Linux; memory is taken when it is first written to.
+`kernels.host.reduce_rows`. What is only moved is left to MPI, which copies it once, from process to process.
+
+The window needs Linux; memory is taken when it is first written to. One file stays open for each.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..arrays import Array, DType, rows, same_memory
+from ..arrays import Array, DType, rows
 from ..kernels import host
 from .base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
-"""How much a rank writes in a round. A window takes twice as much for each rank. Half of it is as fast on idle
-cores; where ranks wait for cores, a megabyte is up to twice as fast, since they wait less often."""
+"""How much a rank writes in a round; a window takes twice as much for each rank. Less is as fast on idle cores,
+but up to twice as slow on busy ones, where a wait may cost a time slice; more is no faster."""
 
 _LINE = 64
 """Bytes of a cache line: counters stand in lines of their own, and the parts of a slot begin with one."""
@@ -40,7 +42,7 @@ Wait = Callable[[Callable[[], bool]], None]
 
 
 class SharedWindow:
-    """Memory mapped by all ranks of one host, and the collectives through it; of `rank`, one of `size`.
+    """Memory mapped by all ranks of one host, and reductions through it; this is `rank` of `size`.
 
     Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
     """
@@ -72,7 +74,7 @@ class SharedWindow:
     def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
         """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
         rank, count = self.rank, len(chunks[0])
-        slots = self._slots(mine.dtype, self.size)
+        slots = self._slots(mine.dtype)
         length = slots.shape[-1]
         # The sums of a piece pass one round after its parts: one round more, in which there are no parts.
         for piece in _pieces(count + length if results else count, length):
@@ -89,55 +91,10 @@ class SharedWindow:
                 for peer in self._others:
                     _take(now[peer, peer], results[peer][last])
 
-    def allgather(self, x: Array, out: Array) -> None:
-        """Collect `x` of every rank as row `rank` of `out`, (p, m). `x` may be that row.
-
-        Collective.
-        """
-        x, table, slots = x.reshape(-1), rows(out, self.size), self._slots(x.dtype, 1)
-        if not same_memory(x, table[self.rank]):
-            table[self.rank] = x
-        for piece in _pieces(x.size, slots.shape[-1]):
-            now = slots[self._round % 2]
-            _fill(now[self.rank, 0], x[piece])
-            self._meet()
-            for peer in self._others:
-                _take(now[peer, 0], table[peer][piece])
-
-    def alltoall(self, x: Array, out: Array) -> None:
-        """Send row j of `x`, (p, m), to rank j; row i of `out` comes from rank i. `out` may be `x`.
-
-        Collective.
-        """
-        source, target, slots = rows(x, self.size), rows(out, self.size), self._slots(x.dtype, self.size)
-        if not same_memory(x, out):
-            target[self.rank] = source[self.rank]
-        for piece in _pieces(source.shape[1], slots.shape[-1]):
-            now = slots[self._round % 2]
-            for peer in self._others:
-                _fill(now[self.rank, peer], source[peer][piece])
-            self._meet()
-            for peer in self._others:
-                _take(now[peer, self.rank], target[peer][piece])
-
-    def broadcast(self, x: Array, root: int) -> None:
-        """Copy `x` of `root` to `x` of all ranks.
-
-        Collective.
-        """
-        x, slots = x.reshape(-1), self._slots(x.dtype, 1)
-        for piece in _pieces(x.size, slots.shape[-1]):
-            now = slots[self._round % 2]
-            if self.rank == root:
-                _fill(now[root, 0], x[piece])
-            self._meet()
-            if self.rank != root:
-                _take(now[root, 0], x[piece])
-
-    def _slots(self, dtype: DType, parts: int) -> Array:
-        """View the slots as (2, p, `parts`, elements): of even and odd rounds, of each rank."""
-        nbytes = self._data.shape[-1] // parts // _LINE * _LINE
-        view: Array = self._data[..., : parts * nbytes].reshape(2, self.size, parts, nbytes).view(dtype)
+    def _slots(self, dtype: DType) -> Array:
+        """View the slots as (2, p, p, elements): of even and odd rounds, of each rank, for each rank."""
+        nbytes = self._data.shape[-1] // self.size // _LINE * _LINE
+        view: Array = self._data[..., : self.size * nbytes].reshape(2, self.size, self.size, nbytes).view(dtype)
         return view
 
     def _meet(self) -> None:
