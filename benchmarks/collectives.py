@@ -3,6 +3,7 @@
     mpirun -n 4 python benchmarks/collectives.py -b 8 -e 64M -f 4 -n 20 -w 5
     mpirun -n 4 python benchmarks/collectives.py quantized_allreduce --codec minmax float16
     mpirun -n 2 python benchmarks/collectives.py overhead
+    mpirun -n 2 python benchmarks/collectives.py allreduce --gloo -b 1M -e 32M -f 2
     python benchmarks/collectives.py allreduce -e 1M
 
 Runs of ours and of mpi4py's alternate call by call, on the same arrays: ours, theirs, ours, theirs. Both
@@ -13,17 +14,19 @@ Columns are those of nccl-tests; on their right, for each of the two forms, the 
 `ratio`, the median over the pairs of calls of ours / theirs. Instead of `#wrong`, quantized_allreduce has
 `error`, the L2 distance from the float64 result relative to it; its bandwidths count the bytes of the
 array, not those on the wire, which stand in `wire`: what rank 0 sent in one call. `overhead` compares the
-fixed cost of a call: 8 bytes, in alternating batches.
+fixed cost of a call: 8 bytes, in alternating batches. --gloo sets PyTorch's gloo beside allreduce too.
 
-A dash is a call that does not exist: broadcast is always in place, MPI does not add float16, and without
-mpirun there is no MPI.
+A dash is a call that does not exist: broadcast is always in place, as are gloo's calls, MPI does not add
+float16, and without mpirun there is no MPI.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -245,6 +248,31 @@ def _movable(s: Setting, x: Array) -> Array:
     return x if s.in_mpi else x.view(np.uint8)
 
 
+class Gloo:
+    """PyTorch's gloo, over the same ranks and the loopback interface. Collective."""
+
+    def __init__(self, comm: Communicator) -> None:
+        import torch
+        from torch import distributed
+
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._torch, self._distributed = torch, distributed
+        with tempfile.TemporaryDirectory() as folder:
+            store = comm.broadcast_object(f"file://{folder}/store", root=0)
+            distributed.init_process_group("gloo", init_method=store, rank=comm.rank, world_size=comm.size)
+            comm.barrier()
+
+    def allreduce(self, s: Setting, x: Array, out: Array) -> Array:
+        """all_reduce, in place."""
+        op = getattr(self._distributed.ReduceOp, "SUM" if s.op == "avg" else s.op.upper())
+        self._distributed.all_reduce(self._torch.from_numpy(out), op)
+        return _averaged(s, out)
+
+    def close(self) -> None:
+        """End the process group. Collective."""
+        self._distributed.destroy_process_group()
+
+
 # ---------------------------------------------------------------------------------------------------
 # The collectives
 # ---------------------------------------------------------------------------------------------------
@@ -274,6 +302,7 @@ class Case:
         check: How a result is judged.
         exact: Another call of ours to set beside.
         codec: What travels, if not the elements themselves.
+        rivals: What ours is timed beside.
     """
 
     name: str
@@ -290,16 +319,12 @@ class Case:
     check: Check = WRONG
     exact: Ours | None = None
     codec: Codec | None = None
+    rivals: tuple[str, ...] = ("mpi4py",)
 
     @property
     def title(self) -> str:
         """The operation, and its codec."""
         return f"{self.name} {self.codec}" if self.codec else self.name
-
-    @property
-    def rivals(self) -> tuple[str, ...]:
-        """What ours is timed beside."""
-        return ("mpi4py", "exact") if self.exact else ("mpi4py",)
 
 
 def _whole(s: Setting, x: Array, out: Any) -> tuple[Array, Array]:
@@ -390,6 +415,7 @@ def quantized(codec: Codec) -> Case:
         check=ERROR,
         exact=ALLREDUCE.ours,
         codec=codec,
+        rivals=("mpi4py", "exact"),
     )
 
 
@@ -403,10 +429,11 @@ OPERATIONS = (*EXACT, "quantized_allreduce", "overhead")
 
 @dataclass(frozen=True)
 class World:
-    """Both sides: our communicator, and mpi4py's if mpirun started this process."""
+    """Both sides: our communicator, and mpi4py's if mpirun started this process; gloo if asked for."""
 
     comm: Communicator
     mpi: Mpi4py | None
+    gloo: Gloo | None = None
 
     @property
     def barrier(self) -> Callable[[], object]:
@@ -467,6 +494,8 @@ def _measure_form(
     runs: dict[str, Callable[[], Any]] = {"ours": partial(case.ours, world.comm, s, x, out)}
     if world.mpi and (s.in_mpi or not case.reduces):
         runs["mpi4py"] = partial(case.theirs, world.mpi, s, x, out)
+    if world.gloo and "gloo" in case.rivals and s.in_place:
+        runs["gloo"] = partial(world.gloo.allreduce, s, x, out)
     if case.exact:
         runs["exact"] = partial(case.exact, world.comm, s, x, out)
     calls = [Call(run, prepare, expected, case.check) for run in runs.values()]
@@ -668,6 +697,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--codec", nargs="+", choices=tuple(CODECS), default=["minmax"], help="of the quantized ones"
     )
+    parser.add_argument(
+        "--gloo", action="store_true", help="set PyTorch's gloo beside allreduce of float32 or 64"
+    )
     parser.add_argument("--batches", type=at_least(1), default=200, help="of overhead, on each side")
     parser.add_argument("--calls", type=at_least(1), default=50, help="of overhead, in each batch")
     options = parser.parse_args(argv)
@@ -678,6 +710,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         refusal = _refusal(name, options)
         if refusal:
             parser.error(f"{name}: {refusal}")
+    if options.gloo and options.datatype not in ("float32", "float64"):
+        parser.error(f"--gloo: gloo is set beside float32 and float64, not {options.datatype}")
     everything = (name for name in OPERATIONS if name != "overhead" and not _refusal(name, options))
     options.operations = options.operations or list(everything)
     return options
@@ -717,7 +751,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"-r: root is {options.root}, but there are {comm.size} ranks", file=sys.stderr)
             return 2
         under_mpi = comm.transports[0].name == "mpi"
-        world = World(comm, Mpi4py() if under_mpi else None)
+        world = World(comm, Mpi4py() if under_mpi else None, Gloo(comm) if options.gloo else None)
         record = begin_record("collectives", options, ranks=comm.size, mpi=world.mpi.MPI if world.mpi else None)
         world.say(*header_lines(record), *_notes(world, options))
 
@@ -727,13 +761,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 results += run_overhead(world, options)
                 continue
             cases = [EXACT[name]] if name in EXACT else [quantized(CODECS[k]) for k in options.codec]
+            if options.gloo and name == "allreduce":
+                cases = [replace(ALLREDUCE, rivals=("mpi4py", "gloo"))]
             for case in cases:
                 results += run_case(world, case, options)
 
         if options.json and comm.rank == 0:
             write_json(options.json, {**record, "results": results})
-        if world.mpi:
-            world.mpi.close()
+        for side in filter(None, (world.mpi, world.gloo)):
+            side.close()
     return 1 if any(_wrong(result) for result in results) else 0
 
 

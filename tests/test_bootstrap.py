@@ -318,7 +318,7 @@ def test_survivors_of_a_killed_rank_shrink_and_go_on(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             while True:
-                comm.allreduce(np.ones(100_000))
+                comm.allreduce(np.ones(200_000))  # through shared memory
         except bagua_comm.RankFailed as error:
             print("failed:", error.ranks)
         except bagua_comm.CommAborted:

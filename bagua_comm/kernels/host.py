@@ -42,22 +42,21 @@ _EXACT = 2.0**23
 # ---------------------------------------------------------------------------------------------------
 
 
-def reduce_rows(rows: Array, out: Array, op: str) -> None:
-    """Reduce `rows`, (p, m), to `out`, (m,), in row order.
+def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
+    """Reduce p `rows` of (m,), as an array or a list, to `out`, (m,), in row order.
 
     float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p; integers
     are added in 64 bits for it, and the quotient is truncated towards zero. `out` may be any one of the rows.
     """
-    p, m = rows.shape
-    dtype = out.dtype
+    m, dtype = out.size, out.dtype
     wide: DType = dtype
     if dtype_name(dtype) in REDUCED_PRECISION:
         wide = np.dtype(np.float32)
     elif op == "avg" and dtype.kind in "iu":
         wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
     same = wide == dtype
-    # Not if `out` is a row that is still to come.
-    grows_in_out = same and not np.may_share_memory(out, rows)
+    # Not if `out` is a row that is still to come when the first two are added.
+    grows_in_out = same and not any(np.may_share_memory(out, row) for row in rows[2:])
     total = out if grows_in_out else np.empty(min(m, PIECE), wide)
     term = total if same else np.empty_like(total)
     with np.errstate(all="ignore"):
@@ -66,15 +65,18 @@ def reduce_rows(rows: Array, out: Array, op: str) -> None:
             acc, part = total[: piece.stop - start], term[: piece.stop - start]
             if grows_in_out:
                 acc = out[piece]
-            widen(rows[0, piece], acc)
-            for row in range(1, p):
-                value = rows[row, piece]
+            if same and len(rows) > 1:
+                _UFUNCS[op](rows[0][piece], rows[1][piece], out=acc)
+            else:
+                widen(rows[0][piece], acc)
+            for row in rows[2 if same else 1 :]:
+                value = row[piece]
                 if not same:
                     widen(value, part)
                     value = part
                 _UFUNCS[op](acc, value, out=acc)
             if op == "avg":
-                divide(acc, p)
+                divide(acc, len(rows))
             if not grows_in_out:
                 np.copyto(out[piece], acc, casting="unsafe")
 

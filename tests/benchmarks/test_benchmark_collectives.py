@@ -98,6 +98,7 @@ def test_unsuitable_arguments_are_refused(capsys):
         (["allreduce", "-d", "float32", "-o", "band"], "there is no op='band' for float32"),
         (["quantized_allreduce", "-d", "int32"], "cannot code int32"),
         (["quantized_allreduce", "-o", "max"], "only sum and avg"),
+        (["allreduce", "--gloo", "-d", "int8"], "gloo is set beside float32 and float64, not int8"),
     ]:
         with pytest.raises(SystemExit):
             collectives.parse_arguments(argv)

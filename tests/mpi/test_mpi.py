@@ -11,6 +11,7 @@ from bagua_comm import CommMismatch, Exact, GradientAllReduce, Hierarchical, Min
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
 from bagua_comm.transports import mpi as mpi_transport
+from bagua_comm.transports import shared
 
 pytestmark = pytest.mark.mpi
 
@@ -26,6 +27,36 @@ def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_ow
     with bagua_comm.connect(timeout_s=30, node=comm.rank) as nodes:
         assert (nodes.node, nodes.local_size) == (comm.rank, 1)
         check_transport(nodes)
+
+
+def test_conformance_through_shared_memory(comm, monkeypatch):
+    if comm.size > 3:
+        return  # more ranks and pieces are in tests/transports/test_shared.py
+    monkeypatch.setattr(mpi_transport, "SHARED_BYTES", 0)
+    monkeypatch.setattr(shared, "SLOT_BYTES", 1 << 12)
+    with bagua_comm.connect(timeout_s=30) as small:
+        assert (small.transports[0]._window is not None) == (comm.size > 1)
+        check_transport(small)
+
+
+def test_large_allreduce_through_shared_memory_gives_the_bytes_that_threads_give(comm):
+    def body(world):
+        return world.allreduce(sample(world.rank, (mpi_transport.SHARED_BYTES // 4 + 5,), "float32"), op="avg")
+
+    expected = run_ranks(comm.size, body)[comm.rank]
+    before = comm.counters.total().wire_bytes
+    assert expected.tobytes() == body(comm).tobytes()
+    sent = comm.counters.total().wire_bytes - before
+    assert sent == 2 * expected.nbytes * (comm.size - 1) // comm.size
+
+
+def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(shared, "_map", lambda *place: None)
+    x = np.full(mpi_transport.SHARED_BYTES, comm.rank, np.int8)
+    with bagua_comm.connect(timeout_s=30) as without:
+        assert without.transports[0]._window is None
+        assert (without.allreduce(x) == sum(range(comm.size))).all()
 
 
 @pytest.mark.parametrize("colors", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2]])

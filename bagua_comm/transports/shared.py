@@ -1,0 +1,168 @@
+"""Reductions among ranks on one host, through memory that all of them map.
+
+A window holds two slots of each rank and a counter of its rounds. In a round every rank fills one of its slots,
+raises its counter, waits until all counters are as high, and reads what it needs from the others' slots. In the
+next it fills the other slot, which all have read by then: nobody enters a round before it is done with the last.
+Large arrays pass in pieces, one piece a round. An allreduce writes the sums of one piece beside the parts of the
+next, so that it, too, waits once a piece.
+
+Every element has one owner, who reduces it in rank order: all ranks hold the same bytes, those of
+`kernels.host.reduce_rows`. What is only moved is left to MPI, which copies it once, from process to process.
+
+The window needs Linux; memory is taken when it is first written to. One file stays open for each.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+
+from ..arrays import Array, DType, rows
+from ..kernels import host
+from .base import Transport, chunk_bounds
+
+SLOT_BYTES = 1 << 20
+"""How much a rank writes in a round; a window takes twice as much for each rank. Less is as fast on idle cores,
+but up to twice as slow on busy ones, where a wait may cost a time slice; more is no faster."""
+
+_LINE = 64
+"""Bytes of a cache line: counters stand in lines of their own, and the parts of a slot begin with one."""
+
+_NAME = "bagua-{}"
+"""Of the memory, with a number that nobody guesses."""
+
+Wait = Callable[[Callable[[], bool]], None]
+"""Returns when a condition holds; raises if it takes too long."""
+
+
+class SharedWindow:
+    """Memory mapped by all ranks of one host, and reductions through it; this is `rank` of `size`.
+
+    Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, wait: Wait) -> None:
+        self.rank, self.size, self._wait = rank, size, wait
+        self._others = [(rank + i) % size for i in range(1, size)]
+        self._counters = memoryview(memory)[: size * _LINE].cast("q")[:: _LINE // 8]
+        self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
+        self._round = 0
+        self._fence = threading.Lock()
+
+    def allreduce(self, x: Array, out: Array, op: str) -> None:
+        """Reduce `x` over all ranks into `out` on all ranks. `out` may be `x`.
+
+        Collective.
+        """
+        bounds = chunk_bounds(x.size, self.size)
+        results = [out.reshape(-1)[chunk] for chunk in bounds]
+        self._reduce([x.reshape(-1)[chunk] for chunk in bounds], results[self.rank], op, results)
+
+    def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
+        """Reduce `x`, (p, m), over all ranks and keep chunk `rank` in `out`, which may lie in `x`.
+
+        Collective.
+        """
+        self._reduce(rows(x, self.size), out.reshape(-1), op)
+
+    def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
+        """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
+        rank, count = self.rank, len(chunks[0])
+        slots = self._slots(mine.dtype)
+        length = slots.shape[-1]
+        # The sums of a piece pass one round after its parts: one round more, in which there are no parts.
+        for piece in _pieces(count + length if results else count, length):
+            now, later = slots[self._round % 2], slots[1 - self._round % 2]
+            for peer in self._others:
+                _fill(now[rank, peer], chunks[peer][piece])
+            self._meet()
+            total = mine[piece]
+            parts = [chunks[r][piece] if r == rank else now[r, rank, : total.size] for r in range(self.size)]
+            host.reduce_rows(parts, total, op)
+            if results:
+                _fill(later[rank, rank], total)
+                last = slice(max(piece.start - length, 0), piece.start)
+                for peer in self._others:
+                    _take(now[peer, peer], results[peer][last])
+
+    def _slots(self, dtype: DType) -> Array:
+        """View the slots as (2, p, p, elements): of even and odd rounds, of each rank, for each rank."""
+        nbytes = self._data.shape[-1] // self.size // _LINE * _LINE
+        view: Array = self._data[..., : self.size * nbytes].reshape(2, self.size, self.size, nbytes).view(dtype)
+        return view
+
+    def _meet(self) -> None:
+        """End this rank's writing of a round, and wait until all others have ended theirs."""
+        self._round += 1
+        self._synchronize_memory()
+        counters, this_round = self._counters, self._round
+        counters[self.rank] = this_round
+        if any(counters[peer] < this_round for peer in self._others):
+            self._wait(lambda: all(counters[peer] >= this_round for peer in self._others))
+        self._synchronize_memory()
+
+    def _synchronize_memory(self) -> None:
+        """Order all that is read and written before against all that comes after, as POSIX has it for locks."""
+        with self._fence:
+            pass
+
+
+def open_window(transport: Transport, wait: Wait) -> SharedWindow | None:
+    """A window over the ranks of `transport`; None, on all of them, unless they run on one host that allows it.
+
+    Collective. The memory has no name in any file system, and goes when the last process that maps it does.
+    """
+    nbytes = transport.size * (_LINE + 2 * SLOT_BYTES)
+    place = np.zeros(3, np.int64)
+    with ExitStack() as files:  # open until all have mapped it
+        if transport.rank == 0:
+            place[:] = _create(nbytes, files)
+        transport.broadcast(place, 0)
+        process, file, number = place.tolist()
+        memory = _map(process, file, number, nbytes)
+        shared = transport.agree(memory is not None)
+    return SharedWindow(memory, transport.rank, transport.size, wait) if memory and shared else None
+
+
+def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
+    """Make memory for others to map; its process, file descriptor and number, or zeros if there is none."""
+    number = secrets.randbits(63)
+    try:
+        file = os.memfd_create(_NAME.format(number))
+        files.callback(os.close, file)
+        os.ftruncate(file, nbytes)
+    except (AttributeError, OSError):  # AttributeError: only Linux has it
+        return 0, 0, 0
+    return os.getpid(), file, number
+
+
+def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
+    """Map the memory at this place; None if it cannot be seen from here, as from another host."""
+    path = f"/proc/{process}/fd/{file}"
+    try:
+        # On another host, or in another container, the path may lead to something else.
+        if os.readlink(path) != f"/memfd:{_NAME.format(number)} (deleted)":
+            return None
+        with open(path, "r+b", buffering=0) as opened:
+            return mmap.mmap(opened.fileno(), nbytes)
+    except (OSError, ValueError):
+        return None
+
+
+def _pieces(count: int, length: int) -> Iterator[slice]:
+    """Cut `count` elements into slices of `length`; the last may reach beyond the end."""
+    return (slice(start, start + length) for start in range(0, count, length))
+
+
+def _fill(slot: Array, values: Array) -> None:
+    slot[: values.size] = values
+
+
+def _take(slot: Array, out: Array) -> None:
+    out[...] = slot[: out.size]
