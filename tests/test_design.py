@@ -33,6 +33,7 @@ ALLOWED = {
     "cupy": {"arrays", "kernels/device", "transports/nccl", "transports/staged", "lane"},
     "mpi4py": {"transports/mpi", "bootstrap", "elastic"},
     "torch": {"bagua_torch"},
+    "optuna": {"tuner"},
     "lightning": {"bagua_torch"},
 }
 
