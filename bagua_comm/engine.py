@@ -311,8 +311,8 @@ class Engine:
                 )
 
     def _begin_phase(self, began: int) -> None:
-        """Set up what the algorithm is in this step, which it became in step `began`."""
-        self._phase, self._began = phase_of(self.algorithm, self.step), began
+        """Set up what the algorithm became in step `began`."""
+        self._phase, self._began = phase_of(self.algorithm, began), began
         self._window = self._phase.window
         self.buckets = self._buckets[self._phase.payload]
         self.states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]

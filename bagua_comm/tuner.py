@@ -112,7 +112,7 @@ class Grid:
         return next(matches, None)
 
     def neighbours(self, cell: Cell) -> list[Cell]:
-        """Places one step away: in the bucket size, in the block, or with another average."""
+        """Cells one step away: in the bucket size, in the block, or with another average."""
         i, j, k = cell
         beside = [(i - 1, j, k), (i + 1, j, k), (i, j, k - 1), (i, j, k + 1)]
         others = [self.nearest(i, other, k) for other in range(len(self.families)) if other != j]
@@ -155,10 +155,10 @@ def _families(
 ) -> tuple[tuple[Algorithm, ...], ...]:
     """`algorithm` with its own average and with each of `averages`, and these in all `blocks`."""
     with_averages = [algorithm]
-    if averages and not any(hasattr(part, "average") for part in _parts(algorithm)):
+    if averages and not any(map(_has_average, _parts(algorithm))):
         raise ArrayError(f"Tuner: averages are given, but {algorithm} has no average to choose")
     for average in averages or ():
-        other = _changed(algorithm, "average", average, lambda part: hasattr(part, "average"))
+        other = _changed(algorithm, "average", average, _has_average)
         if other not in with_averages:
             with_averages.append(other)
     if blocks and not any(_has_block(part) for each in with_averages for part in _parts(each)):
@@ -175,26 +175,29 @@ def _families(
 
 
 def _inner(settings: Any) -> list[str]:
-    """The fields of a dataclass of settings that are part of the search."""
+    """The fields of a part of settings that are searched; none of what is no dataclass."""
+    if not dataclasses.is_dataclass(settings):
+        return []
     return ["then"] if isinstance(settings, After) else [f.name for f in dataclasses.fields(settings) if f.init]
 
 
 def _parts(settings: Any) -> Iterator[Any]:
-    """All dataclasses in a tree of settings, from the root."""
-    if dataclasses.is_dataclass(settings):
-        yield settings
-        for name in _inner(settings):
-            yield from _parts(getattr(settings, name))
+    """All that is in a tree of settings, from the root."""
+    yield settings
+    for name in _inner(settings):
+        yield from _parts(getattr(settings, name))
 
 
 def _changed(settings: Any, field: str, value: Any, where: Callable[[Any], bool]) -> Any:
     """A copy of a tree of settings, with another value in one field of the parts that `where` says."""
-    if not dataclasses.is_dataclass(settings) or isinstance(settings, type):
-        return settings
     fields = {name: _changed(getattr(settings, name), field, value, where) for name in _inner(settings)}
     if where(settings):
         fields[field] = value
-    return dataclasses.replace(settings, **fields)
+    return dataclasses.replace(settings, **fields) if fields else settings
+
+
+def _has_average(part: Any) -> bool:
+    return "average" in _inner(part)
 
 
 def _has_block(part: Any) -> bool:
@@ -210,10 +213,10 @@ def _state_is_whole(algorithm: Algorithm) -> bool:
 
 def _warmup_of(algorithm: Algorithm) -> int:
     """Steps of training before the algorithm does what it does to the end."""
-    parts = list(_parts(algorithm))
-    return sum(p.steps for p in parts if isinstance(p, After)) + sum(
-        p.warmup_steps for p in parts if isinstance(p, QAdam)
-    )
+    steps = 0
+    for part in _parts(algorithm):
+        steps += part.steps if isinstance(part, After) else part.warmup_steps if isinstance(part, QAdam) else 0
+    return steps
 
 
 def _period_of(algorithm: Algorithm) -> int:
@@ -335,10 +338,10 @@ def _quiet() -> Iterator[None]:
 class Tuner:
     """Searches for the settings that train fastest, while training goes on; then they stay.
 
-    What is measured are whole training steps on all ranks, the slowest of which counts. A search takes about
-    (trials + 6) * (steps_per_trial + 1) steps of training; none of them is lost. Every rank makes an equal one.
-    Give it to `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and `step`
-    after every step. It serves one training.
+    What is measured are whole steps on all ranks, the slowest of which counts. A search takes at most
+    (trials + 6) * (steps_per_trial + 1) steps, all of which train. Give it to
+    `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and `step` after every
+    step. All ranks make an equal one. It serves one training.
 
     Only bucket sizes are searched for, unless the algorithm sends blocks of MinMaxUInt8 already or `averages`
     are given: an exact algorithm stays exact, with the same results wherever transports add in the order of ranks
@@ -456,10 +459,14 @@ class Tuner:
         self.best = grid[self._cell]
         return self.best
 
+    @property
+    def choices(self) -> list[Settings]:
+        """All that there is to choose from."""
+        return [self._grid[cell] for cell in self._grid]
+
     def algorithm_named(self, name: str) -> Algorithm | None:
         """The algorithm among the choices whose repr this is, as a checkpoint has it; None if there is none."""
-        names = {repr(each): each for family in self._grid.families for each in family}
-        return names.get(name)
+        return {repr(choice.algorithm): choice.algorithm for choice in self.choices}.get(name)
 
     def step(self, seconds: float) -> Settings | None:
         """Tell what a training step took on this rank; returns settings to go on with, None for the same.
