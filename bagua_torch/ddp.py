@@ -288,7 +288,7 @@ class DistributedDataParallel(nn.Module):
             ArrayError: It is another algorithm, or what it keeps cannot move to other buckets.
             UnsupportedError: The algorithm cannot carry a parameter; it is named.
         """
-        algorithm = algorithm if algorithm is not None else self.algorithm
+        algorithm = algorithm if algorithm is not None else self.engine.algorithm
         self._check_optimizers(algorithm)
         self._check_backward_ended()
         self._complete_step()
