@@ -152,6 +152,8 @@ def run(comm: Communicator, options: argparse.Namespace) -> dict[str, Any]:
         training.step()
         steps += 1
     search_s = time.perf_counter() - begun
+    if comm.rank == 0:
+        print(f"# searched  : {steps} steps, {search_s:.0f} s; now all {len(tuner.choices)} choices", flush=True)
 
     grid = measure_in_turn(training, tuner.choices, rounds=options.rounds, steps=options.steps)
     fastest = min(grid, key=lambda each: each.median)
