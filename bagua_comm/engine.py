@@ -20,7 +20,7 @@ import numpy as np
 
 from . import arrays
 from .algorithms.base import Algorithm, Payload, Point, check_algorithm_argument, phase_of, phases_of
-from .algorithms.state import load_state, save_state
+from .algorithms.state import check_movable, load_state, save_state
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
@@ -201,6 +201,7 @@ class Engine:
         if specs != {tensor for bucket in plan.buckets for tensor in bucket.tensors}:
             raise ArrayError("replan: the new plan has other tensors than the old one")
         saved = self._saved()
+        check_movable(saved, plan.buckets)
         if storage is None:
             run = arrays.namespace(self.buckets[0].flat) if self.buckets else np
             storage = {

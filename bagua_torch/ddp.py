@@ -161,7 +161,7 @@ class DistributedDataParallel(nn.Module):
             bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
         self.bucket_bytes = bucket_bytes
         self._step_began_s: float | None = None
-        self._plan = self._pack()
+        self._plan = self._pack(bucket_bytes)
         self._flats: dict[Payload, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         """Views of the buckets, where gradients are exchanged."""
@@ -292,12 +292,13 @@ class DistributedDataParallel(nn.Module):
         self._check_optimizers(algorithm)
         self._check_backward_ended()
         self._complete_step()
-        self.bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
-        self._plan, self._flats, old = self._pack(), {}, self._gradients
-        views = {phase.payload: self._lay_out(phase.payload) for phase in phases_of(algorithm)}
-        self.engine.replan(self._plan, self._storage(), algorithm=algorithm)
-        self.algorithm = algorithm
-        self._gradients, self._weights = views.get("grad", {}), views.get("weight", {})
+        bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
+        plan = self._pack(bucket_bytes)
+        flats = {phase.payload: self._allocate(plan) for phase in phases_of(algorithm)}
+        self.engine.replan(plan, _as_storage(flats), algorithm=algorithm)
+        self.bucket_bytes, self.algorithm, self._plan, self._flats = bucket_bytes, algorithm, plan, flats
+        old, self._gradients = self._gradients, plan.cut(flats["grad"]) if "grad" in flats else {}
+        self._weights = plan.cut(flats["weight"]) if "weight" in flats else {}
         for name, view in self._gradients.items():
             if self._trained[name].grad is old[name]:
                 self._trained[name].grad = view
@@ -367,31 +368,28 @@ class DistributedDataParallel(nn.Module):
         """Make the engine, and the memory that it exchanges."""
         payloads = {phase.payload for phase in phases_of(algorithm)}
         if "grad" in payloads and "grad" not in self._flats:
-            self._gradients = self._lay_out("grad")
+            self._flats["grad"] = self._allocate(self._plan)
+            self._gradients = self._plan.cut(self._flats["grad"])
         if "weight" in payloads and "weight" not in self._flats:
-            for name, view in self._lay_out("weight").items():
+            self._flats["weight"] = self._allocate(self._plan)
+            for name, view in self._plan.cut(self._flats["weight"]).items():
                 parameter = self._trained[name]
                 view.copy_(parameter.detach())
                 parameter.data = view
                 self._weights[name] = view
-        self.engine = Engine(self.comm, algorithm, self._plan, self._storage())
+        self.engine = Engine(self.comm, algorithm, self._plan, _as_storage(self._flats))
         self.algorithm, self._commits = algorithm, 0
 
-    def _pack(self) -> Plan:
-        return Plan.pack(self._specs, bucket_bytes=self.bucket_bytes, alignment=ALIGNMENT * self.comm.size)
+    def _pack(self, bucket_bytes: int) -> Plan:
+        return Plan.pack(self._specs, bucket_bytes=bucket_bytes, alignment=ALIGNMENT * self.comm.size)
 
-    def _storage(self) -> dict[Payload, list[Any]]:
-        return {payload: [as_array(flat) for flat in flats] for payload, flats in self._flats.items()}
-
-    def _lay_out(self, payload: Payload) -> dict[str, torch.Tensor]:
-        """Allocate the buckets of a payload; returns a view for each parameter."""
-        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in self._plan.buckets]
-        flats = [
+    def _allocate(self, plan: Plan) -> list[torch.Tensor]:
+        """Memory for the buckets of one payload."""
+        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in plan.buckets]
+        return [
             torch.zeros(bucket.size, dtype=dtype, device=self._device)
-            for bucket, dtype in zip(self._plan.buckets, dtypes, strict=True)
+            for bucket, dtype in zip(plan.buckets, dtypes, strict=True)
         ]
-        self._flats[payload] = flats
-        return self._plan.cut(flats)
 
     def _check_module(self) -> None:
         if not self._trained:
@@ -807,6 +805,10 @@ class _Join:
     active: list[int] = field(default_factory=list)
     scale: float = 1.0
     """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
+
+
+def _as_storage(flats: dict[Payload, list[torch.Tensor]]) -> dict[Payload, list[Any]]:
+    return {payload: [as_array(flat) for flat in each] for payload, each in flats.items()}
 
 
 def _to_tensor(value: Any) -> Any:

@@ -20,8 +20,10 @@ from bagua_comm import (
     CommMismatch,
     Decentralized,
     DiLoCo,
+    ErrorFeedback,
     Exact,
     GradientAllReduce,
+    Hierarchical,
     LowPrecisionDecentralized,
     MinMaxUInt8,
     QAdam,
@@ -85,6 +87,23 @@ def test_gradients_that_accumulate_move_to_new_buckets():
         assert torch.equal(gradients(models[0]), gradients(models[1]))
 
     run_ranks(2, body)
+
+
+def test_what_cannot_move_to_new_buckets_is_told_and_training_goes_on():
+    def body(comm):
+        algorithm = GradientAllReduce(Hierarchical(ErrorFeedback()))
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        plain, plain_optimizer, plain_ddp = wrapped(comm, algorithm)
+        train(comm, plain_ddp, plain_optimizer, range(4))
+        train(comm, ddp, optimizer, range(2))
+        with pytest.raises(ArrayError, match="cannot move to another"):
+            ddp.replan(bucket_bytes=64)
+        train(comm, ddp, optimizer, range(2, 4))
+        for each in (ddp, plain_ddp):
+            each.close()
+        assert torch.equal(weights(model), weights(plain))
+
+    run_ranks(4, body, nodes=["a", "a", "b", "b"])
 
 
 def test_another_algorithm_is_for_switch():
