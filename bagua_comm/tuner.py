@@ -40,7 +40,7 @@ BLOCKS = (128, 256, 512, 1024, 2048)
 RANDOM_TRIALS = 5
 """Trials before Optuna's sampler has seen enough to judge."""
 
-FINALISTS, ROUNDS = 3, 2
+FINALISTS, ROUNDS = 3, 3
 """How many settings are measured once more at the end, and how often."""
 
 UNTIMED_STEPS = 1
@@ -339,7 +339,7 @@ class Tuner:
     """Searches for the settings that train fastest, while training goes on; then they stay.
 
     What is measured are whole steps on all ranks, the slowest of which counts. A search takes at most
-    (trials + 6) * (steps_per_trial + 1) steps, all of which train. Give it to
+    (trials + 9) * (steps_per_trial + 1) steps, all of which train. Give it to
     `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and `step` after every
     step. All ranks make an equal one. It serves one training.
 

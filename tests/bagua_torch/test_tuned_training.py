@@ -147,7 +147,7 @@ def test_averages_and_blocks_are_tried_where_they_are_given():
         tuner = make_tuner(averages=[Quantized()], blocks=[32], trials=6)
         _, optimizer, ddp = wrapped(comm, tuner=tuner)
         tried = set()
-        for step in range(30):
+        for step in range(35):
             train(comm, ddp, optimizer, [step])
             tried.add(ddp.engine.algorithm)
             assert ddp.engine.algorithm == ddp.algorithm
@@ -180,7 +180,7 @@ def test_a_profile_is_what_the_next_training_begins_with(tmp_path):
 @pytest.mark.parametrize("algorithm", [ByteGrad(), LowPrecisionDecentralized()], ids=repr)
 def test_a_checkpoint_made_during_a_search_loads_into_one_that_begins(algorithm):
     def body(comm):
-        _, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64]))
+        _, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64], trials=5))
         step = 0
         while ddp.algorithm == algorithm:
             train(comm, ddp, optimizer, [step])
@@ -188,14 +188,14 @@ def test_a_checkpoint_made_during_a_search_loads_into_one_that_begins(algorithm)
         saved = through_a_file(ddp.state_dict())
         ddp.close()
 
-        model, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64]))
+        model, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64], trials=5))
         ddp.load_state_dict(saved)
         assert ddp.algorithm == algorithm
         assert ddp.engine.step == step
         assert torch.equal(
             weights(model), torch.cat([saved[f"module.{n}"].reshape(-1) for n, _ in model.named_parameters()])
         )
-        train(comm, ddp, optimizer, range(step, 40))
+        train(comm, ddp, optimizer, range(step, step + 30))
         assert not ddp.tuner.searching
         ddp.close()
 
@@ -233,7 +233,7 @@ def test_a_step_with_an_unused_parameter_or_an_evaluation_between_is_tuned_like_
     def body(comm):
         tuner = make_tuner(trials=4)
         model, optimizer, ddp = wrapped(comm, ByteGrad(), tuner=tuner, find_unused_parameters=True)
-        for step in range(20):
+        for step in range(30):
             train_step(ddp, optimizer, batch(comm.rank, step))
             ddp.eval()
             with torch.no_grad():
