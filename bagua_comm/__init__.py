@@ -38,6 +38,7 @@ from .errors import (
     UnsupportedError,
 )
 from .lane import Lane
+from .tuner import Tuner
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "Quantized",
     "RankFailed",
     "TensorSpec",
+    "Tuner",
     "UnsupportedError",
     "Window",
     "after",

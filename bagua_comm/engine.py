@@ -20,7 +20,7 @@ import numpy as np
 
 from . import arrays
 from .algorithms.base import Algorithm, Payload, Point, check_algorithm_argument, phase_of, phases_of
-from .algorithms.state import load_state, save_state
+from .algorithms.state import check_movable, load_state, save_state
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
@@ -170,7 +170,9 @@ class Engine:
         """
         self._stopped = False
 
-    def replan(self, plan: Plan, storage: Storage | None = None) -> list[Array] | dict[Payload, list[Array]]:
+    def replan(
+        self, plan: Plan, storage: Storage | None = None, *, algorithm: Algorithm | None = None
+    ) -> list[Array] | dict[Payload, list[Array]]:
         """Go on with another plan for the same tensors; their values and the algorithm's state move along.
 
         Collective. Call it between steps.
@@ -178,19 +180,28 @@ class Engine:
         Args:
             plan: The new plan.
             storage: Memory for it; if None, new arrays of the library of the old ones.
+            algorithm: The same with other settings, another average or codec say; it goes on counting steps.
 
         Returns:
             The memory now used: one flat array per bucket, by payload if there are two of them.
 
         Raises:
-            ArrayError: The plan has other tensors, or `storage` or the state does not fit.
-            CommMismatch: The ranks' plans differ.
+            ArrayError: The plan has other tensors, the algorithm is another one, or `storage` or the state does
+                not fit.
+            CommMismatch: The ranks' plans or algorithms differ.
+            UnsupportedError: The algorithm cannot exchange the dtype of a tensor; it is named.
         """
+        algorithm = self.algorithm if algorithm is None else algorithm
+        check_algorithm_argument("replan", "algorithm", algorithm)
+        if _kinds(algorithm) != _kinds(self.algorithm):
+            raise ArrayError(f"replan: {algorithm} is another algorithm than {self.algorithm}")
+        check_fit(algorithm, plan, self._comm.size)
         self._finish()
         specs = {tensor for bucket in self.plan.buckets for tensor in bucket.tensors}
         if specs != {tensor for bucket in plan.buckets for tensor in bucket.tensors}:
             raise ArrayError("replan: the new plan has other tensors than the old one")
         saved = self._saved()
+        check_movable(saved, plan.buckets)
         if storage is None:
             run = arrays.namespace(self.buckets[0].flat) if self.buckets else np
             storage = {
@@ -198,6 +209,7 @@ class Engine:
                 for payload in self._buckets
             }
         old, self.plan, self._buckets = self._buckets, plan, self._over(plan, storage)
+        self.algorithm = algorithm
         for payload, buckets in self._buckets.items():
             views = {name: view for bucket in old[payload] for name, view in bucket.views.items()}
             for bucket in buckets:
@@ -300,8 +312,8 @@ class Engine:
                 )
 
     def _begin_phase(self, began: int) -> None:
-        """Set up what the algorithm is in this step, which it became in step `began`."""
-        self._phase, self._began = phase_of(self.algorithm, self.step), began
+        """Set up what the algorithm became in step `began`."""
+        self._phase, self._began = phase_of(self.algorithm, began), began
         self._window = self._phase.window
         self.buckets = self._buckets[self._phase.payload]
         self.states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]
@@ -415,6 +427,11 @@ class Engine:
             for bucket in self._left:
                 self._phase.commit(bucket, self.states[bucket.index])
             self.commits += 1
+
+
+def _kinds(algorithm: Algorithm) -> list[tuple[type, Payload]]:
+    """What an algorithm is in the course of training, whatever its settings."""
+    return [(type(phase), phase.payload) for phase in phases_of(algorithm)]
 
 
 def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:

@@ -44,6 +44,7 @@ from bagua_comm import (
     Point,
     QAdam,
     TensorSpec,
+    Tuner,
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
@@ -101,6 +102,9 @@ class DistributedDataParallel(nn.Module):
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; `bagua_comm.default()` if None, which connects if need be.
         bucket_bytes: The size at which a bucket is closed.
+        tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
+            `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
+            host waits for the device in every step. In `join` the search rests; `switch` ends it.
         broadcast_buffers: Copy rank 0's buffers to all ranks at every training forward pass.
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
@@ -127,6 +131,7 @@ class DistributedDataParallel(nn.Module):
         *,
         comm: Communicator | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        tuner: Tuner | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
     ) -> None:
@@ -135,6 +140,7 @@ class DistributedDataParallel(nn.Module):
         self.comm = comm if comm is not None else bagua_comm.default()
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
+        self.tuner = tuner
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         # remove_duplicate, the default, names a tied parameter once.
         self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -146,11 +152,16 @@ class DistributedDataParallel(nn.Module):
         for optimizer in self.optimizers:
             broadcast_optimizer(self.comm, optimizer)
 
-        specs = [
+        self._specs = [
             TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
             for name, parameter in reversed(self._trained.items())  # about the order of their gradients
         ]
-        self._plan = Plan.pack(specs, bucket_bytes=bucket_bytes, alignment=ALIGNMENT * self.comm.size)
+        if tuner is not None:
+            best = tuner.start(self.comm, algorithm, self._specs, bucket_bytes=bucket_bytes)
+            bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
+        self.bucket_bytes = bucket_bytes
+        self._step_began_s: float | None = None
+        self._plan = self._pack(bucket_bytes)
         self._flats: dict[Payload, list[torch.Tensor]] = {}
         self._gradients: dict[str, torch.Tensor] = {}
         """Views of the buckets, where gradients are exchanged."""
@@ -253,12 +264,47 @@ class DistributedDataParallel(nn.Module):
         self._complete_step()
         differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
         self.engine.close()
+        self.tuner = None
         if differed:
             self.average_weights()
             broadcast_tensors(self.comm, list(self.module.buffers()))
             for optimizer in self.optimizers:
                 broadcast_optimizer(self.comm, optimizer)
         self._start(algorithm)
+        self._share_momenta()
+
+    @_in_stream_order
+    def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
+        """Go on with buckets of another size, or the same algorithm with other settings.
+
+        Collective. Call it between steps. Gradients move along, and what the algorithm keeps; until they have,
+        there is memory for both old and new.
+
+        Args:
+            bucket_bytes: The size at which a bucket is closed; as it is if None.
+            algorithm: The same with another average or codec, say; as it is if None.
+
+        Raises:
+            ArrayError: It is another algorithm, or what it keeps cannot move to other buckets.
+            UnsupportedError: The algorithm cannot carry a parameter; it is named.
+        """
+        algorithm = algorithm if algorithm is not None else self.engine.algorithm
+        self._check_optimizers(algorithm)
+        self._check_backward_ended()
+        self._complete_step()
+        bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
+        plan = self._pack(bucket_bytes)
+        flats = {phase.payload: self._allocate(plan) for phase in phases_of(algorithm)}
+        self.engine.replan(plan, _as_storage(flats), algorithm=algorithm)
+        self.bucket_bytes, self.algorithm, self._plan, self._flats = bucket_bytes, algorithm, plan, flats
+        old, self._gradients = self._gradients, plan.cut(flats["grad"]) if "grad" in flats else {}
+        self._weights = plan.cut(flats["weight"]) if "weight" in flats else {}
+        for name, view in self._gradients.items():
+            if self._trained[name].grad is old[name]:
+                self._trained[name].grad = view
+        for name, view in self._weights.items():
+            self._trained[name].data = view
+        self._weights_changed()
         self._share_momenta()
 
     @_in_stream_order
@@ -300,7 +346,13 @@ class DistributedDataParallel(nn.Module):
     @_in_stream_order
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
+        mine = self.algorithm
+        saved = self.tuner.algorithm_named(state["algorithm"]) if self.tuner is not None else None
+        if saved not in (None, mine):  # what a tuner tried at that time
+            self.replan(algorithm=saved)
         self.engine.load_state_dict(map_leaves(state, self._to_array))
+        if self.algorithm != mine:
+            self.replan(algorithm=mine)
         self._backward = _Backward()
         self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
@@ -316,26 +368,28 @@ class DistributedDataParallel(nn.Module):
         """Make the engine, and the memory that it exchanges."""
         payloads = {phase.payload for phase in phases_of(algorithm)}
         if "grad" in payloads and "grad" not in self._flats:
-            self._gradients = self._lay_out("grad")
+            self._flats["grad"] = self._allocate(self._plan)
+            self._gradients = self._plan.cut(self._flats["grad"])
         if "weight" in payloads and "weight" not in self._flats:
-            for name, view in self._lay_out("weight").items():
+            self._flats["weight"] = self._allocate(self._plan)
+            for name, view in self._plan.cut(self._flats["weight"]).items():
                 parameter = self._trained[name]
                 view.copy_(parameter.detach())
                 parameter.data = view
                 self._weights[name] = view
-        storage = {payload: [as_array(flat) for flat in flats] for payload, flats in self._flats.items()}
-        self.engine = Engine(self.comm, algorithm, self._plan, storage)
+        self.engine = Engine(self.comm, algorithm, self._plan, _as_storage(self._flats))
         self.algorithm, self._commits = algorithm, 0
 
-    def _lay_out(self, payload: Payload) -> dict[str, torch.Tensor]:
-        """Allocate the buckets of a payload; returns a view for each parameter."""
-        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in self._plan.buckets]
-        flats = [
+    def _pack(self, bucket_bytes: int) -> Plan:
+        return Plan.pack(self._specs, bucket_bytes=bucket_bytes, alignment=ALIGNMENT * self.comm.size)
+
+    def _allocate(self, plan: Plan) -> list[torch.Tensor]:
+        """Memory for the buckets of one payload."""
+        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in plan.buckets]
+        return [
             torch.zeros(bucket.size, dtype=dtype, device=self._device)
-            for bucket, dtype in zip(self._plan.buckets, dtypes, strict=True)
+            for bucket, dtype in zip(plan.buckets, dtypes, strict=True)
         ]
-        self._flats[payload] = flats
-        return self._plan.cut(flats)
 
     def _check_module(self) -> None:
         if not self._trained:
@@ -418,6 +472,7 @@ class DistributedDataParallel(nn.Module):
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
         mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
         mine.append((f"{len(self.optimizers)} optimizers", (), "", False))
+        mine.append(("a tuner" if self.tuner is not None else "no tuner", (), "", False))
         for rank, theirs in enumerate(self.comm.allgather_object(mine)):
             if theirs != mine:
                 different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
@@ -458,6 +513,7 @@ class DistributedDataParallel(nn.Module):
             if self._stepped:
                 self._end_step()  # not all optimizers stepped
             self._complete_step()
+            self._tune()
             self._opened = True
             if self._join is not None:
                 self._announce(active=True)
@@ -468,6 +524,21 @@ class DistributedDataParallel(nn.Module):
         self._forwarded = True
         self.engine.at(Point.FORWARD)
         self._weights_changed()
+
+    def _tune(self) -> None:
+        """Tell the tuner how long the step that ends here took, and do what it says. Collective."""
+        if self.tuner is None or not self.tuner.searching:
+            return
+        if self._join is not None:
+            self._step_began_s = None
+            return
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        if self._step_began_s is not None:
+            change = self.tuner.step(time.perf_counter() - self._step_began_s)
+            if change is not None:
+                self.replan(bucket_bytes=change.bucket_bytes, algorithm=change.algorithm)
+        self._step_began_s = time.perf_counter()
 
     def _check_forward(self) -> None:
         if self._closed:
@@ -734,6 +805,10 @@ class _Join:
     active: list[int] = field(default_factory=list)
     scale: float = 1.0
     """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
+
+
+def _as_storage(flats: dict[Payload, list[torch.Tensor]]) -> dict[Payload, list[Any]]:
+    return {payload: [as_array(flat) for flat in each] for payload, each in flats.items()}
 
 
 def _to_tensor(value: Any) -> Any:

@@ -35,6 +35,7 @@ ALLOWED = {
     "llvmlite": {"kernels/compiled"},
     "mpi4py": {"transports/mpi", "bootstrap", "elastic"},
     "torch": {"bagua_torch"},
+    "optuna": {"tuner"},
     "lightning": {"bagua_torch"},
 }
 

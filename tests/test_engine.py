@@ -99,6 +99,21 @@ def test_a_complete_bucket_leaves_before_the_others_are_complete():
     assert run_ranks(2, body) == [[1.0] * 4] * 2
 
 
+def test_a_new_plan_between_two_phases_belongs_to_the_first():
+    def body(comm):
+        algorithm = after(2, GradientAllReduce(), Probe(Point.GRADIENT, Point.BACKWARD))
+        with make_engine(comm, algorithm) as engine:
+            for step in range(4):
+                if step == 2:
+                    engine.replan(Plan.pack(SPECS, bucket_bytes=32, alignment=4))
+                    assert engine.phase == GradientAllReduce()
+                for point in (Point.FORWARD, Point.BACKWARD, Point.STEP):
+                    engine.at(point)
+            return [state.exchanged for state in engine.states]
+
+    assert run_ranks(1, body) == [[[0, 1], [0, 1]]]
+
+
 def test_tensors_that_never_become_ready_are_sent_as_zeros():
     def body(comm):
         with make_engine(comm) as engine:

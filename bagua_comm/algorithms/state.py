@@ -8,14 +8,14 @@ whole: they go with the first tensor, and fit the same bucket only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from ..bucket import Bucket
+from ..bucket import Bucket, BucketSpec
 from ..errors import ArrayError
 
 Saved = dict[str, dict[str, Any]]
@@ -33,11 +33,28 @@ def save_state(bucket: Bucket, state: Any) -> Saved:
         elif value.shape[-1:] == bucket.flat.shape:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
         else:
-            saved[next(iter(saved))][path + _WHOLE] = _layout(bucket)
+            saved[next(iter(saved))][path + _WHOLE] = _layout(bucket.spec)
             pieces = {next(iter(saved)): value.copy()}
         for name, piece in pieces.items():
             saved[name][path] = piece
     return saved
+
+
+def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[BucketSpec]) -> None:
+    """Raise unless what `save_state` copied fits buckets of these `specs`.
+
+    Raises:
+        ArrayError: An array belongs to a bucket as a whole, and that is none of them.
+    """
+    layouts = [_layout(spec) for spec in specs]
+    for tensor, pieces in saved.items():
+        for path in pieces:
+            if path.endswith(_WHOLE) and pieces[path] not in layouts:
+                raise _not_movable(path.removesuffix(_WHOLE), tensor)
+
+
+def _not_movable(path: str, tensor: str) -> ArrayError:
+    return ArrayError(f"{path!r} of {tensor!r} belongs to its bucket as a whole, and cannot move to another")
 
 
 def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
@@ -55,10 +72,8 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
             continue
         tensor, piece = next(iter(found.items()))
         layout = saved[tensor].get(path + _WHOLE)
-        if layout is not None and layout != _layout(bucket):
-            raise ArrayError(
-                f"load_state: {path!r} of {tensor!r} belongs to its bucket as a whole, and cannot move to another"
-            )
+        if layout is not None and layout != _layout(bucket.spec):
+            raise _not_movable(path, tensor)
         if value is None and hasattr(piece, "dtype"):  # made at its first use
             value = arrays.zeros_like(bucket.flat if layout is None else _moved(piece, bucket.flat))
             setattr(owner, name, value)
@@ -88,8 +103,8 @@ _WHOLE = " of"
 """Added to the path of an array that stays whole, for the bucket that it belongs to."""
 
 
-def _layout(bucket: Bucket) -> list[Any]:
-    return [bucket.spec.size, *bucket.views]
+def _layout(spec: BucketSpec) -> list[Any]:
+    return [spec.size, *(tensor.name for tensor in spec.tensors)]
 
 
 def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:

@@ -171,13 +171,14 @@ class MPITransport(Transport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Small integers by MPI, small floats gathered and added in rank order; see `Transport`."""
-        if self._is_small(x, x.nbytes) and op in _natively_reduced(x.dtype):
+        small = self._is_small(x, self.size * x.nbytes)
+        if small and op in _natively_reduced(x.dtype):
             # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
             if x is not out:
                 out[...] = x
             self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, _OPS[op]), out)
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-        elif x.nbytes * self.size <= NATIVE_BYTES:
+        elif small:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
             self.allgather(x, table)
             host.reduce_rows(table, out.reshape(-1), op)

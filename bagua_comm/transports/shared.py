@@ -17,7 +17,9 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -119,15 +121,20 @@ def open_window(transport: Transport, wait: Wait) -> SharedWindow | None:
     Collective. The memory has no name in any file system, and goes when the last process that maps it does.
     """
     nbytes = transport.size * (_LINE + 2 * SLOT_BYTES)
-    place = np.zeros(3, np.int64)
+    place = np.zeros(4, np.int64)
     with ExitStack() as files:  # open until all have mapped it
         if transport.rank == 0:
-            place[:] = _create(nbytes, files)
+            place[:] = _host(), *_create(nbytes, files)
         transport.broadcast(place, 0)
-        process, file, number = place.tolist()
-        memory = _map(process, file, number, nbytes)
+        place_host, process, file, number = place.tolist()
+        memory = _map(process, file, number, nbytes) if place_host == _host() else None
         shared = transport.agree(memory is not None)
     return SharedWindow(memory, transport.rank, transport.size, wait) if memory and shared else None
+
+
+def _host() -> int:
+    """A number for the name of this host: containers and emulated hosts may see each other's memory."""
+    return zlib.crc32(socket.gethostname().encode())
 
 
 def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:

@@ -34,6 +34,7 @@ from bagua_comm import (
     GradientAllReduce,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
+    QAdam,
     Quantized,
     UnsupportedError,
     after,
@@ -55,6 +56,7 @@ ALGORITHMS = [
     every(2, Decentralized("shift_one")),
     after(2, ByteGrad(), LowPrecisionDecentralized()),
 ]
+QADAM_EXACT = QAdam(warmup_steps=3, average=Exact())
 
 
 class PlayedByTheCPU:
@@ -155,6 +157,21 @@ def test_training_is_in_the_order_of_pytorchs_stream(on_host, played, algorithm,
         return trained(comm, algorithm, played.wait)
 
     assert run_on_devices(played.device, 2, kind, body) == [(lane, values) for values in on_host]
+
+
+@policies_in_turn(
+    ("algorithm", "kind"),
+    [(algorithm, kind) for algorithm in (GradientAllReduce(), Decentralized(), QADAM_EXACT) for kind, _ in KINDS],
+)
+def test_new_buckets_are_filled_in_the_order_of_pytorchs_stream(on_host, played, algorithm, kind):
+    def body(comm):
+        model = Model(comm, algorithm, played.wait)
+        for step in range(5):
+            model.train([step])
+            model.wrapped.replan(bucket_bytes=1 if step % 2 else 300)
+        return model.end()
+
+    assert [values for _, values in run_on_devices(played.device, 2, kind, body)] == on_host
 
 
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)

@@ -1,0 +1,466 @@
+"""The tuner: what it may choose, how well it chooses, that ranks agree, and what it remembers."""
+
+import json
+import logging
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    CommMismatch,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    ErrorFeedback,
+    Exact,
+    Float16,
+    GradientAllReduce,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    QAdam,
+    Quantized,
+    TensorSpec,
+    Tuner,
+    UnsupportedError,
+    after,
+    every,
+)
+from bagua_comm.testing import run_ranks
+from bagua_comm.tuner import BLOCKS, BUCKET_BYTES, Grid, Search, make_grid
+
+SPECS = [TensorSpec(f"layer{i}", (256,), "float32") for i in range(8)]  # 8 KiB
+SIZES = [1024, 2048, 4096, 8192]
+
+
+def grid_of(algorithm, *, bucket_bytes=SIZES, averages=None, blocks=None):
+    return make_grid(algorithm, SPECS, 2048, bucket_bytes, averages, blocks)
+
+
+# What can be chosen -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [GradientAllReduce(), Decentralized(), GradientAllReduce(Quantized(MinMaxUInt8.bagua())), DiLoCo()],
+    ids=repr,
+)
+def test_only_bucket_sizes_are_searched_for_without_blocks(algorithm):
+    grid = grid_of(algorithm)
+    assert grid == Grid((1024, 2048, 4096, 8192), ((algorithm,),))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "of_block"),
+    [
+        (ByteGrad(), lambda codec: GradientAllReduce(Quantized(codec))),
+        (LowPrecisionDecentralized(), LowPrecisionDecentralized),
+        (QAdam(warmup_steps=7), lambda codec: QAdam(warmup_steps=7, average=Quantized(codec))),
+        (
+            after(3, ByteGrad(), GradientAllReduce(Hierarchical(Quantized()))),
+            lambda codec: after(3, ByteGrad(), GradientAllReduce(Hierarchical(Quantized(codec)))),
+        ),
+    ],
+    ids=repr,
+)
+def test_blocks_are_searched_for_where_there_are_some(algorithm, of_block):
+    (family,) = grid_of(algorithm).families
+    assert family == tuple(of_block(MinMaxUInt8(block)) for block in BLOCKS)
+
+
+def test_averages_are_chosen_from_those_given_and_the_algorithms_own():
+    grid = grid_of(GradientAllReduce(), averages=[Quantized(Float16()), Exact(), Quantized()], blocks=[64])
+    averages = [[algorithm.average for algorithm in family] for family in grid.families]
+    of_blocks = [Quantized(MinMaxUInt8(64)), Quantized(MinMaxUInt8(512))]
+    assert averages == [[Exact()], [Quantized(Float16())], of_blocks]
+
+
+def test_sizes_that_make_the_same_buckets_count_as_one():
+    assert grid_of(GradientAllReduce(), bucket_bytes=[1, 2000, 2**30]).bucket_bytes == (1, 2048, 2**30)
+    assert make_grid(GradientAllReduce(), SPECS, 2**20, None, None, None).bucket_bytes == (2**20,)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "choices", "match"),
+    [
+        (Decentralized(), {"averages": [Quantized()]}, "has no average to choose"),
+        (GradientAllReduce(), {"blocks": [64]}, "sends no blocks"),
+        (GradientAllReduce(Hierarchical(ErrorFeedback())), {}, "cannot move to another"),
+    ],
+)
+def test_what_an_algorithm_does_not_have_cannot_be_chosen(algorithm, choices, match):
+    with pytest.raises(ArrayError, match=match):
+        grid_of(algorithm, **choices)
+
+
+def test_a_state_that_cannot_move_to_other_buckets_leaves_the_block_to_be_searched_for():
+    grid = grid_of(GradientAllReduce(Hierarchical(ErrorFeedback())), bucket_bytes=None, blocks=[64])
+    assert (grid.bucket_bytes, len(grid.families[0])) == ((2048,), 2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bucket_bytes": [0]},
+        {"blocks": [1.5]},
+        {"averages": [Exact]},
+        {"trials": 0},
+        {"steps_per_trial": 0},
+        {"warmup_steps": -1},
+        {"seed": "0"},
+    ],
+    ids=repr,
+)
+def test_wrong_arguments_are_named(wrong):
+    with pytest.raises(ArrayError, match=next(iter(wrong)).rstrip("s")):
+        Tuner(**wrong)
+
+
+# How well it chooses ----------------------------------------------------------------------------------------
+
+
+def step_seconds(rng):
+    """The time of a step, by cell of a grid: latency for every bucket, exposed time of the last, and codecs."""
+    latency_s, bandwidth, compute_s = 10 ** rng.uniform((-4.5, 8, -2), (-2.5, 9.5, -0.5))
+    nbytes = 10 ** rng.uniform(7.5, 8.7)
+
+    def seconds(settings):
+        b, codec = min(settings.bucket_bytes, nbytes), settings.algorithm.average.codec
+        per_byte = (0.25 + 2 / codec.block) / bandwidth + 1e-10 * (1 + 60 / codec.block)
+        return compute_s + max(0.0, nbytes * per_byte - 0.7 * compute_s) + b * per_byte + latency_s * nbytes / b
+
+    return seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_ends_close_to_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    seconds = step_seconds(rng)
+    blocks = tuple(GradientAllReduce(Quantized(MinMaxUInt8(block))) for block in BLOCKS)
+    grid = Grid(BUCKET_BYTES, (blocks,))
+    search = Search(grid, (3, 0, 2), trials=15, seed=seed)
+    measured = []
+    while search.cell is not None:
+        measured.append(search.cell)
+        noise = np.median(np.exp(0.03 * rng.standard_normal(5)))
+        search.tell(seconds(grid[search.cell]) * noise)
+
+    exhaustive = min(seconds(grid[cell]) for cell in grid)
+    assert seconds(grid[search.best]) <= 1.05 * exhaustive
+    assert measured[0] == (3, 0, 2)
+    assert len(set(measured[:15])) == 15
+    assert len(measured) == 15 + 9
+
+
+def test_all_of_a_small_grid_is_measured_and_the_best_once_more():
+    grid = Grid((1, 2, 4, 8), ((GradientAllReduce(),),))
+    search = Search(grid, (2, 0, 0), trials=15, seed=0)
+    measured = []
+    while search.cell is not None:
+        measured.append(search.cell)
+        # Measured once, 4 looks best; side by side, 2 is.
+        first = len(measured) <= 4
+        search.tell({1: 9.0, 2: 2.0, 4: 1.0 if first else 3.0, 8: 4.0}[grid[search.cell].bucket_bytes])
+    assert set(measured[:4]) == set(grid)
+    assert [grid[cell].bucket_bytes for cell in measured[4:]] == [4, 2, 8] * 3
+    assert grid[search.best].bucket_bytes == 2
+
+
+def test_optuna_neither_logs_nor_warns_and_keeps_its_own_settings(capfd):
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search = Search(Grid((1, 2, 4), ((GradientAllReduce(),),)), (0, 0, 0), trials=3, seed=0)
+        while search.cell is not None:
+            search.tell(1.0)
+    assert optuna.logging.get_verbosity() == before
+    assert logging.getLogger("optuna").level == before
+    assert capfd.readouterr() == ("", "")
+
+
+# Among ranks ------------------------------------------------------------------------------------------------
+
+
+def tune(comm, tuner, algorithm, seconds, *, steps=400):
+    """Give a tuner the `seconds` of settings; what was trained with, step by step."""
+    settings = tuner.start(comm, algorithm, SPECS, bucket_bytes=2048)
+    used = []
+    for _ in range(steps):
+        if not tuner.searching:
+            break
+        used.append(settings)
+        settings = tuner.step(seconds(settings, len(used))) or settings
+    assert settings == tuner.best
+    return used
+
+
+def by_size(settings, step=0):
+    """8192 is fastest."""
+    return 1 / settings.bucket_bytes
+
+
+def test_all_ranks_try_the_same_settings_in_the_same_steps_and_end_with_the_best():
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=2, warmup_steps=3)
+        used = tune(comm, tuner, GradientAllReduce(), lambda *_: by_size(*_) * (1 + 0.01 * comm.rank))
+        return used, tuner.history, tuner.best
+
+    (used, history, best), *others = run_ranks(3, body)
+    assert others == [(used, history, best)] * 2
+    assert best.bucket_bytes == 8192
+    assert len(history) == 4 + 9
+    # Warm-up, then k steps a trial, each but the first after a step that is not timed.
+    assert len(used) == 3 + 2 + 12 * 3
+    assert [settings.bucket_bytes for settings in used[:5]] == [2048] * 5
+    assert history[0].seconds == pytest.approx(1.02 / 2048)
+
+
+def test_the_slowest_rank_decides():
+    """Rank 0 finds large buckets fast; rank 1 finds them slower than anybody finds small ones."""
+
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
+        tune(
+            comm, tuner, GradientAllReduce(), lambda s, _: 4 + s.bucket_bytes if comm.rank else 1 / s.bucket_bytes
+        )
+        return tuner.best.bucket_bytes
+
+    assert run_ranks(2, body) == [1024, 1024]
+
+
+def test_a_step_that_is_slow_by_chance_does_not_count():
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=3)
+        tune(comm, tuner, GradientAllReduce(), lambda s, step: 100.0 if step % 4 == 2 else by_size(s))
+        return tuner.best.bucket_bytes, max(trial.seconds for trial in tuner.history)
+
+    assert run_ranks(1, body) == [(8192, 1 / 1024)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "first_timed", "period"),
+    [
+        (after(10, ByteGrad(), GradientAllReduce()), 10, 1),
+        (QAdam(warmup_steps=12, average=Exact()), 12, 1),
+        (every(4, Decentralized()), 3, 4),
+        (DiLoCo(local_steps=5), 3, 5),
+    ],
+    ids=repr,
+)
+def test_warm_up_is_not_measured_and_a_sample_is_a_whole_interval(algorithm, first_timed, period):
+    def body(comm):
+        tuner = Tuner(bucket_bytes=[1024], steps_per_trial=2)
+        tune(comm, tuner, algorithm, lambda _, step: float(step))
+        return tuner.history[0].seconds
+
+    steps = np.arange(first_timed + 1, first_timed + 1 + 2 * period)
+    assert run_ranks(1, body) == [steps.mean()]
+
+
+def test_the_trace_tells_of_trials_and_decisions():
+    def body(comm):
+        tuner = Tuner(bucket_bytes=[1024], steps_per_trial=1)
+        tune(comm, tuner, GradientAllReduce(), by_size)
+        spans = [span for span in comm.tracer.spans() if span.name.startswith("tuner")]
+        return [(span.name, span.args["bucket_bytes"]) for span in spans], len(tuner.history)
+
+    spans, trials = run_ranks(1, body)[0]
+    assert spans[0] == ("tuner: try", 2048)
+    assert spans[-1] == ("tuner: stay with", 2048)
+    assert [name for name, _ in spans].count("tuner: trial") == trials == 2 + 6
+
+
+def test_ranks_with_different_choices_are_told():
+    def body(comm):
+        Tuner(bucket_bytes=[1024 * (1 + comm.rank)]).start(comm, GradientAllReduce(), SPECS)
+
+    with pytest.raises(CommMismatch, match="different choices"):
+        run_ranks(2, body)
+
+
+def test_algorithms_that_cannot_be_timed_or_carry_a_tensor_are_refused_before_training():
+    doubles = [TensorSpec("x", (4,), "float64")]
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match="no step waits for"):
+            Tuner().start(comm, AsyncModelAverage(), SPECS)
+        with pytest.raises(UnsupportedError, match="'x'"):
+            Tuner(averages=[Quantized()]).start(comm, GradientAllReduce(), doubles)
+        tuner = Tuner()
+        tuner.start(comm, GradientAllReduce(), SPECS)
+        assert not tuner.searching  # one bucket, whatever its size
+        with pytest.raises(ArrayError, match="serves one training"):
+            tuner.start(comm, GradientAllReduce(), SPECS)
+
+    run_ranks(2, body)
+
+
+def test_without_optuna_all_ranks_are_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+
+    def body(comm):
+        with pytest.raises(UnsupportedError, match=r"bagua-comm\[tune\]"):
+            Tuner(bucket_bytes=SIZES).start(comm, GradientAllReduce(), SPECS)
+
+    run_ranks(2, body)
+
+
+# With an engine ---------------------------------------------------------------------------------------------
+
+
+def train(comm, algorithm, tuner=None, *, steps=40):
+    """Train by the engine, with gradients that depend on weights, rank and step; the weights in the end."""
+    settings = tuner.start(comm, algorithm, SPECS, bucket_bytes=2048) if tuner else None
+    plan = Plan.pack(SPECS, bucket_bytes=2048, alignment=8 * comm.size)
+    storage = {"grad": plan.allocate(), "weight": plan.allocate()}
+    rng = np.random.default_rng(comm.rank)
+    weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
+    payload = algorithm.payload
+    with Engine(comm, algorithm, plan, {payload: storage[payload]}) as engine:
+        if payload == "weight":
+            for view in plan.cut(storage["weight"]).values():
+                view[...] = 1
+        for _ in range(steps):
+            engine.at(Point.FORWARD)
+            views = engine.plan.cut([bucket.flat for bucket in engine.buckets])
+            x = views if payload == "weight" else weights
+            g = {name: (0.1 * x[name] + rng.standard_normal(256)).astype(np.float32) for name in x}
+            if payload == "grad":
+                for name, gradient in g.items():
+                    views[name][...] = gradient
+                    engine.ready(name)
+            engine.at(Point.BACKWARD)
+            for name in x:
+                x[name] -= np.float32(0.1) * (views[name] if payload == "grad" else g[name])
+            engine.at(Point.STEP)
+            change = tuner.step(by_size(settings)) if tuner else None
+            if change is not None:
+                settings = change
+                plan = Plan.pack(SPECS, bucket_bytes=change.bucket_bytes, alignment=8 * comm.size)
+                engine.replan(plan, algorithm=change.algorithm)
+                assert engine.algorithm == change.algorithm
+        engine.settle()
+        views = engine.plan.cut([bucket.flat for bucket in engine.buckets])
+        x = views if payload == "weight" else weights
+        return {name: value.copy() for name, value in x.items()}
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), Decentralized(), DiLoCo(local_steps=2)], ids=repr)
+def test_training_of_an_exact_algorithm_is_the_same_to_the_bit(algorithm):
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
+        tuned = train(comm, algorithm, tuner)
+        assert len({trial.settings for trial in tuner.history}) == 4
+        plain = train(comm, algorithm)
+        for name, value in plain.items():
+            np.testing.assert_array_equal(tuned[name], value)
+
+    run_ranks(2, body)
+
+
+def test_what_an_algorithm_keeps_moves_to_other_blocks_and_averages():
+    def body(comm):
+        algorithm = GradientAllReduce(ErrorFeedback())
+        plan = Plan.pack(SPECS, bucket_bytes=4096, alignment=8)
+        with Engine(comm, algorithm, plan, plan.allocate()) as engine:
+            for bucket in engine.buckets:
+                bucket.flat[...] = np.random.default_rng(comm.rank).standard_normal(bucket.flat.size)
+            for spec in SPECS:
+                engine.ready(spec.name)
+            engine.at(Point.BACKWARD)
+            before = engine.plan.cut([state.average.residual for state in engine.states])
+            finer = GradientAllReduce(ErrorFeedback(Quantized(MinMaxUInt8(64))))
+            engine.replan(Plan.pack(SPECS, bucket_bytes=1024, alignment=8), algorithm=finer)
+            after = engine.plan.cut([state.average.residual for state in engine.states])
+            assert any(np.any(residual) for residual in before.values())
+            for name, residual in before.items():
+                np.testing.assert_array_equal(after[name], residual)
+            with pytest.raises(ArrayError, match="another algorithm"):
+                engine.replan(plan, algorithm=Decentralized())
+            assert engine.algorithm == finer
+
+    run_ranks(2, body)
+
+
+# Profiles ---------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_takes_the_place_of_the_next_search(tmp_path, monkeypatch):
+    path = tmp_path / "profile.json"
+
+    def body(comm, algorithm=None):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1, profile=path)
+        tune(comm, tuner, algorithm or ByteGrad(), by_size)
+        return tuner.best, len(tuner.history)
+
+    best, trials = run_ranks(2, body)[0]
+    assert trials == 15 + 9
+    assert [each.name for each in tmp_path.iterdir()] == ["profile.json"]
+
+    with pytest.warns(UserWarning, match="knows other trainings"):
+        run_ranks(3, body)
+    with pytest.warns(UserWarning, match="knows other trainings"):
+        run_ranks(2, lambda comm: body(comm, GradientAllReduce()))
+    assert len(json.loads(path.read_text())["entries"]) == 3
+
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert run_ranks(2, body) == [(best, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2]", "{}", '{"format": "something else", "entries": {}}', "\x00\xff"], ids=repr
+)
+def test_a_file_that_is_no_profile_is_an_error_that_names_it_on_all_ranks(tmp_path, content):
+    path = tmp_path / "precious.json"
+    path.write_bytes(content.encode("latin-1"))
+
+    def body(comm):
+        with pytest.raises(ArrayError, match=r"precious\.json.* is no file of a tuner's"):
+            Tuner(bucket_bytes=SIZES, profile=path).start(comm, GradientAllReduce(), SPECS)
+
+    run_ranks(2, body)
+    assert path.read_bytes() == content.encode("latin-1")
+
+
+def test_an_entry_that_is_none_of_the_choices_is_an_error(tmp_path):
+    path = tmp_path / "profile.json"
+
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1, profile=path)
+        tune(comm, tuner, GradientAllReduce(), by_size)
+
+    run_ranks(1, body)
+    path.write_text(path.read_text().replace('"bucket_bytes": 8192', '"bucket_bytes": 8000'))
+    with pytest.raises(ArrayError, match="none of the choices"):
+        run_ranks(1, body)
+
+
+def test_a_profile_that_cannot_be_written_is_told_before_the_search_or_does_not_end_training(tmp_path):
+    with pytest.raises(ArrayError, match="no folder"):
+        run_ranks(
+            2,
+            lambda comm: Tuner(bucket_bytes=SIZES, profile=tmp_path / "no" / "p").start(comm, ByteGrad(), SPECS),
+        )
+
+    def body(comm):
+        path = tmp_path / "profile.json"
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1, profile=path)
+        tuner.start(comm, GradientAllReduce(), SPECS)
+        if comm.rank == 0:
+            path.write_text("somebody else's")
+        while tuner.searching:
+            tuner.step(1.0)
+        return tuner.best.bucket_bytes
+
+    with pytest.warns(UserWarning, match="was not written"):
+        assert len(set(run_ranks(2, body))) == 1
+    assert (tmp_path / "profile.json").read_text() == "somebody else's"
