@@ -17,7 +17,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import tuner  # noqa: E402
 
 
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What two ranks write about a tiny model, and print."""
