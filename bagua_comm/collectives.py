@@ -22,7 +22,10 @@ from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_codec_argument
 from .comm import Communicator, Operation, finished
 from .errors import ArrayError, UnsupportedError
-from .transports.base import LAG, Transport, Wait, pipeline
+from .transports.base import LAG, Transport, Wait, cut, pipeline
+
+PIECE_BYTES = 1 << 17
+"""What is coded, and sent to a peer, at a time, where a transport works in pieces."""
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """Averages an array in place, over all ranks, and returns it. Collective."""
@@ -275,10 +278,8 @@ def quantized_allreduce(
     count = -(-send.size // p)
     chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
     results = target.reshape(p, count) if send.size == p * count else chunks
-    pieces = [slice(0, count)]
-    if codec.granule is not None and residual is None:
-        pieces = transport.pieces(count, codec.wire_nbytes(count, send.dtype), codec.granule)
-    if len(pieces) > 1:
+    if transport.piece_bytes is not None and codec.granule is not None and residual is None:
+        pieces = cut(count, codec.wire_nbytes(count, send.dtype), PIECE_BYTES, codec.granule)
         detail = {"codec": codec, "op": op, "pieces": len(pieces)}
         with Operation(comm, call, transport, send, detail, compare=False):
             _reduce_in_pieces(comm, transport, codec, chunks, results, op, pieces)

@@ -123,7 +123,7 @@ class Transport(ABC):
     def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
         """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
         rank, others, like = self.rank, self.others(), chunks[0]
-        pieces = self.pieces(like.size, like.nbytes)
+        pieces = cut(like.size, like.nbytes, self.piece_bytes)
         shape = (min(LAG + 1, len(pieces)), self.size * pieces[0].stop)
         tables = self._scratch.take("parts", shape, like.dtype, like=like)
         waits: list[Wait] = []
@@ -161,7 +161,7 @@ class Transport(ABC):
         if not sends:
             return
         _, first = sends[0]
-        pieces = self.pieces(first.size, first.nbytes)
+        pieces = cut(first.size, first.nbytes, self.piece_bytes)
         waits: list[Wait] = []
 
         def begin(i: int) -> None:
@@ -177,14 +177,6 @@ class Transport(ABC):
 
         Collective.
         """
-
-    def pieces(self, count: int, nbytes: int, granule: int = 1) -> list[slice]:
-        """Cut what goes to a peer, `count` elements in `nbytes`, at multiples of `granule`; one piece or more."""
-        if self.piece_bytes is None:
-            return [slice(0, count)]
-        parts = max(1, -(-nbytes // self.piece_bytes))
-        length = max(1, -(-count // (parts * granule)) * granule)
-        return [slice(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Reduce `x` over all ranks into `out` on `root`, where `out` may be `x`; None elsewhere.
@@ -301,6 +293,17 @@ def chunk_bounds(count: int, chunks: int) -> list[slice]:
     """
     length = -(-count // chunks)
     return [slice(min(i * length, count), min((i + 1) * length, count)) for i in range(chunks)]
+
+
+def cut(count: int, nbytes: int, piece_bytes: int | None, granule: int = 1) -> list[slice]:
+    """Cut `count` elements in `nbytes` into equal pieces of at most `piece_bytes`, at multiples of `granule`.
+
+    >>> cut(10, 40, 16)
+    [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]
+    """
+    parts = max(1, -(-nbytes // piece_bytes)) if piece_bytes is not None else 1
+    length = max(1, -(-count // (parts * granule)) * granule)
+    return [slice(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
 
 
 def pipeline(count: int, *stages: Callable[[int], None]) -> None:
