@@ -486,9 +486,7 @@ class DistributedDataParallel(nn.Module):
             hooked: Any = parameter  # torch leaves these two methods untyped
             self._hooks.append(hooked.register_hook(self._before_accumulation(name)))
             self._hooks.append(hooked.register_post_accumulate_grad_hook(self._after_accumulation(name)))
-        self._hooks.append(
-            register_multi_grad_hook(tuple(self._trained.values()), self._all_gradients_known, mode="all")
-        )
+        self._hooks += _watch_gradients(list(self._trained.values()), self._all_gradients_known)
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
@@ -768,6 +766,35 @@ class DistributedDataParallel(nn.Module):
         broadcast_tensors(self.comm, [*self.module.parameters(), *self.module.buffers()], root=root)
         for optimizer in self.optimizers:
             broadcast_optimizer(self.comm, optimizer, root=root)
+
+
+def _watch_gradients(
+    parameters: Sequence[nn.Parameter], function: Callable[[Sequence[torch.Tensor | None]], None]
+) -> list[Any]:
+    """Call `function` when all gradients of a pass are known.
+
+    `register_multi_grad_hook` does that, but keeps them all in memory until then: it gets to see stand-ins.
+    """
+    gradients: dict[int, torch.Tensor] = {}
+
+    def hide(index: int, parameter: nn.Parameter) -> Any:
+        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+        def stand_in(gradient: torch.Tensor) -> torch.Tensor | None:
+            if gradient.layout is not torch.strided:  # autograd refuses another layout in its place
+                return None
+            gradients[index] = gradient
+            return nothing
+
+        return stand_in
+
+    def show(index: int) -> Any:
+        return lambda _: gradients.pop(index, None)
+
+    hooked: Any = parameters  # torch leaves register_hook untyped
+    handles = [p.register_hook(hide(index, p)) for index, p in enumerate(hooked)]
+    handles.append(register_multi_grad_hook(tuple(parameters), function, mode="all"))
+    return [*handles, *(p.register_hook(show(index)) for index, p in enumerate(hooked))]
 
 
 class _Settle:

@@ -34,7 +34,7 @@ POINT_TO_POINT, COLLECTIVE = 0, 1
 Wait = Callable[[], None]
 """Returns when an exchange that was begun has ended."""
 
-LAG = 2
+LAG = 4
 """How many pieces each stage of a collective is behind the one before it: so many are on their way at a time."""
 
 
@@ -309,15 +309,10 @@ def cut(count: int, nbytes: int, piece_bytes: int | None, granule: int = 1) -> l
 def pipeline(count: int, *stages: Callable[[int], None]) -> None:
     """Run all stages on pieces 0 to `count` - 1 in turn, each stage `LAG` pieces behind the one before it.
 
-    >>> pipeline(4, lambda i: print("send", i), lambda i: print("receive", i))
-    send 0
-    send 1
-    send 2
-    receive 0
-    send 3
-    receive 1
-    receive 2
-    receive 3
+    >>> order = []
+    >>> pipeline(6, lambda i: order.append(f"send {i}"), lambda i: order.append(f"receive {i}"))
+    >>> order[3:8]
+    ['send 3', 'send 4', 'receive 0', 'send 5', 'receive 1']
     """
     for i in range(count + LAG * (len(stages) - 1)):
         for behind, stage in enumerate(stages):

@@ -1,0 +1,94 @@
+"""Measures every figure about slow networks, shared memory and the host's codecs again, one after another.
+
+    python benchmarks/figures.py                       # all, about three quarters of an hour on two cores
+    python benchmarks/figures.py --only network shared
+
+Each job is one command, printed before it runs, and writes to benchmarks/results what it measured, with the machine
+and the versions: JSON, and where there is a report, Markdown and a plot. Emulated hosts need root; see netlab.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+
+
+def hosts(rate: str, *script: object) -> list[object]:
+    """A script on four emulated hosts."""
+    return [HERE / "netlab.py", "run", "--hosts", 4, "--rate", rate, *script]
+
+
+def ranks(count: int, *script: object) -> list[object]:
+    """A script on ranks of this machine."""
+    return ["-m", "bagua_comm", "run", "-n", count, *script]
+
+
+def network(rate: str) -> list[object]:
+    """Every collective, between 512 KiB and 32 MiB."""
+    sweep = ("-b", "512K", "-e", "32M", "-f", 4, "-n", 7, "-w", 2)
+    return hosts(rate, HERE / "network.py", *sweep, "--label", rate, "--json", RESULTS / f"network-{rate}.json")
+
+
+def training(model: str, rate_mbit: int, algorithms: str = "", **options: object) -> list[object]:
+    """Training steps of a model at a rate; of all algorithms, unless some are named."""
+    label = f"hosts=4,rate_mbit={rate_mbit},ranks_per_host=1"
+    command = [HERE / "training.py", "--model", model, "--label", label, "--trace-overlap"]
+    command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
+    command += ["--algorithms", algorithms] if algorithms else []
+    name = f"training-{model}-{rate_mbit}" + ("" if algorithms else "-all")
+    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"{name}.json")
+
+
+MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
+
+JOBS: dict[str, list[list[object]]] = {
+    "training": [
+        training("vgg16", 1000, MAIN, rounds=2, steps=3, warmup=1),
+        training("vgg16", 500, MAIN, rounds=1, steps=3, warmup=1),
+        training("vgg16", 10000, MAIN, rounds=1, steps=3, warmup=1),
+        training("resnet50", 1000, MAIN, rounds=1, steps=4, warmup=2),
+        training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
+        training("vgg16", 1000, rounds=1, steps=2, warmup=1),
+    ],
+    "reports": [
+        [HERE / "training.py", "report", *sorted(RESULTS.glob("training-*.json")), "--out", RESULTS / "training"],
+        [HERE / "costmodel.py", *sorted(RESULTS.glob("training-*.json")), "--out", RESULTS / "costmodel"],
+    ],
+    "network": [network("1gbit"), network("10gbit")],
+    "shared": [
+        ranks(2, HERE / "collectives.py", "allreduce", "--gloo", "-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
+        + ["--json", RESULTS / "shared.json"]
+    ],
+    "codecs": [[HERE / "codecs.py", "--json", RESULTS / "codecs.json"]],
+    "tuner": [
+        hosts("1gbit", HERE / "tuner.py", "--model", "vgg16", "--algorithm", "exact", "--rounds", 1)
+        + ["--bucket-bytes", "2M,8M,32M,128M", "--trials", 4, "--steps-per-trial", 2, "--rematches", 2]
+    ],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=[*JOBS], default=[*JOBS], metavar="JOB")
+    options = parser.parse_args(argv)
+    for name in options.only:
+        for job in JOBS[name]:
+            command = [sys.executable, *map(str, job)]
+            print(f"# {' '.join(command)}", flush=True)
+            start = time.monotonic()
+            code = subprocess.run(command, cwd=HERE.parent).returncode
+            print(f"# {time.monotonic() - start:.0f} s", flush=True)
+            if code:
+                return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
