@@ -71,6 +71,11 @@ class Exact:
 class Quantized:
     """The mean through a codec; see `quantized_allreduce`.
 
+    Args:
+        codec: What travels.
+        min_bytes: Smaller arrays are averaged exactly, on all ranks, and the trace says so; None for the size
+            from which quantizing pays on the transport (`Transport.quantize_bytes`), 0 to quantize all.
+
     >>> from bagua_comm.testing import run_ranks
     >>> mean = Quantized(MinMaxUInt8())
     >>> run_ranks(2, lambda comm: mean.bind(comm)(np.array([0, 1, 255 * comm.rank], np.float32)))[1]
@@ -78,13 +83,26 @@ class Quantized:
     """
 
     codec: Codec = field(default_factory=MinMaxUInt8)
+    min_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_codec_argument("Quantized", self.codec)
+        if self.min_bytes is not None and (type(self.min_bytes) is not int or self.min_bytes < 0):
+            raise ArrayError(f"Quantized: min_bytes is {self.min_bytes!r}, expected None or an int of at least 0")
 
     def bind(self, comm: Communicator) -> InPlace:
         """See `Average.bind`."""
-        return lambda x: quantized_allreduce(comm, x, out=x, codec=self.codec, op="avg")
+
+        def average(x: Array) -> Array:
+            value, transport = comm.accept("Quantized", "x", x)
+            self.check(arrays.dtype_name(value.dtype))
+            least = transport.quantize_bytes if self.min_bytes is None else self.min_bytes
+            if value.nbytes >= least:
+                return quantized_allreduce(comm, x, out=x, codec=self.codec, op="avg")
+            with comm.tracer.span("exact: small", bytes=value.nbytes, min_bytes=least):
+                return comm.allreduce(x, out=x, op="avg")
+
+        return average
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""

@@ -3,8 +3,9 @@
     python benchmarks/figures.py                       # all, about three quarters of an hour on two cores
     python benchmarks/figures.py --only network shared
 
-Each job is one command, printed before it runs, and writes to benchmarks/results what it measured, with the machine
-and the versions: JSON, and where there is a report, Markdown and a plot. Emulated hosts need root; see netlab.py.
+Each job is one command, printed before it runs, and writes to benchmarks/results what it measured, with the
+machine and the versions: JSON, and where there is a report, Markdown and a plot. Emulated hosts need root; see
+netlab.py.
 """
 
 from __future__ import annotations
@@ -46,6 +47,20 @@ def training(model: str, rate_mbit: int, algorithms: str = "", **options: object
     return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"{name}.json")
 
 
+def shared_memory(count: int) -> list[object]:
+    """Exact allreduce on this machine, beside MPI's and gloo's."""
+    sweep = ("-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
+    script = (HERE / "collectives.py", "allreduce", "--gloo", *sweep, "--json", RESULTS / "shared.json")
+    return ranks(count, *script)
+
+
+def tuner(bucket_bytes: str) -> list[object]:
+    """Every bucket size of the grid, and the tuner's search among them."""
+    search = ("--trials", 4, "--steps-per-trial", 2, "--rounds", 1, "--rematches", 2)
+    script = (HERE / "tuner.py", "--model", "vgg16", "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
+    return hosts("1gbit", *script, *search)
+
+
 MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
 
 JOBS: dict[str, list[list[object]]] = {
@@ -62,15 +77,9 @@ JOBS: dict[str, list[list[object]]] = {
         [HERE / "costmodel.py", *sorted(RESULTS.glob("training-*.json")), "--out", RESULTS / "costmodel"],
     ],
     "network": [network("1gbit"), network("10gbit")],
-    "shared": [
-        ranks(2, HERE / "collectives.py", "allreduce", "--gloo", "-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
-        + ["--json", RESULTS / "shared.json"]
-    ],
+    "shared": [shared_memory(2)],
     "codecs": [[HERE / "codecs.py", "--json", RESULTS / "codecs.json"]],
-    "tuner": [
-        hosts("1gbit", HERE / "tuner.py", "--model", "vgg16", "--algorithm", "exact", "--rounds", 1)
-        + ["--bucket-bytes", "2M,8M,32M,128M", "--trials", 4, "--steps-per-trial", 2, "--rematches", 2]
-    ],
+    "tuner": [tuner("2M,8M,32M,128M")],
 }
 
 

@@ -544,3 +544,45 @@ def test_ranks_with_different_codecs_are_told_apart_by_the_call_check():
 def test_arrays_in_foreign_byte_order_are_refused():
     with pytest.raises(UnsupportedError, match="in native byte order"):
         MinMaxUInt8().encode(np.zeros((1, 4), ">f4"))
+
+
+def test_small_arrays_are_averaged_exactly_and_the_trace_says_so():
+    def body(comm):
+        mean, spans = Quantized(min_bytes=400).bind(comm), comm.tracer.spans
+        small = mean(normal(4, 99)[comm.rank])
+        names = [span.name for span in spans()]
+        large = mean(normal(4, 100)[comm.rank])
+        return small, names, large, [span.name for span in spans()][len(names) :]
+
+    for small, names, large, later in run_ranks(4, body):
+        np.testing.assert_allclose(small, np.mean(normal(4, 99), axis=0), rtol=1e-6)
+        assert names == ["allreduce", "exact: small"]
+        assert later == ["alltoall", "allgather", "quantized_allreduce"]
+        assert 1e-4 < np.abs(large - np.mean(normal(4, 100), axis=0)).max() < 0.1
+
+
+def test_the_size_from_which_quantizing_pays_is_the_transports_own():
+    def body(comm):
+        comm.transports[0].quantize_bytes = 401
+        Quantized().bind(comm)(np.ones(100, np.float32))
+        return comm.tracer.spans()[-1].args
+
+    assert run_ranks(2, body)[0] == {"bytes": 400, "min_bytes": 401}
+
+
+@pytest.mark.parametrize("size", [-1, 1.5, True])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ArrayError, match="min_bytes is"):
+        Quantized(min_bytes=size)
+
+
+@pytest.mark.parametrize("count", [1, 64, 1000, 4099])
+@pytest.mark.parametrize("call", ["allreduce", "reduce_scatter", "allgather", "alltoall"])
+def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, count):
+    def body(comm):
+        x = normal(3, 3 * count)[comm.rank]
+        at_once = getattr(comm, call)(x)
+        comm.transports[0].piece_bytes = 100
+        return at_once.tobytes() == getattr(comm, call)(x).tobytes()
+
+    assert run_ranks(3, body) == [True] * 3

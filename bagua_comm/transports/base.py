@@ -54,6 +54,8 @@ class Transport(ABC):
     piece_bytes: int | None = None
     """How much a collective sends to a peer at a time, so that what is done with one piece happens while others
     are on their way; None where that gains nothing, and all goes at once."""
+    quantize_bytes: int = 0
+    """From which size on sending an array through a codec takes less time than sending it exactly."""
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
 

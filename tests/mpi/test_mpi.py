@@ -7,11 +7,23 @@ import numpy as np
 import pytest
 
 import bagua_comm
-from bagua_comm import CommMismatch, Exact, GradientAllReduce, Hierarchical, MinMaxUInt8, Quantized
+from bagua_comm import (
+    BFloat16,
+    CommMismatch,
+    Exact,
+    GradientAllReduce,
+    Hierarchical,
+    MinMaxUInt8,
+    Quantized,
+    collectives,
+    quantized_allreduce,
+)
 from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
 from bagua_comm.transports import mpi as mpi_transport
 from bagua_comm.transports import shared
+from bagua_comm.transports.base import LAG
 
 pytestmark = pytest.mark.mpi
 
@@ -24,6 +36,8 @@ def test_conformance(comm):
 def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_own(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 101)
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
+    monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mpi_transport, "FAST_PIECE_BYTES", 1000)
     with bagua_comm.connect(timeout_s=30, node=comm.rank) as nodes:
         assert (nodes.node, nodes.local_size) == (comm.rank, 1)
         check_transport(nodes)
@@ -65,6 +79,30 @@ def test_conformance_on_emulated_nodes(comm, colors):
         assert nodes.node == colors[comm.rank]
         assert nodes.local_size == colors[: comm.size].count(colors[comm.rank])
         check_transport(nodes)
+
+
+@pytest.mark.parametrize("count", [1, 100, 5000, 20_001, 100_000])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_floats_are_added_in_rank_order_at_every_size(comm, count, dtype):
+    xs = [sample(rank, (comm.size * count,), dtype) for rank in range(comm.size)]
+    expected = np.empty_like(xs[0])
+    host.reduce_rows(xs, expected, "avg")
+    assert comm.allreduce(xs[comm.rank], op="avg").tobytes() == expected.tobytes()
+    mine = expected[comm.rank * count : (comm.rank + 1) * count]
+    assert comm.reduce_scatter(xs[comm.rank], op="avg").tobytes() == mine.tobytes()
+
+
+@pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(block=100), MinMaxUInt8.bagua(), BFloat16()])
+def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_once(comm, codec, monkeypatch):
+    def body(world):
+        return quantized_allreduce(world, sample(world.rank, (50_001,), "float32"), codec=codec, op="avg")
+
+    monkeypatch.setattr(collectives, "PIECE_BYTES", 1000)
+    at_once = run_ranks(comm.size, body)[comm.rank]  # over threads
+    assert body(comm).tobytes() == at_once.tobytes()
+    if comm.size > 1 and codec.granule is not None:
+        (span,) = [span for span in comm.tracer.spans() if span.name == "quantized_allreduce"][-1:]
+        assert span.args["pieces"] > 2 * LAG
 
 
 def test_ranks_on_one_machine_share_a_node(comm):
