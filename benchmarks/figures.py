@@ -61,6 +61,10 @@ def tuner(bucket_bytes: str) -> list[object]:
     return hosts("1gbit", *script, *search)
 
 
+MEASURED = [
+    RESULTS / f"training-{name}.json"
+    for name in ("vgg16-1000", "vgg16-500", "vgg16-10000", "resnet50-1000", "bert-large-1000", "vgg16-1000-all")
+]
 MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
 
 JOBS: dict[str, list[list[object]]] = {
@@ -71,12 +75,14 @@ JOBS: dict[str, list[list[object]]] = {
         training("resnet50", 1000, MAIN, rounds=1, steps=4, warmup=2),
         training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
         training("vgg16", 1000, rounds=1, steps=2, warmup=1),
+        [HERE / "training.py", "report", *MEASURED, "--out", RESULTS / "training"],
+        [HERE / "costmodel.py", *MEASURED, "--out", RESULTS / "costmodel"],
     ],
-    "reports": [
-        [HERE / "training.py", "report", *sorted(RESULTS.glob("training-*.json")), "--out", RESULTS / "training"],
-        [HERE / "costmodel.py", *sorted(RESULTS.glob("training-*.json")), "--out", RESULTS / "costmodel"],
+    "network": [
+        network("1gbit"),
+        network("10gbit"),
+        [HERE / "network_report.py", RESULTS, "--out", RESULTS / "network"],
     ],
-    "network": [network("1gbit"), network("10gbit")],
     "shared": [shared_memory(2)],
     "codecs": [[HERE / "codecs.py", "--json", RESULTS / "codecs.json"]],
     "tuner": [tuner("2M,8M,32M,128M")],

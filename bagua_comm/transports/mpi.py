@@ -107,6 +107,8 @@ class MPITransport(Transport):
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._broken: str | None = None
         self._is_fast = False
+        self._begun: dict[int, object] = {}
+        """What the exchanges that were begun, and not yet waited for, read and write."""
         self._window = None
         self._window = open_window(self, self._wait) if self.size > 1 else None
 
@@ -169,12 +171,14 @@ class MPITransport(Transport):
                 self.sent_bytes += x.nbytes
         except BaseException as exc:
             raise self._give_up(exc, (requests, sends, recvs)) from exc
+        self._begun[id(requests)] = requests, sends, recvs
 
         def wait() -> None:
             try:
                 self._poll(lambda: MPI.Request.Testall(requests, statuses))
             except BaseException as exc:
-                raise self._give_up(exc, (requests, sends, recvs), statuses) from exc
+                raise self._give_up(exc, None, statuses) from exc
+            del self._begun[id(requests)]
 
         return wait
 
@@ -385,7 +389,7 @@ class MPITransport(Transport):
     ) -> BaseException:
         """What to raise for `exc`, in the middle of a call: nothing can be sent after it."""
         # MPI may write to the arrays of an unfinished call until the process ends: never free them.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(in_flight))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self._begun)))
         self._break(f"a call failed earlier ({type(exc).__name__})")
         if not isinstance(exc, MPI.Exception):
             return exc
