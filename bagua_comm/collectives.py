@@ -24,7 +24,7 @@ from .comm import Communicator, Operation, finished
 from .errors import ArrayError, UnsupportedError
 from .transports.base import LAG, Transport, Wait, cut, pipeline
 
-PIECE_BYTES = 1 << 17
+CODED_PIECE_BYTES = 1 << 17
 """What is coded, and sent to a peer, at a time, where a transport works in pieces."""
 
 InPlace: TypeAlias = Callable[[Array], Array]
@@ -150,6 +150,8 @@ class ErrorFeedback:
     def __post_init__(self) -> None:
         if not isinstance(self.inner, Quantized):
             raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec)")
+        if self.inner.min_bytes is not None:
+            raise ArrayError(f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}; it quantizes all sizes")
 
     def bind(self, comm: Communicator) -> InPlace:
         """See `Average.bind`."""
@@ -297,7 +299,7 @@ def quantized_allreduce(
     chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
     results = target.reshape(p, count) if send.size == p * count else chunks
     if transport.piece_bytes is not None and codec.granule is not None and residual is None:
-        pieces = cut(count, codec.wire_nbytes(count, send.dtype), PIECE_BYTES, codec.granule)
+        pieces = cut(count, codec.wire_nbytes(count, send.dtype), CODED_PIECE_BYTES, codec.granule)
         detail = {"codec": codec, "op": op, "pieces": len(pieces)}
         with Operation(comm, call, transport, send, detail, compare=False):
             _reduce_in_pieces(comm, transport, codec, chunks, results, op, pieces)
@@ -344,8 +346,8 @@ def _reduce_in_pieces(
     Encoding goes ahead; combining follows a few pieces behind it, and decoding a few behind that.
     """
     rank, others, dtype = comm.rank, transport.others(), chunks.dtype
-    transport.agree_on_size(chunks)
-    p, ring = comm.size, LAG + 1
+    transport.agree_on_call(f"quantized_allreduce(codec={codec}, op={op})", chunks)
+    p, ring = comm.size, min(LAG + 1, len(pieces))
     nbytes = [codec.wire_nbytes(piece.stop - piece.start, dtype) for piece in pieces]
     sent, received, combined = comm.scratch.take("pieces", (3, ring, p * max(nbytes)), np.uint8, like=chunks)
     waits: list[Wait] = []

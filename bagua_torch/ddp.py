@@ -782,6 +782,7 @@ def _watch_gradients(
 
         def stand_in(gradient: torch.Tensor) -> torch.Tensor | None:
             if gradient.layout is not torch.strided:  # autograd refuses another layout in its place
+                gradients.pop(index, None)  # of a pass that failed
                 return None
             gradients[index] = gradient
             return nothing

@@ -37,14 +37,16 @@ def network(rate: str) -> list[object]:
     return hosts(rate, HERE / "network.py", *sweep, "--label", rate, "--json", RESULTS / f"network-{rate}.json")
 
 
-def training(model: str, rate_mbit: int, algorithms: str = "", name: str = "", **options: object) -> list[object]:
+def training(
+    model: str, rate_mbit: int, algorithms: str = "", suffix: str = "", **options: object
+) -> list[object]:
     """Training steps of a model at a rate; of all algorithms, unless some are named."""
     label = f"hosts=4,rate_mbit={rate_mbit},ranks_per_host=1"
-    name = "-".join(["training", model, str(rate_mbit), *([name] if name else [])])
+    stem = f"training-{model}-{rate_mbit}{suffix}"
     command = [HERE / "training.py", "--model", model, "--label", label, "--trace-overlap"]
     command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     command += ["--algorithms", algorithms] if algorithms else []
-    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"{name}.json")
+    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"{stem}.json")
 
 
 def shared_memory(count: int) -> list[object]:
@@ -58,7 +60,7 @@ def tuner(bucket_bytes: str) -> list[object]:
     """Every bucket size of the grid, and the tuner's search among them."""
     search = ("--trials", 4, "--steps-per-trial", 2, "--rounds", 1, "--rematches", 2)
     script = (HERE / "tuner.py", "--model", "vgg16", "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
-    return hosts("1gbit", *script, *search)
+    return hosts("1gbit", *script, *search, "--output", RESULTS / "tuner")
 
 
 MEASURED = [
@@ -82,7 +84,7 @@ JOBS: dict[str, list[list[object]]] = {
         training("vgg16", 10000, MAIN, rounds=1, steps=3, warmup=1),
         training("resnet50", 1000, rounds=1, steps=3, warmup=1),
         training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
-        training("vgg16", 1000, RELAXED, rounds=1, steps=2, warmup=1, name="relaxed"),
+        training("vgg16", 1000, RELAXED, rounds=1, steps=2, warmup=1, suffix="-relaxed"),
         [HERE / "training.py", "report", *MEASURED, "--out", RESULTS / "training"],
         [HERE / "costmodel.py", *MEASURED, "--out", RESULTS / "costmodel"],
     ],

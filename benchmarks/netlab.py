@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bagua_comm.__main__ import find_mpirun
 
-PREFIX = "bagua"
+PREFIX = "bg"
 """Begins the names of all namespaces, and of the bridge."""
 
 BURST_BYTES = 1 << 20
@@ -175,7 +175,7 @@ def build(hosts: int, rate: str) -> Iterator[Lab]:
         LabError: This machine does not allow it.
     """
     check_machine()
-    lab = Lab(f"{PREFIX}{os.getpid()}", hosts, rate)
+    lab = Lab(f"{PREFIX}{os.getpid()}x", hosts, rate)
     try:
         _build(lab)
         yield lab

@@ -8,7 +8,7 @@ bus bandwidth, as nccl-tests define it: what each link carried, had the algorith
 of a quantized allreduce counts the float32 elements, not the bytes sent, and so may pass the link's. Where
 ranks of several hosts meet gloo by MASTER_ADDR, as `netlab.py` and torchrun arrange it, gloo is there.
 
-`ring`, `halving_doubling` and `mpi` are what transports/mpi.py could choose; it chooses by what this measures.
+`ring`, `halving_doubling` and `mpi` are what the algorithms of transports/mpi.py were chosen over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ from common import (
     sweep,
     write_json,
 )
+
+CONTENDERS = ("ours", "gloo", "mpi", "ring", "halving_doubling")
 
 Contender = Callable[[Array, Array], object]
 """Fills the second array from the first, on all ranks."""
@@ -111,13 +114,12 @@ def ours(comm: Communicator) -> dict[str, Contender]:
     }
 
 
-def gloo(rank: int, size: int) -> dict[str, Contender]:
+def gloo() -> dict[str, Contender]:
     """torch.distributed's, over gloo."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
 
     def allreduce(x: Array, out: Array) -> None:
         out[...] = x
@@ -213,19 +215,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_sweep_arguments(parser)
     parser.add_argument("--operations", type=_listed(OPERATIONS), default=list(OPERATIONS), metavar="A,B")
-    parser.add_argument("--contenders", type=lambda text: text.split(","), metavar="A,B", help="default: all")
+    parser.add_argument("--contenders", type=_listed(CONTENDERS), default=list(CONTENDERS), metavar="A,B")
     parser.add_argument("--label", default="", help="kept in the record: what network this is")
     options = parser.parse_args()
-    with bagua_comm.connect(gpu="none") as comm:
+    with bagua_comm.connect(gpu="none") as comm, ExitStack() as rest:
         from mpi4py import MPI  # not before `connect`, which tells Open MPI how to start
 
         contenders: dict[str, dict[str, Contender]] = {"ours": ours(comm)}
         if "MASTER_ADDR" in os.environ:
-            contenders["gloo"] = gloo(comm.rank, comm.size)
+            import torch_world
+
+            rest.enter_context(torch_world.gloo(comm))
+            contenders["gloo"] = gloo()
         world = MPI.COMM_WORLD.Dup()
         contenders |= {"mpi": mpi(world), "ring": ring(world), "halving_doubling": halving_doubling(world)}
-        if options.contenders:
-            contenders = {name: calls for name, calls in contenders.items() if name in options.contenders}
+        contenders = {name: calls for name, calls in contenders.items() if name in options.contenders}
         record = begin_record("network", options, ranks=comm.size, mpi=MPI)
         if comm.rank == 0:
             print("\n".join(header_lines(record)))
@@ -234,14 +238,14 @@ def main() -> None:
             for nbytes in sweep(options.minbytes, options.maxbytes, options.stepfactor):
                 rows = time_operation(comm, world, operation, nbytes, contenders, options)
                 record["results"] += rows
-                if comm.rank == 0:
+                if comm.rank == 0 and rows:
                     print(describe(rows), flush=True)
         if comm.rank == 0 and options.json:
             write_json(options.json, record)
         world.Free()
 
 
-def _listed(known: dict[str, Any]) -> Callable[[str], list[str]]:
+def _listed(known: Collection[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = text.split(",")
         if unknown := set(names) - set(known):
@@ -268,6 +272,8 @@ def time_operation(
     x = inputs[comm.rank]
     out = np.empty(operation.wanted(count, p), np.float32)
     there = {who: calls[name] for who, calls in contenders.items() if name in calls}
+    if not there:
+        return []
     calls = [Call(_run(call, x, out), lambda: poison(out), expected, ERROR) for call in there.values()]
     measured = measure(comm, calls, barrier=world.Barrier, warmup=options.warmup_iters, iterations=options.iters)
     rows = []

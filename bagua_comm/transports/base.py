@@ -174,8 +174,8 @@ class Transport(ABC):
 
         pipeline(len(pieces), begin, lambda i: waits[i]())
 
-    def agree_on_size(self, x: Array) -> None:  # noqa: B027 - where every message brings its size
-        """Raise `CommMismatch` on all ranks unless all give arrays of one size, if `begin` relies on that.
+    def agree_on_call(self, call: str, x: Array) -> None:  # noqa: B027 - where every message brings its size
+        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one size; `begin` may need it.
 
         Collective.
         """
@@ -298,7 +298,7 @@ def chunk_bounds(count: int, chunks: int) -> list[slice]:
 
 
 def cut(count: int, nbytes: int, piece_bytes: int | None, granule: int = 1) -> list[slice]:
-    """Cut `count` elements in `nbytes` into equal pieces of at most `piece_bytes`, at multiples of `granule`.
+    """Cut `count` elements in `nbytes` into equal pieces of about `piece_bytes`, at multiples of `granule`.
 
     >>> cut(10, 40, 16)
     [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -63,7 +64,7 @@ Below, MPI's own is faster. The derived one takes 1.3 to 1.5 times as long with 
 
 QUANTIZE_BYTES = 1 << 17
 """Below, eight bits an element take longer than all of them, between four emulated hosts at 1 Gbit/s: the cost of
-a call is what counts there. Between ranks of one host they always do; what to send is left to the user then."""
+a call is what counts there. Between ranks that share memory they always do; what to send is left to the user."""
 
 EAGER_BYTES = 2048
 """Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
@@ -97,7 +98,6 @@ class MPITransport(Transport):
 
     name = "mpi"
     piece_bytes = PIECE_BYTES
-    quantize_bytes = QUANTIZE_BYTES
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float = 300.0) -> None:
         super().__init__()
@@ -111,6 +111,7 @@ class MPITransport(Transport):
         """What the exchanges that were begun, and not yet waited for, read and write."""
         self._window = None
         self._window = open_window(self, self._wait) if self.size > 1 else None
+        self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""
@@ -118,7 +119,7 @@ class MPITransport(Transport):
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
-        self._check_usable()
+        self._check_idle()
         requests: list[MPI.Request] = []
         statuses: list[MPI.Status] = []
         incoming: dict[int, deque[Array]] = {}  # by peer, in order
@@ -182,21 +183,28 @@ class MPITransport(Transport):
 
         return wait
 
-    def agree_on_size(self, x: Array) -> None:
-        """Raise `CommMismatch` on all ranks unless all give arrays of one size. Collective."""
-        bounds = np.array([x.nbytes, -x.nbytes, self._is_fast], np.int64)
+    def agree_on_call(self, call: str, x: Array) -> None:
+        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one size. Collective.
+
+        What `begin` does relies on it. The ranks come to the same size of pieces as well.
+        """
+        number = zlib.crc32(call.encode())
+        bounds = np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64)
         self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
         low, high = int(bounds[0]), -int(bounds[1])
-        self.piece_bytes = FAST_PIECE_BYTES if bounds[2] else PIECE_BYTES
         if low != high:
             raise CommMismatch(f"rank {self.rank} gave {x.nbytes} bytes, where ranks give {low} to {high}")
+        if bounds[2] != -bounds[3]:
+            raise CommMismatch(f"rank {self.rank} called {call}, where another rank made another call")
+        self.piece_bytes = FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES
 
     # Collectives ------------------------------------------------------------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Small integers by MPI, small floats gathered and added in rank order; see `Transport`."""
-        small = self._is_small(x, self.size * x.nbytes)
-        if small and op in _natively_reduced(x.dtype):
+        native = op in _natively_reduced(x.dtype)
+        small = self._agree_and_choose(f"allreduce {op}", x, x.nbytes if native else self.size * x.nbytes)
+        if small and native:
             # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
             if x is not out:
                 out[...] = x
@@ -204,7 +212,7 @@ class MPITransport(Transport):
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
         elif small:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
-            self.allgather(x, table)
+            self._allgather_natively(x, table)
             host.reduce_rows(table, out.reshape(-1), op)
         elif self._window is not None and x.nbytes >= SHARED_BYTES:
             sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
@@ -213,46 +221,43 @@ class MPITransport(Transport):
             self._watched(super().allreduce, x, out, op)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
-        """MPI's own for small integers; see `Transport`."""
-        if self._is_small(x, x.nbytes) and op in _natively_reduced(x.dtype):
+        """Small integers by MPI; see `Transport`."""
+        native = op in _natively_reduced(x.dtype)
+        # Not even small floats go to MPI, so their size must be agreed on.
+        if self._agree_and_choose(f"reduce {op}", x, x.nbytes if native else NATIVE_BYTES + 1):
             send = MPI.IN_PLACE if x is out else x
             self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
         else:
-            self.agree_on_size(x)
             super().reduce(x, out, root, op)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Small integers by MPI, small floats exchanged and added in rank order; see `Transport`."""
-        if not self._is_small(x, x.nbytes):
-            if self._window is not None and x.nbytes >= SHARED_BYTES:
-                sent_bytes = x.nbytes * (self.size - 1) // self.size
-                self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
-                return
-            self._watched(super().reduce_scatter, x, out, op)
-        elif op in _natively_reduced(x.dtype):
-            x = self._apart(x, out)
-            self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
-            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        if self._agree_and_choose(f"reduce_scatter {op}", x, x.nbytes):
+            if op in _natively_reduced(x.dtype):
+                x = self._apart(x, out)
+                self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
+                self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+            else:
+                table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
+                self._alltoall_natively(x, table)
+                host.reduce_rows(table, out.reshape(-1), op)
+        elif self._window is not None and x.nbytes >= SHARED_BYTES:
+            sent_bytes = x.nbytes * (self.size - 1) // self.size
+            self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
         else:
-            table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
-            self._alltoall_natively(x, table)
-            host.reduce_rows(table, out.reshape(-1), op)
+            self._watched(super().reduce_scatter, x, out, op)
 
     def allgather(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        if not self._is_small(x, out.nbytes):
+        if self._agree_and_choose("allgather", x, out.nbytes):
+            self._allgather_natively(x, out)
+        else:
             self._watched(super().allgather, x, out)
-            return
-        mine = rows(out, self.size)[self.rank]
-        if not same_memory(x, mine):
-            mine[...] = x.reshape(-1)
-        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE]), out)
-        self.sent_bytes += x.nbytes * (self.size - 1)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
-        if self._is_small(x, out.nbytes):
+        if self._agree_and_choose("alltoall", x, out.nbytes):
             self._alltoall_natively(self._apart(x, out), out)
         else:
             self._watched(super().alltoall, x, out)
@@ -265,20 +270,27 @@ class MPITransport(Transport):
         if sent >= PIECE_BYTES:
             self._is_fast = sent > FAST_BYTES_S * elapsed_s
 
+    def _allgather_natively(self, x: Array, out: Array) -> None:
+        mine = rows(out, self.size)[self.rank]
+        if not same_memory(x, mine):
+            mine[...] = x.reshape(-1)
+        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE]), out)
+        self.sent_bytes += x.nbytes * (self.size - 1)
+
     def _alltoall_natively(self, x: Array, out: Array) -> None:
         self._complete(lambda: self._comm.Ialltoall([_bytes(x), MPI.BYTE], [_bytes(out), MPI.BYTE]), (x, out))
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
-    def _is_small(self, x: Array, nbytes: int) -> bool:
-        """Whether a collective that moves `nbytes` goes to MPI; raises unless all ranks give equally much."""
+    def _agree_and_choose(self, call: str, x: Array, nbytes: int) -> bool:
+        """Whether a call that moves `nbytes` goes to MPI; raises where ranks differ, if it can. Collective."""
         if x.nbytes > EAGER_BYTES or nbytes > NATIVE_BYTES:
-            self.agree_on_size(x)
+            self.agree_on_call(call, x)
         return nbytes <= NATIVE_BYTES
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
         if x.nbytes > EAGER_BYTES:
-            self.agree_on_size(x)
+            self.agree_on_call("broadcast", x)
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -317,6 +329,8 @@ class MPITransport(Transport):
     def close(self) -> None:
         """Free the MPI communicator, unless unfinished calls still use it, and unmap the window."""
         self._window = None
+        if self._begun:
+            self._break("a call was interrupted")
         if self._broken is None and not MPI.Is_finalized():
             self._break("closed")
             self._comm.Free()
@@ -331,8 +345,8 @@ class MPITransport(Transport):
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
-        if self._broken is not None:
-            self._check_usable()
+        if self._broken is not None or self._begun:
+            self._check_idle()
         request = None
         try:
             request = start()
@@ -376,6 +390,12 @@ class MPITransport(Transport):
         copy = self._scratch.take("apart", x.shape, x.dtype, like=x)
         copy[...] = x
         return copy
+
+    def _check_idle(self) -> None:
+        """Raise unless this communicator can be used, and nothing that was begun is still under way."""
+        if self._begun and self._broken is None:
+            self._give_up(CommAborted("a call was interrupted"), None)
+        self._check_usable()
 
     def _check_usable(self) -> None:
         if self._broken is not None:

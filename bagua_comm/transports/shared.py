@@ -39,7 +39,7 @@ _LINE = 64
 _NAME = "bagua-{}"
 """Of the memory, with a number that nobody guesses."""
 
-Wait = Callable[[Callable[[], bool]], None]
+WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises if it takes too long."""
 
 
@@ -49,7 +49,7 @@ class SharedWindow:
     Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
     """
 
-    def __init__(self, memory: mmap.mmap, rank: int, size: int, wait: Wait) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, size: int, wait: WaitUntil) -> None:
         self.rank, self.size, self._wait = rank, size, wait
         self._others = [(rank + i) % size for i in range(1, size)]
         self._counters = memoryview(memory)[: size * _LINE].cast("q")[:: _LINE // 8]
@@ -115,7 +115,7 @@ class SharedWindow:
             pass
 
 
-def open_window(transport: Transport, wait: Wait) -> SharedWindow | None:
+def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
     """A window over the ranks of `transport`; None, on all of them, unless they run on one host that allows it.
 
     Collective. The memory has no name in any file system, and goes when the last process that maps it does.

@@ -92,12 +92,22 @@ def test_floats_are_added_in_rank_order_at_every_size(comm, count, dtype):
     assert comm.reduce_scatter(xs[comm.rank], op="avg").tobytes() == mine.tobytes()
 
 
+def test_other_calls_on_arrays_of_one_size_raise_on_all_ranks(comm):
+    if comm.size == 1:
+        return  # nobody to differ from
+    x = np.zeros((comm.size, 100_000), np.float32)
+    with bagua_comm.connect(timeout_s=30) as world:
+        call = world.alltoall if comm.rank == 0 else world.reduce_scatter
+        with pytest.raises(CommMismatch, match="another call"):
+            call(x)
+
+
 @pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(block=100), MinMaxUInt8.bagua(), BFloat16()])
 def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_once(comm, codec, monkeypatch):
     def body(world):
         return quantized_allreduce(world, sample(world.rank, (50_001,), "float32"), codec=codec, op="avg")
 
-    monkeypatch.setattr(collectives, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(collectives, "CODED_PIECE_BYTES", 1000)
     at_once = run_ranks(comm.size, body)[comm.rank]  # over threads
     assert body(comm).tobytes() == at_once.tobytes()
     if comm.size > 1 and codec.granule is not None:
