@@ -482,12 +482,12 @@ def test_averages_refuse_dtypes_by_name():
     ("average", "text"),
     [
         (Exact(), "Exact()"),
-        (Quantized(), "Quantized(codec=MinMaxUInt8(block=512, eps=0.0))"),
-        (Quantized(Float16()), "Quantized(codec=Float16())"),
+        (Quantized(), "Quantized(codec=MinMaxUInt8(block=512, eps=0.0), min_bytes=None)"),
+        (Quantized(Float16()), "Quantized(codec=Float16(), min_bytes=None)"),
         (Hierarchical(), "Hierarchical(inner=Exact())"),
         (
             Hierarchical(Quantized(MinMaxUInt8(block=64))),
-            "Hierarchical(inner=Quantized(codec=MinMaxUInt8(block=64, eps=0.0)))",
+            "Hierarchical(inner=Quantized(codec=MinMaxUInt8(block=64, eps=0.0), min_bytes=None))",
         ),
     ],
 )

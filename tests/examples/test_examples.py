@@ -48,13 +48,6 @@ def test_four_ranks_train_with_bytegrad_to_95_percent_within_two_minutes(tmp_pat
     assert any(e["ts"] < start < e["ts"] + e["dur"] for e in passes for start in first)
 
 
-@pytest.mark.timeout(200)
-def test_three_ranks_and_another_algorithm():
-    options = ["--epochs", "1", "--batch-size", "16", "--algorithm", "hierarchical"]
-    result = result_of(run_python(3, EXAMPLES / "train.py", *options, timeout_s=180))
-    assert (result["algorithm"], result["ranks"]) == ("hierarchical", 3)
-
-
 def test_one_rank_needs_no_mpirun():
     command = [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "1"]
     result = result_of(subprocess.run(command, capture_output=True, text=True, timeout=100))

@@ -327,8 +327,8 @@ def test_the_device_has_every_kernel_of_the_host_with_the_same_arguments(run):
     used = {"reduce_rows", "scale", *STEPS} | {
         f"{codec}_{verb}" for codec in ("cast", "minmax") for verb in ("encode", "decode", "combine")
     }
-    expected = {name: inspect.signature(getattr(host, name)) for name in used}
-    actual = {name: inspect.signature(getattr(run, name)) for name in used}
+    expected = {name: [*inspect.signature(getattr(host, name)).parameters] for name in used}
+    actual = {name: [*inspect.signature(getattr(run, name)).parameters] for name in used}
     assert expected == actual
 
 

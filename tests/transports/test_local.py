@@ -87,7 +87,7 @@ def test_ranks_agree_only_if_all_do(dissenter):
 
 @pytest.mark.parametrize(
     ("device", "ranks"),
-    [("lazy", 1), ("main-first", 2), ("side-first", 3), ("lazy", 4)],
+    [("lazy", 1), ("main-first", 2), ("side-first", 3)],
     indirect=["device"],
 )
 def test_conformance_on_device_arrays(device, ranks):
