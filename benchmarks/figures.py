@@ -37,12 +37,10 @@ def network(rate: str) -> list[object]:
     return hosts(rate, HERE / "network.py", *sweep, "--label", rate, "--json", RESULTS / f"network-{rate}.json")
 
 
-def training(
-    model: str, rate_mbit: int, algorithms: str = "", suffix: str = "", **options: object
-) -> list[object]:
+def training(model: str, rate_mbit: int, algorithms: str = "", **options: object) -> list[object]:
     """Training steps of a model at a rate; of all algorithms, unless some are named."""
     label = f"hosts=4,rate_mbit={rate_mbit},ranks_per_host=1"
-    stem = f"training-{model}-{rate_mbit}{suffix}"
+    stem = f"training-{model}-{rate_mbit}"
     command = [HERE / "training.py", "--model", model, "--label", label, "--trace-overlap"]
     command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     command += ["--algorithms", algorithms] if algorithms else []
@@ -71,20 +69,17 @@ MEASURED = [
         "vgg16-10000",
         "resnet50-1000",
         "bert-large-1000",
-        "vgg16-1000-relaxed",
     )
 ]
 MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
-RELAXED = "ddp,error-feedback,shift-one,one-peer,low-precision-ring,low-precision-one-peer,async,diloco-8"
 
 JOBS: dict[str, list[list[object]]] = {
     "training": [
         training("vgg16", 1000, MAIN, rounds=2, steps=3, warmup=1),
         training("vgg16", 500, MAIN, rounds=1, steps=3, warmup=1),
         training("vgg16", 10000, MAIN, rounds=1, steps=3, warmup=1),
-        training("resnet50", 1000, rounds=1, steps=3, warmup=1),
+        training("resnet50", 1000, rounds=1, steps=3, warmup=2),
         training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
-        training("vgg16", 1000, RELAXED, rounds=1, steps=2, warmup=1, suffix="-relaxed"),
         [HERE / "training.py", "report", *MEASURED, "--out", RESULTS / "training"],
         [HERE / "costmodel.py", *MEASURED, "--out", RESULTS / "costmodel"],
     ],
