@@ -54,10 +54,10 @@ def shared_memory(count: int) -> list[object]:
     return ranks(count, *script)
 
 
-def tuner(bucket_bytes: str) -> list[object]:
+def tuner(model: str, bucket_bytes: str) -> list[object]:
     """Every bucket size of the grid, and the tuner's search among them."""
     search = ("--trials", 4, "--steps-per-trial", 2, "--rounds", 1, "--rematches", 2)
-    script = (HERE / "tuner.py", "--model", "vgg16", "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
+    script = (HERE / "tuner.py", "--model", model, "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
     return hosts("1gbit", *script, *search, "--output", RESULTS / "tuner")
 
 
@@ -90,7 +90,7 @@ JOBS: dict[str, list[list[object]]] = {
     ],
     "shared": [shared_memory(2)],
     "codecs": [[HERE / "codecs.py", "--json", RESULTS / "codecs.json"]],
-    "tuner": [tuner("2M,8M,32M,128M")],
+    "tuner": [tuner("resnet50", "1M,4M,16M,64M")],
 }
 
 
