@@ -56,7 +56,7 @@ def shared_memory(count: int) -> list[object]:
 
 def tuner(model: str, bucket_bytes: str) -> list[object]:
     """Every bucket size of the grid, and the tuner's search among them."""
-    search = ("--trials", 4, "--steps-per-trial", 2, "--rounds", 1, "--rematches", 2)
+    search = ("--trials", 4, "--steps", 2, "--rounds", 1, "--rematches", 2)
     script = (HERE / "tuner.py", "--model", model, "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
     return hosts("1gbit", *script, *search, "--output", RESULTS / "tuner")
 
