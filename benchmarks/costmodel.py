@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rates", type=parse_rates, default=[1000, 10000], metavar="MBIT,...", help="the same")
     parser.add_argument("--algorithms", default="exact,bytegrad", metavar="NAMES", help="the same")
     parser.add_argument("--cores-per-rank", type=float, metavar="C", help="unless all ranks share one machine")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "costmodel")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args(argv)
     names = options.algorithms.split(",")
     try:

@@ -81,7 +81,7 @@ JOBS: dict[str, list[list[object]]] = {
         training("resnet50", 1000, rounds=1, steps=3, warmup=2),
         training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
         [HERE / "training.py", "report", *MEASURED, "--out", RESULTS / "training"],
-        [HERE / "costmodel.py", *MEASURED, "--out", RESULTS / "costmodel"],
+        [HERE / "costmodel.py", *MEASURED, "--out", RESULTS],
     ],
     "network": [
         network("1gbit"),

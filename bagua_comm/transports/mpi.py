@@ -53,13 +53,13 @@ data; but it is copied less often.
 
 SHARED_BYTES = 1 << 20
 """From this size on, ranks of one host reduce through memory that they share. How many times as long MPI's own
-allreduce takes, in place, in float32, on two cores that had other work too (medians of two runs):
+allreduce takes, in place, in float32, on two cores:
 
-               1 MiB         8 MiB         32 MiB
-    2 ranks    1.2 and 4.8   2.4 and 3.1   2.1 and 2.4
-    4 ranks    0.8 and 1.0   0.9 and 1.0   1.6
+               4 MiB   8 MiB   16 MiB   32 MiB
+    2 ranks    0.8     1.0     1.1      2.7
+    4 ranks    0.8                      1.8
 
-Below, MPI's own is faster. The derived one takes 1.3 to 1.5 times as long with 2 ranks, about as long with 4.
+Below 4 MiB, MPI's own is faster, but adds in an order of its own.
 """
 
 QUANTIZE_BYTES = 1 << 17
