@@ -120,7 +120,7 @@ def _cpu() -> str:
 
 def begin_record(benchmark: str, options: argparse.Namespace, *, ranks: int, mpi: Any = None) -> dict[str, Any]:
     """What a JSON file says beside its `results`: the benchmark, machine, versions, ranks, arguments."""
-    arguments = {key: value for key, value in vars(options).items() if key != "json"}
+    arguments = {key: value for key, value in vars(options).items() if key not in ("json", "output")}
     return {
         "benchmark": benchmark,
         "machine": collect_machine(),
