@@ -293,7 +293,6 @@ def main() -> None:
             from mpi4py import MPI as mpi  # noqa: N811
         record = begin_record("tuner", options, ranks=comm.size, mpi=mpi)
         record["versions"]["torch"] = torch.__version__
-        record["arguments"]["output"] = str(options.output)
         if comm.rank == 0:
             print(*header_lines(record), sep="\n", flush=True)
         record["results"] = run(comm, options)
