@@ -105,7 +105,9 @@ def test_other_calls_on_arrays_of_one_size_raise_on_all_ranks(comm):
 @pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(block=100), MinMaxUInt8.bagua(), BFloat16()])
 def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_once(comm, codec, monkeypatch):
     def body(world):
-        return quantized_allreduce(world, sample(world.rank, (50_001,), "float32"), codec=codec, op="avg")
+        return quantized_allreduce(
+            world, sample(world.rank, (world.size * 20_000 + 1,), "float32"), codec=codec, op="avg"
+        )
 
     monkeypatch.setattr(collectives, "CODED_PIECE_BYTES", 1000)
     at_once = run_ranks(comm.size, body)[comm.rank]  # over threads

@@ -188,6 +188,7 @@ def test_errors_are_those_of_the_host_transport(device):
         else:
             with pytest.raises(CommMismatch, match="expected 16 bytes from rank 0, which sent 24"):
                 comm.recv(cupy.zeros(2), source=0)
+        comm.barrier()  # an abort would be seen before the message
         comm.transports[1].abort()
         with pytest.raises(bagua_comm.CommAborted):
             comm.allreduce(cupy.zeros(3))
