@@ -219,8 +219,13 @@ def _warmup_of(algorithm: Algorithm) -> int:
     return steps
 
 
-def _period_of(algorithm: Algorithm) -> int:
-    """In one of how many steps the algorithm communicates."""
+def period_of(algorithm: Algorithm) -> int:
+    """In one of how many steps the algorithm communicates.
+
+    >>> from bagua_comm import Decentralized
+    >>> period_of(DiLoCo(8)), period_of(Every(4, Decentralized())), period_of(GradientAllReduce())
+    (8, 4, 1)
+    """
     period = 1
     for part in _parts(algorithm):
         period *= part.n if isinstance(part, Every) else part.local_steps if isinstance(part, DiLoCo) else 1
@@ -443,7 +448,7 @@ class Tuner:
 
         trials, self._steps_per_trial, warmup_steps, seed = self._numbers
         self._comm, self._grid, self._about = comm, grid, about
-        self._period = _period_of(algorithm)
+        self._period = period_of(algorithm)
         self._untimed = max(warmup_steps, _warmup_of(algorithm))
         self._seconds: list[float] = []
 

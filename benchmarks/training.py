@@ -80,12 +80,11 @@ from bagua_comm import (
     Quantized,
     every,
 )
-from bagua_comm.algorithms.base import phases_of
-from bagua_comm.algorithms.schedule import Every
 from bagua_comm.arrays import Array
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
 from bagua_comm.trace import Recorder
+from bagua_comm.tuner import period_of
 
 LEARNING_RATE = 1e-6
 
@@ -203,17 +202,6 @@ def build(
         ddp.register_comm_hook(None, fp16_compress_hook)
         settings += " with fp16_compress_hook"
     return Training(ddp, optimizer, settings)
-
-
-def period_of(algorithm: Algorithm) -> int:
-    """The steps after which an algorithm repeats what it does.
-
-    >>> period_of(DiLoCo(8)), period_of(every(4, Decentralized())), period_of(ByteGrad())
-    (8, 4, 1)
-    """
-    inner = [phase.algorithm if isinstance(phase, Every) else phase for phase in phases_of(algorithm)]
-    intervals = [phase.n for phase in phases_of(algorithm) if isinstance(phase, Every)]
-    return math.lcm(*intervals, *(phase.local_steps for phase in inner if isinstance(phase, DiLoCo)))
 
 
 # ---------------------------------------------------------------------------------------------------
