@@ -222,7 +222,7 @@ def _warmup_of(algorithm: Algorithm) -> int:
 def period_of(algorithm: Algorithm) -> int:
     """In one of how many steps the algorithm communicates.
 
-    >>> from bagua_comm import Decentralized
+    >>> from bagua_comm import Decentralized, GradientAllReduce
     >>> period_of(DiLoCo(8)), period_of(Every(4, Decentralized())), period_of(GradientAllReduce())
     (8, 4, 1)
     """
