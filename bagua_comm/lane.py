@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from .arrays import record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout
+from .errors import CommAborted, CommError, CommTimeout, RankFailed
 from .trace import NULL, Recorder, Tracer
 
 SLACK_S = 5.0
@@ -40,7 +40,7 @@ class Lane(ABC):
 
     `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that
     fails stops the lane: the ones behind it fail with `CommAborted`, since its peers' calls no longer
-    match.
+    match, or with `RankFailed`, if that was why.
 
     On a lane with a side stream, a future is done when the device is; for its `result` the caller's current
     stream waits, and not the host. The arguments of a task are kept until the lane is joined. What a task
@@ -140,6 +140,8 @@ class Lane(ABC):
             raise CommError("this lane is closed")
 
     def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self._failure, RankFailed):
+            raise RankFailed(f"an earlier task on this lane failed: {self._failure}", self._failure.ranks)
         if self._failure is not None:
             raise CommAborted("an earlier task on this lane failed") from self._failure
         try:
