@@ -35,7 +35,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from . import arrays
 from .comm import Communicator
-from .errors import BaguaError, BootstrapError, CommError, CommTimeout
+from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
 
@@ -124,6 +124,7 @@ def connect(
         BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
             cannot be; alike on all ranks. Or `timeout_s` is not such a number.
         CommTimeout: A rank did not come, though MPI had been started on all.
+        RankFailed: A rank died meanwhile, and mpirun let the others go on.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -209,7 +210,6 @@ class _World(Communicator):
 
     def __init__(self, transports: Sequence[Transport], *, ending: _Ending | None, **settings: Any) -> None:
         super().__init__(transports, **settings)
-        self._maker = os.getpid()
         self._ending = ending
         if ending is not None:
             ending.worlds.append(self)
@@ -235,7 +235,7 @@ class _World(Communicator):
     def close(self) -> None:
         """Free what this communicator holds. Collective."""
         global _default
-        if self._closed or os.getpid() != self._maker:
+        if self._closed or os.getpid() != self._process:
             return
         if _default is self:
             _default = None
@@ -284,7 +284,26 @@ def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
 
     from .transports.mpi import MPITransport
 
-    wait = _Wait(roll, timeout_s)
+    try:
+        with ending.limit(_Wait(roll, timeout_s + _LOOK_S)):
+            transport = MPITransport(_duplicate_world(_Wait(roll, timeout_s)), timeout_s=timeout_s)
+            here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+            # The label of a node is its first rank, by its number in the world.
+            (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
+            here.Free()
+            machines = Communicator([transport], tracer=NULL).allgather_object(first)
+    except MPI.Exception as exc:
+        # With ULFM: a rank died when MPI had started, or nearly.
+        raise RankFailed(
+            f"connect: {roll.me()}: MPI failed ({exc.Get_error_string()}): {roll.missing()}"
+        ) from exc
+    return transport, machines, ending
+
+
+def _duplicate_world(wait: _Wait) -> Any:
+    """A duplicate of MPI's world. Collective."""
+    from mpi4py import MPI
+
     comm, request = MPI.COMM_WORLD.Idup()
     while not request.Test():
         complaint = wait.complaint()
@@ -293,14 +312,7 @@ def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
             raise CommTimeout(complaint)
         time.sleep(_NAP_S)
-    with ending.limit(_Wait(roll, timeout_s)):
-        transport = MPITransport(comm, timeout_s=timeout_s)
-        here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        # The label of a node is its first rank, by its number in the world.
-        (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
-        here.Free()
-        machines = Communicator([transport], tracer=NULL).allgather_object(first)
-    return transport, machines, ending
+    return comm
 
 
 class _Limit:
