@@ -292,11 +292,11 @@ def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
             (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
             here.Free()
             machines = Communicator([transport], tracer=NULL).allgather_object(first)
-    except MPI.Exception as exc:
-        # With ULFM: a rank died when MPI had started, or nearly.
-        raise RankFailed(
-            f"connect: {roll.me()}: MPI failed ({exc.Get_error_string()}): {roll.missing()}"
-        ) from exc
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:
+        # With ULFM: a rank died when MPI had started, or nearly. What MPI says does not always name it.
+        raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
     return transport, machines, ending
 
 
@@ -377,7 +377,7 @@ class _Missing(NamedTuple):
 
     def __str__(self) -> str:
         found = "; ".join([*self.gone, *self.late, *self.unseen])
-        return found or "all of them have called connect, but MPI has not started"
+        return found or "all of them have called connect"
 
 
 class _Roll:

@@ -458,14 +458,14 @@ def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
         """
         import bagua_comm, os, signal, threading
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
         bagua_comm.connect(timeout_s=2)
         """,
         flags=["--ulfm"],  # without it mpirun ends the others at once
         timeout_s=40,
     )
     assert result.returncode == 1
-    assert re.search(r"rank 1 \(process \d+\) has ended", reason(result))
+    assert re.search(r"rank 1 (\(process \d+\) has ended|ended without)", reason(result))
     assert seconds < 20
 
 
