@@ -1,7 +1,8 @@
 """The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`.
 
 `run` is mpirun with what this machine needs; it replaces its own process by mpirun's, so signals and the
-exit code are mpirun's. Environment variables are read here.
+exit code are mpirun's. On one host ranks talk through shared memory alone, and listen on no port. Environment
+variables are read here.
 """
 
 from __future__ import annotations
@@ -23,16 +24,64 @@ from typing import Any
 from . import __version__, advise, arrays, bootstrap
 from .errors import ArrayError
 
+DESCRIPTION = "The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`."
+"""Not taken from the docstring, which `python -OO` leaves out."""
+
+ULFM = ("--with-ft", "ulfm")
+"""What tells Open MPI that ranks may die, and the others go on."""
+
+SHARED_MEMORY = ("--mca", "btl", "self,sm")
+"""What tells Open MPI to use shared memory and no network."""
+
+SEGMENT_BYTES = 32 << 20
+"""Room in /dev/shm that Open MPI wants for each rank, twice over. Where there is less it needs the network."""
+
+OTHER_HOSTS = (
+    "--host",
+    "-host",
+    "-H",
+    "--hostfile",
+    "-hostfile",
+    "--machinefile",
+    "-machinefile",
+    "--default-hostfile",
+    "--add-host",
+    "--add-hostfile",
+    "--rankfile",
+    "-rf",
+    "--app",
+)
+"""Arguments of mpirun by which ranks may run on other hosts."""
+
+ALLOCATIONS = (
+    "SLURM_JOB_ID",
+    "SLURM_JOBID",
+    "PBS_JOBID",
+    "PBS_NODEFILE",
+    "LSB_JOBID",
+    "PE_HOSTFILE",
+    "COBALT_NODEFILE",
+    "FLUX_JOB_ID",
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+)
+"""Environment variables in which mpirun finds other hosts."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m bagua_comm", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bagua_comm", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
 
     run = commands.add_parser("run", help="start a Python script on several ranks")
     run.add_argument("-n", "--ranks", type=_positive, default=os.cpu_count() or 1, metavar="N")
     run.add_argument("--host", help="hosts to run on, as mpirun's --host")
     run.add_argument("--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun")
+    run.add_argument(
+        "--ulfm",
+        action="store_true",
+        help="let the other ranks go on when one dies: they get RankFailed, and call shrink() (Open MPI)",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
     run.add_argument("--dry-run", action="store_true", help="print the command instead")
     run.add_argument("script")
@@ -71,7 +120,11 @@ def _run(options: argparse.Namespace) -> int:
         print(f"bagua_comm run: there is no file {options.script}", file=sys.stderr)
         return 2
     python = [sys.executable, *(["-m"] if options.module else []), options.script, *options.args]
-    flags, variables = launch_settings(mpirun, options.ranks, local=options.host is None)
+    flags, variables = launch_settings(mpirun, options.ranks, local=options.host is None, given=options.mpirun)
+    if options.ulfm and not flags:
+        print(f"bagua_comm run: --ulfm needs Open MPI, which {mpirun} does not belong to", file=sys.stderr)
+        return 2
+    flags += ULFM if options.ulfm else ()
     hosts = ["--host", options.host] if options.host else []
     command = [mpirun, "-n", str(options.ranks), *hosts, *flags, *options.mpirun, *python]
     if options.dry_run:
@@ -87,8 +140,17 @@ def find_mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def launch_settings(mpirun: str, ranks: int, *, local: bool) -> tuple[list[str], dict[str, str]]:
-    """The arguments and environment variables that mpirun needs for `ranks` ranks on this machine."""
+def launch_settings(
+    mpirun: str, ranks: int, *, local: bool, given: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The arguments and environment variables that mpirun needs for `ranks` ranks.
+
+    Args:
+        mpirun: Its path.
+        ranks: How many.
+        local: Whether no hosts were named.
+        given: Arguments of mpirun that the user gives.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in os.environ}
     if "OMP_NUM_THREADS" not in os.environ and local:
@@ -100,9 +162,34 @@ def launch_settings(mpirun: str, ranks: int, *, local: bool) -> tuple[list[str],
     flags = ["--bind-to", "none"]
     if local and ranks > cores:
         flags += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    if local and _shared_memory_will_do(mpirun, ranks, given):
+        flags += SHARED_MEMORY
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         variables["OMPI_ALLOW_RUN_AS_ROOT"] = variables["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return flags, variables
+
+
+def _shared_memory_will_do(mpirun: str, ranks: int, given: Sequence[str]) -> bool:
+    """Whether all ranks certainly run on this host, have room in its memory, and the user has not chosen."""
+    chosen = "OMPI_MCA_btl" in os.environ or "btl" in given
+    names = {argument.partition("=")[0] for argument in given}
+    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
+    if chosen or elsewhere or _has_default_hosts(mpirun):
+        return False
+    try:
+        return shutil.disk_usage("/dev/shm").free >= ranks * SEGMENT_BYTES
+    except OSError:
+        return False
+
+
+def _has_default_hosts(mpirun: str) -> bool:
+    """Whether this Open MPI has been set up to run on other hosts."""
+    file = Path(mpirun).parent.parent / "etc" / "prte-default-hostfile"
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.strip() and not line.lstrip().startswith("#") for line in lines)
 
 
 def _version_of(mpirun: str) -> str:

@@ -6,23 +6,38 @@ of one rank, and needs no MPI. What torchrun starts goes through `bagua_torch.co
 Where every rank has a GPU, a transport of device arrays is set up over the one of host arrays: NCCL if each rank
 has a GPU of its own, or the ranks that share one have taken one of the two ways in which NCCL allows it; else
 copies through host memory. All ranks find out together, and come to the same.
+
+Under MPI this module also sees to the end of the process. Whatever ends a rank (an exception in any of its
+threads, a signal, `sys.exit`), the others learn of it and don't wait for it; see `_Ending`.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import faulthandler
+import functools
 import os
+import signal
+import site
 import socket
 import sys
+import sysconfig
+import threading
+import time
+import traceback
 import warnings
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from . import arrays
 from .comm import Communicator
-from .errors import BootstrapError, CommError
+from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .trace import NULL, Recorder
-from .transports import LocalTransport, Transport
+from .transports import LocalTransport, Transport, base
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -36,6 +51,19 @@ collectives without asking the receiver first: on a busy link the question waits
 
 TIMEOUT_S = 300.0
 """How long a call waits for its peers, unless told otherwise."""
+
+TURN_S, LAST_TURN_S = 0.3, 3.0
+"""How much later than the rank before it a rank reports an error that several ranks may have, and the most."""
+
+_NAP_S = 0.001
+"""How long `connect` sleeps between two looks at whether its peers have come."""
+
+LATE_S, START_S = 3.0, 30.0
+"""How much longer than `timeout_s` a rank waits in `connect` for one that runs, but has not come: ranks don't
+start at the same time. And for MPI, once all have come: it needs a second, and more where the machine is busy."""
+
+_LOOK_S = 0.5
+"""How often a rank whose time is over looks again who is missing."""
 
 SHARED_GPU_NCCL = 23000
 """From this version on (2.30), NCCL can be told to have several ranks on one GPU."""
@@ -62,14 +90,26 @@ def connect(
 
     Collective. The result is also the default communicator, until it is closed.
 
-    Under MPI an exception that nobody catches, in any rank's main thread, ends all ranks: `sys.excepthook`
-    first prints its traceback and then aborts the job with exit code 1.
+    Under MPI `timeout_s` bounds the start of MPI as well. If a rank does not come in time, one rank prints a
+    message that names it, and the job ends with exit code 1.
+
+    Under MPI an exception that nobody catches ends all ranks, with exit code 1: in any rank's main thread, and in
+    another thread if that is not a daemon, if the error is one of this library's, or if the code that failed
+    refers to a communicator. An error of this library is printed by one rank, as a short message with the line of
+    the program where it happened; set BAGUA_TRACEBACK=1 for the whole traceback. Any other is printed at once,
+    with its traceback. SIGTERM ends a rank and its child processes, unless the program handles it. A rank that
+    ends with an open communicator leaves it: ranks that wait for it get an error.
+
+    MPI ends with the process. That is left to mpi4py where the program imports `mpi4py.MPI` before it connects: a
+    child that was made by `os.fork` and ends by `sys.exit` may then wait for ever, and so may survivors of a rank
+    that died; set `mpi4py.rc.finalize = False` before that import.
 
     Where all ranks have a CUDA device, each makes one its current device, in turn by its number on the machine:
     connect before anything is put on a device.
 
     Args:
-        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
+        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`, in seconds: above 0, at
+            most 1e9, and not infinite.
         check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
             calls where they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
@@ -82,7 +122,9 @@ def connect(
 
     Raises:
         BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
-            cannot be; alike on all ranks.
+            cannot be; alike on all ranks. Or `timeout_s` is not such a number.
+        CommTimeout: A rank did not come, though MPI had been started on all.
+        RankFailed: A rank died meanwhile, and mpirun let the others go on.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -93,17 +135,24 @@ def connect(
     if gpu not in get_args(GPU):
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
     machines: Sequence[object] = [0]
+    ending: _Ending | None = None
     if transport is not None:
         machines = Communicator([transport], tracer=NULL).allgather_object(socket.gethostname())
     elif _under_mpi():
-        transport, machines = _mpi_world(timeout_s)
+        transport, machines, ending = _mpi_world(timeout_s)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     nodes = machines if node is None else setup.allgather_object(node)
     device, beside = _device_side(setup, gpu)
-    comm = _World([transport, *beside], nodes=nodes, device=device, tracer=Recorder() if trace else NULL)
-    comm.check = check
+    comm = _World(
+        [transport, *beside],
+        nodes=nodes,
+        device=device,
+        check=check,
+        tracer=Recorder() if trace else NULL,
+        ending=ending,
+    )
     _default = comm
     return comm
 
@@ -116,31 +165,88 @@ def default() -> Communicator:
     return _default if _default is not None else connect()
 
 
-def check_timeout(timeout_s: float) -> None:
+def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless calls can wait that long."""
-    if timeout_s <= 0:
-        raise BootstrapError(f"connect: timeout_s is {timeout_s}, expected a positive number")
+    base.check_timeout("connect", timeout_s)
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE.
+
+    Raises:
+        BootstrapError: They are no numbers of a rank and of ranks.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    size = _number("WORLD_SIZE", "a number of ranks", 1)
+    _number("RANK", f"a rank from 0 to {size - 1}", 0, size - 1)
+    return True
 
 
 def torchrun_local_rank() -> int:
-    """The number that torchrun gave this process on its machine; 0 if none."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    """The number that torchrun gave this process on its machine; 0 if none.
+
+    Raises:
+        BootstrapError: LOCAL_RANK is not a number.
+    """
+    return _number("LOCAL_RANK", "a number from 0 on", 0) if "LOCAL_RANK" in os.environ else 0
+
+
+def _number(name: str, meaning: str, least: int, most: int | None = None) -> int:
+    """The number in an environment variable."""
+    text = os.environ[name]
+    with suppress(ValueError):
+        number = int(text)
+        if number >= least and (most is None or number <= most):
+            return number
+    raise BootstrapError(
+        f"connect: the environment variable {name} is {text!r}, expected {meaning}; unset it, or start this "
+        "program with torchrun or with mpirun"
+    )
 
 
 class _World(Communicator):
     """The communicator of `connect`: closing it ends its time as the default."""
 
+    def __init__(self, transports: Sequence[Transport], *, ending: _Ending | None, **settings: Any) -> None:
+        super().__init__(transports, **settings)
+        self._ending = ending
+        if ending is not None:
+            ending.worlds.append(self)
+
+    def shrink(self) -> Communicator:
+        """See `Communicator.shrink`; the result takes this one's place."""
+        global _default
+        comm = super().shrink()
+        survivors = _World(
+            comm.transports,
+            nodes=comm._labels,
+            device=comm.device,
+            check=comm.check,
+            tracer=comm.tracer,
+            ending=self._ending,
+        )
+        if self._ending is not None and self in self._ending.worlds:
+            self._ending.worlds.remove(self)
+        if _default is self:
+            _default = survivors
+        return survivors
+
     def close(self) -> None:
         """Free what this communicator holds. Collective."""
         global _default
+        if self._closed or os.getpid() != self._process:
+            return
         if _default is self:
             _default = None
+        if self._ending is not None and self in self._ending.worlds:
+            self._ending.leave(self)
         super().close()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The start of MPI
+# ---------------------------------------------------------------------------------------------------
 
 
 def _under_mpi() -> bool:
@@ -157,50 +263,522 @@ def _under_mpi() -> bool:
     return False
 
 
-def _mpi_world(timeout_s: float) -> tuple[Transport, list[int]]:
+def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
     for name, value in MPI_SETTINGS.items():
         os.environ.setdefault(name, value)
+    roll, ending = _Roll(), _this_process()
+    if ending.process != os.getpid():
+        raise BootstrapError(
+            f"connect: this process was forked off process {ending.process}, which is a rank; a child cannot be "
+            "one: start ranks with mpirun"
+        )
+    roll.sign()
     try:
-        from mpi4py import MPI
-
-        from .transports.mpi import MPITransport
+        ending.start_mpi(roll, timeout_s)
     except (ImportError, RuntimeError) as exc:
         raise BootstrapError(
             f"connect: mpirun started this process, but mpi4py cannot load an MPI library: {exc}; "
             "pip install 'bagua-comm[mpi]' brings one"
         ) from exc
-    sys.excepthook = _abort_after(sys.excepthook, MPI)
-    transport = MPITransport(MPI.COMM_WORLD.Dup(), timeout_s=timeout_s)
-    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    first = MPI.COMM_WORLD.Get_rank()
-    first = here.bcast(first, root=0)
-    here.Free()
-    return transport, MPI.COMM_WORLD.allgather(first)
+    from mpi4py import MPI
+
+    from .transports.mpi import MPITransport
+
+    try:
+        with ending.limit(_Wait(roll, timeout_s + _LOOK_S)):
+            transport = MPITransport(_duplicate_world(_Wait(roll, timeout_s)), timeout_s=timeout_s)
+            here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+            # The label of a node is its first rank, by its number in the world.
+            (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
+            here.Free()
+            machines = Communicator([transport], tracer=NULL).allgather_object(first)
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:
+        # With ULFM: a rank died when MPI had started, or nearly. What MPI says does not always name it.
+        raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
+    return transport, machines, ending
 
 
-def _abort_after(hook: object, mpi: object) -> _AbortAfter:
-    """`hook`, followed by the end of all ranks; not twice if `hook` already is that."""
-    return hook if isinstance(hook, _AbortAfter) else _AbortAfter(hook, mpi)
+def _duplicate_world(wait: _Wait) -> Any:
+    """A duplicate of MPI's world. Collective."""
+    from mpi4py import MPI
+
+    comm, request = MPI.COMM_WORLD.Idup()
+    while not request.Test():
+        complaint = wait.complaint()
+        if complaint is not None:
+            # MPI may still write the new communicator to where it was told to: never free that.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
+            raise CommTimeout(complaint)
+        time.sleep(_NAP_S)
+    return comm
 
 
-class _AbortAfter:
-    """An exception hook that ends all ranks once the exception is printed."""
+class _Limit:
+    """While its body runs: asks `is_over` every now and then, on another thread, and calls `act` if so.
 
-    def __init__(self, hook: object, mpi: object) -> None:
-        self._hook, self._mpi = hook, mpi
+    `act` ends the process.
+    """
 
-    def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException,
-        traceback: TracebackType | None,
+    def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
+        self._is_over, self._act = is_over, act
+        self._done, self._acts = threading.Event(), threading.Lock()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch, name="limit", daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        with self._acts:
+            self._done.set()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_LOOK_S / 10):
+            message = self._is_over()
+            if message is not None:
+                with self._acts:
+                    if not self._done.is_set():
+                        self._act(message)
+
+
+class _Wait:
+    """A wait in `connect` that begins now: who is missing once it has lasted too long."""
+
+    def __init__(self, roll: _Roll, timeout_s: float) -> None:
+        self._roll, self._timeout_s = roll, timeout_s
+        self._start_s = time.monotonic()
+        self._look_s = self._start_s + timeout_s
+
+    def complaint(self) -> str | None:
+        """What to say if this has lasted too long; None if not."""
+        now = time.monotonic()
+        if now < self._look_s:
+            return None
+        self._look_s = now + _LOOK_S
+        late_s = now - self._start_s - self._timeout_s
+        missing = self._roll.missing()
+        if missing.gone or (missing.late and late_s > LATE_S) or late_s > START_S:
+            return (
+                f"connect: {self._roll.me()} waited {now - self._start_s:.0f} s for the other ranks: {missing}. "
+                "Give a longer timeout_s if they are only late"
+            )
+        return None
+
+
+class _Missing(NamedTuple):
+    """The ranks that have not come to `connect`."""
+
+    gone: list[str]
+    """Sentences about those that have ended, or are stopped."""
+    late: list[str]
+    """About those that run, but have not called it."""
+    unseen: list[str]
+    """About those of which nothing is known."""
+
+    def __str__(self) -> str:
+        found = "; ".join([*self.gone, *self.late, *self.unseen])
+        return found or "all of them have called connect"
+
+
+class _Roll:
+    """Which ranks have called `connect`, as far as it can be seen on this host, before MPI has started.
+
+    mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
+    the number of its process to a file of its own. What the others do is in /proc.
+    """
+
+    def __init__(self) -> None:
+        self.rank = _first_number("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") or 0
+        self.size = _first_number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        self._local_size = _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+        self._job = os.environ.get("PMIX_NAMESPACE", "")
+        self._folder = self._find_folder()
+        self._times = 0
+
+    def _find_folder(self) -> Path | None:
+        """The folder of this job, if it is this user's alone."""
+        name = os.environ.get("PMIX_SERVER_TMPDIR")
+        if not name or not self._job:
+            return None
+        try:
+            status = os.stat(name)
+        except OSError:
+            return None
+        return Path(name) if status.st_uid == os.geteuid() and not status.st_mode & 0o022 else None
+
+    def _file(self, name: object) -> str:
+        return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
+
+    def sign(self) -> None:
+        """Say that this rank has come, once more."""
+        if self._folder is None:
+            return
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = os.open(self._file(self.rank), flags, 0o600)
+            try:
+                os.write(file, b"%d\n" % os.getpid())
+            finally:
+                os.close(file)
+        except OSError:
+            self._folder = None
+            return
+        self._times = len(self._signatures(self.rank))
+
+    def may_speak(self) -> bool:
+        """Whether no other rank of this host has reported an error; from now on this one has."""
+        if self._folder is None:
+            return True
+        try:
+            os.close(os.open(self._file("error"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def remark(self, timeout_s: float) -> str:
+        """What to say when this rank has ended, and goes on waiting for others: which still run here."""
+        processes = sorted(self.processes().items()) if self._job else []
+        others = [f"rank {rank} (process {pid}, {_state(pid)})" for rank, pid in processes if rank != self.rank]
+        return (
+            f"{self.me()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it goes on "
+            f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
+        )
+
+    def me(self) -> str:
+        """This rank, and where it is."""
+        size = "" if self.size is None else f" of {self.size}"
+        return f"rank {self.rank}{size} on {socket.gethostname()}"
+
+    def missing(self) -> _Missing:
+        """Who has not come."""
+        missing = _Missing([], [], [])
+        if self._folder is None or self.size is None:
+            missing.unseen.append("this launcher does not let us see which of them have not come")
+            return missing
+        processes, unseen = self.processes(), []
+        for rank in range(self.size):
+            signatures = self._signatures(rank)
+            process = int(signatures[-1]) if signatures else processes.get(rank)
+            if rank == self.rank:
+                continue
+            if process is None:
+                unseen.append(rank)
+            elif (state := _state(process)) != "running":
+                missing.gone.append(
+                    f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
+                )
+            elif len(signatures) < self._times:
+                missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
+        if unseen and self._local_size == self.size:
+            missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
+        elif unseen:
+            missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
+        return missing
+
+    def _signatures(self, rank: int) -> list[str]:
+        """The process of a rank, as many times as it has connected."""
+        try:
+            return Path(self._file(rank)).read_text().split()
+        except OSError:
+            return []
+
+    def processes(self) -> dict[int, int]:
+        """The process of each rank that runs on this host."""
+        found: dict[int, list[int]] = {}
+        wanted = f"PMIX_NAMESPACE={self._job}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if wanted in variables:
+                for variable in variables:
+                    name, _, value = variable.partition(b"=")
+                    if name == b"PMIX_RANK" and value.isdigit():
+                        found.setdefault(int(value), []).append(int(folder.name))
+        # Its children have the same variables: take one that is stopped, if any, else the oldest.
+        return {
+            rank: min(same, key=lambda process: (_state(process) != "stopped", process))
+            for rank, same in found.items()
+        }
+
+
+def _first_number(*names: str) -> int | None:
+    """The number in the first of these environment variables that holds one."""
+    return next((int(text) for text in map(os.environ.get, names) if text is not None and text.isdigit()), None)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _state(process: int) -> str:
+    try:
+        letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "ended"
+    return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The end of a rank
+# ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _this_process() -> _Ending:
+    """What sees to the end of this process: one for each, since it has one MPI and one set of hooks."""
+    return _Ending()
+
+
+class _Ending:
+    """Starts MPI, and sees to it that the other ranks don't wait for this one once it has ended, however it ends.
+
+    an exception that nobody catches    printed, then all ranks end (MPI_Abort)
+    SIGTERM                             child processes end as well; mpirun then ends the other ranks
+    the end of the program              worlds that are open are left; then MPI_Finalize, where it cannot hang
+    """
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.worlds: list[_World] = []
+        """Those that are open."""
+        self._orderly = True
+        """Whether all ranks left, in order, the worlds that this one has left."""
+        self._roll = _Roll()
+        self._timeout_s = TIMEOUT_S
+        self._mpi: Any = None
+        self._library: Any = None
+        """MPI's C interface, if MPI is ours to start and to end."""
+        self._hook: Callable[..., Any] = sys.__excepthook__
+        self._thread_hook: Callable[..., Any] = threading.__excepthook__
+        self._hooked_in = False
+        self._earlier_error = _last_error()
+
+    def start_mpi(self, roll: _Roll, timeout_s: float) -> None:
+        """Start MPI, unless it runs already, and see to the end of this process."""
+        import mpi4py
+
+        self._roll, self._timeout_s = roll, timeout_s
+        ours = "mpi4py.MPI" not in sys.modules
+        if ours:
+            # mpi4py would start MPI here, and meanwhile let no other thread run, so that nothing could end it.
+            settings = {"initialize": mpi4py.rc.initialize, "finalize": mpi4py.rc.finalize}
+            mpi4py.rc(initialize=False, finalize=False)
+            try:
+                from mpi4py import MPI
+            finally:
+                mpi4py.rc(**settings)
+            ours = settings["finalize"] is not False
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        if not MPI.Is_initialized():
+            with self.limit(_Wait(roll, timeout_s)):
+                library = _initialize(MPI)
+            self._library = library if ours else None
+        self._hook_in()
+
+    def limit(self, wait: _Wait) -> _Limit:
+        """Ends all ranks, with a message, once `wait` has lasted too long."""
+        return _Limit(wait.complaint, self.give_up)
+
+    def give_up(self, message: str) -> None:
+        """Print a message, unless another rank has, and end all ranks."""
+        self._wait_for_turn()
+        self._print_once(message)
+        self._end_all(1)
+
+    def _wait_for_turn(self) -> None:
+        time.sleep(min(TURN_S * self._roll.rank, LAST_TURN_S))
+
+    def _print_once(self, message: str) -> None:
+        if self._roll.may_speak():
+            print(message, file=sys.stderr, flush=True)
+        else:
+            time.sleep(LAST_TURN_S)  # another rank has said it, and is about to end all
+
+    def _end_all(self, exit_code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        mpi = self._mpi
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+            mpi.COMM_WORLD.Abort(exit_code)
+        os._exit(exit_code)  # MPI has not started; mpirun ends the others
+
+    # Exceptions and signals -------------------------------------------------------------------------
+
+    def _hook_in(self) -> None:
+        """Be called when a thread ends by an exception, on SIGTERM, and when the program ends."""
+        if sys.excepthook != self._on_exception:
+            self._hook, sys.excepthook = sys.excepthook, self._on_exception
+        if threading.excepthook != self._on_thread_exception:
+            self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
+        if self._hooked_in:
+            return
+        self._hooked_in = True
+        atexit.register(self._on_exit)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            os.register_at_fork(after_in_child=self._forget_sigterm)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self.process:
+            self._hook(kind, error, trace)
+            return
+        self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
+        self._end_all(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        error, trace, thread = args.exc_value, args.exc_traceback, args.thread
+        harmless = thread is not None and thread.daemon and not isinstance(error, BaguaError)
+        if (
+            os.getpid() != self.process
+            or error is None
+            or isinstance(error, SystemExit)
+            or (harmless and not _refers_to_a_communicator(trace))
+        ):
+            self._thread_hook(args)
+            return
+        self._report(error, trace, lambda: self._thread_hook(args), self._thread_hook is threading.__excepthook__)
+        self._end_all(1)
+
+    def _report(
+        self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
-        world = self._mpi.COMM_WORLD  # type: ignore[attr-defined]
-        print(f"rank {world.Get_rank()} of {world.Get_size()}:", file=sys.stderr)
-        self._hook(kind, error, traceback)  # type: ignore[operator]
-        sys.stderr.flush()
-        sys.stdout.flush()
-        world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        """Print an error of this library in short and once, and any other as `show` does."""
+        who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
+        if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
+            self._wait_for_turn()
+            self._print_once(
+                f"{who} on {socket.gethostname()}: {type(error).__name__}: {error}\n{_where(trace)}"
+                "  (BAGUA_TRACEBACK=1 shows the traceback)"
+            )
+            return
+        print(f"{who}:", file=sys.stderr, flush=True)
+        show()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """End this process as if nobody had handled the signal, and its children with it."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # mpirun gives each rank a process group of its own.
+        if os.getpgrp() == self.process == os.getpid():
+            os.killpg(self.process, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _forget_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    # The end of the program -------------------------------------------------------------------------
+
+    def _on_exit(self) -> None:
+        """Leave the worlds that are open, and end MPI if it is ours."""
+        if os.getpid() != self.process or self._mpi.Is_finalized():
+            return
+        error = _last_error()
+        if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
+            # Another hook has printed it, and did not pass it on.
+            who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
+            print(f"{who} ended with {type(error).__name__}, and all ranks with it", file=sys.stderr, flush=True)
+            self._end_all(1)
+        start_s = time.monotonic()
+        for world in list(self.worlds):
+            with suppress(CommError):
+                self.leave(world)
+        if self._library is None or _has_ulfm():
+            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not ask for it.
+            return
+        if self._orderly:
+            self._library.MPI_Finalize()
+        elif time.monotonic() - start_s >= self._timeout_s:
+            # The others may compute for as long as they like, but whoever waits for them wants to know.
+            print(self._roll.remark(self._timeout_s), file=sys.stderr, flush=True)
+            self._library.MPI_Finalize()
+        else:
+            self._finalize_after_an_error()
+
+    def leave(self, world: _World) -> None:
+        """Have this rank leave a world, and the others know. Collective."""
+        self.worlds.remove(world)
+        if self._mpi.Is_finalized():
+            return
+        orderly, self._orderly = self._orderly, False
+        for transport in world.transports:
+            orderly &= transport.leave()
+        self._orderly = orderly
+
+    def _finalize_after_an_error(self) -> None:
+        message = (
+            f"{self._roll.me()}: MPI did not end within {self._timeout_s:g} s after a call had failed; this "
+            "process ends without it"
+        )
+        deadline_s = time.monotonic() + self._timeout_s
+        limit = _Limit(lambda: message if time.monotonic() > deadline_s else None, self.give_up)
+        try:
+            limit.__enter__()
+        except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
+            faulthandler.dump_traceback_later(self._timeout_s, exit=True)
+        self._library.MPI_Finalize()
+
+
+def _initialize(mpi: Any) -> Any:
+    """Start MPI as mpi4py would, but let other threads run meanwhile; returns MPI's C interface."""
+    import mpi4py
+
+    settings = mpi4py.rc
+    level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}") if settings.threads else mpi.THREAD_SINGLE
+    library = ctypes.CDLL(mpi.__file__)
+    granted = ctypes.c_int()
+    if library.MPI_Init_thread(None, None, level, ctypes.byref(granted)) != mpi.SUCCESS:
+        raise RuntimeError("MPI_Init_thread failed")
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+    return library
+
+
+def _has_ulfm() -> bool:
+    """Whether mpirun was told --with-ft ulfm."""
+    setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower()  # noqa: SIM112 - as Open MPI writes it
+    return setting not in ("", "0", "f", "false", "disabled", "no", "n")
+
+
+def _last_error() -> BaseException | None:
+    """The exception that ended the main thread, if one has."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
+
+
+def _refers_to_a_communicator(trace: TracebackType | None) -> bool:
+    """Whether the code that failed uses one, by its names."""
+    for frame, _ in traceback.walk_tb(trace):
+        code = frame.f_code
+        for name in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
+            if isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), Communicator):
+                return True
+    return False
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The line of the user's program where an error happened."""
+    installed = tuple(
+        {site.getusersitepackages(), *sysconfig.get_paths().values()} - {sysconfig.get_path("data")}
+    )
+    frames = [
+        (frame.f_code.co_filename.startswith(("<frozen", *installed)), summary)
+        for (frame, _), summary in zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("bagua_comm", "bagua_torch")
+    ]
+    if not frames:
+        return ""
+    # The deepest frame of the program itself; if there is none, of whatever called us.
+    _, line = max(enumerate(frames), key=lambda item: (not item[1][0], item[0]))[1]
+    return f"  {line.filename}:{line.lineno}, in {line.name}: {line.line}\n"
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ import sys
 import textwrap
 
 
-def run_python(ranks, *arguments, script=None, mpirun=(), timeout_s=100, env=None):
+def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):
     """`python -m bagua_comm run` on these arguments, or on the text of a script; returns what it did."""
-    command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks)]
+    command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *flags]
     command += [f"--mpirun={argument}" for argument in mpirun]
     if script is not None:
         path, text = script

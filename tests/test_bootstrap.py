@@ -1,10 +1,15 @@
 """connect(), and what happens when a rank fails: always an end within seconds, and a reason."""
 
+import math
+import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,9 +44,20 @@ def test_default_is_what_connect_made_last_until_it_is_closed():
     other.close()
 
 
-def test_timeout_must_be_positive():
-    with pytest.raises(BootstrapError, match="timeout_s is 0"):
-        bagua_comm.connect(timeout_s=0)
+NO_TIMEOUTS = [0, -1, math.nan, math.inf, -math.inf, 1e10, True, "3", None, 2j]
+
+
+@pytest.mark.parametrize("timeout_s", NO_TIMEOUTS, ids=str)
+@pytest.mark.parametrize("make", [bagua_comm.connect, LocalTransport])
+def test_a_timeout_that_is_no_positive_number_of_seconds_is_refused(make, timeout_s):
+    with pytest.raises(BootstrapError, match=f"timeout_s is {re.escape(repr(timeout_s))}, expected seconds"):
+        make(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [1, 0.5, np.float32(2.5), np.int64(3), 1e9])
+def test_any_positive_number_is_a_timeout(timeout_s):
+    with bagua_comm.connect(timeout_s=timeout_s) as comm:
+        assert comm.timeout_s == timeout_s
 
 
 def test_torchrun_is_refused_with_what_to_do(monkeypatch):
@@ -50,6 +66,25 @@ def test_torchrun_is_refused_with_what_to_do(monkeypatch):
     assert bootstrap.under_torchrun()
     with pytest.raises(BootstrapError, match=r"call bagua_torch.connect\(\).*mpirun.*python -m bagua_comm run"):
         bagua_comm.connect()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("WORLD_SIZE", "abc"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""),
+        ("RANK", "abc"),
+        ("RANK", "2"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "first"),
+    ],
+)
+def test_a_variable_of_torchrun_that_is_no_such_number_is_named(monkeypatch, name, text):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(BootstrapError, match=f"connect: the environment variable {name} is '{text}', expected "):
+        bootstrap.torchrun_local_rank() if name == "LOCAL_RANK" else bagua_comm.connect()
 
 
 def test_a_world_of_one_rank_under_torchrun_needs_nothing(monkeypatch):
@@ -309,9 +344,13 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
     assert "CommMismatch" in result.stdout
 
 
-def test_survivors_of_a_killed_rank_shrink_and_go_on(tmp_path):
-    script = """
-        import bagua_comm, numpy as np, os, signal
+@pytest.mark.parametrize("exit_code", [0, 5])
+def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
+    result, seconds = launch(
+        tmp_path,
+        4,
+        f"""
+        import bagua_comm, numpy as np, os, signal, sys
         comm = bagua_comm.connect(timeout_s=30)
         comm.barrier()
         if comm.rank == 2:
@@ -324,16 +363,18 @@ def test_survivors_of_a_killed_rank_shrink_and_go_on(tmp_path):
         except bagua_comm.CommAborted:
             pass
         comm = comm.shrink()
-        print(f"rank {comm.rank} of {comm.size}: sum {comm.allreduce(np.array(1.0))}", flush=True)
-        """
-    try:
-        result, _ = launch(tmp_path, 4, script, mpirun=("--with-ft", "ulfm"), timeout_s=50)
-        output = result.stdout
-    except subprocess.TimeoutExpired as exc:  # mpirun itself does not always end after a rank was killed
-        output = exc.stdout.decode()
-    assert "failed: (2,)" in output
+        assert bagua_comm.default() is comm
+        print(f"rank {{comm.rank}} of {{comm.size}}: sum {{comm.allreduce(np.array(1.0))}}", flush=True)
+        sys.exit({exit_code} if comm.rank == 1 else 0)
+        """,
+        flags=["--ulfm"],
+        timeout_s=50,
+    )
+    assert result.returncode == exit_code, result.stderr
+    assert "failed: (2,)" in result.stdout
     for rank in range(3):
-        assert f"rank {rank} of 3: sum 3.0" in output
+        assert f"rank {rank} of 3: sum 3.0" in result.stdout
+    assert seconds < 30
 
 
 def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
@@ -354,3 +395,293 @@ def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("InlineLane [2.0, 2.0, 2.0]") == 2
     assert "MPI grants less than MPI_THREAD_MULTIPLE" in result.stderr
+
+
+# Ranks that don't come -----------------------------------------------------------------------------------
+
+
+def reason(result):
+    """The one line in which `connect` gave up."""
+    (line,) = [line for line in result.stderr.splitlines() if "connect: rank" in line]
+    return line
+
+
+def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        4,
+        """
+        import os, signal, sys, time
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if rank == 2:
+            sys.exit(0)
+        time.sleep(0.5)  # mpirun sees that rank 2 ends, where others have begun to start MPI
+        import bagua_comm
+        bagua_comm.connect(timeout_s=2)
+        """,
+        timeout_s=40,
+    )
+    assert result.returncode == 1
+    message = reason(result)
+    assert re.search(r"connect: rank [03] of 4 on .* waited \d+ s for the other ranks: ", message)
+    assert re.search(r"rank 1 \(process \d+\) is stopped", message)
+    assert "rank 2 ended without calling connect" in message
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("first", ["pass", "from mpi4py import MPI"], ids=["", "MPI already runs"])
+def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        f"""
+        import bagua_comm, os, time
+        {first}
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "0":
+            time.sleep(60)
+        bagua_comm.connect(timeout_s=1)
+        """,
+        timeout_s=40,
+    )
+    assert result.returncode == 1
+    assert re.search(r"connect: rank 1 of 2 .*rank 0 \(process \d+\) runs, but has not called", reason(result))
+    assert "Traceback" not in result.stderr
+    assert seconds < 20
+
+
+def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, os, signal, threading
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        bagua_comm.connect(timeout_s=2)
+        """,
+        flags=["--ulfm"],  # without it mpirun ends the others at once
+        timeout_s=40,
+    )
+    assert result.returncode == 1
+    assert re.search(r"rank 1 (\(process \d+\) has ended|ended without)", reason(result))
+    assert seconds < 20
+
+
+# The end of a rank ---------------------------------------------------------------------------------------
+
+
+def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
+    result, _ = launch(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, numpy as np, time
+        comm = bagua_comm.connect(timeout_s=1)
+        def train():
+            comm.allreduce(np.ones(5))
+        if comm.rank == 0:
+            time.sleep(60)
+        train()
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("CommTimeout: allreduce(float64[5], op=sum) #1") == 1
+    assert re.search(r"rank [12] of 3 on .*: CommTimeout: ", result.stderr)
+    assert re.search(r"script.py:5, in train: comm.allreduce\(np.ones\(5\)\)", result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(tmp_path):
+    result, _ = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np
+        comm = bagua_comm.connect(timeout_s=60)
+        comm.allreduce(np.ones(5), op="median" if comm.rank == 1 else "sum")
+        """,
+        env={**os.environ, "BAGUA_TRACEBACK": "1"},
+    )
+    assert result.returncode == 1
+    assert "rank 1 of 2:" in result.stderr
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "comm.py" in result.stderr
+
+
+def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, threading, time
+        comm = bagua_comm.connect(timeout_s=60)
+
+        def log():
+            raise OSError("the disk is full")
+
+        def average():
+            if comm.rank == 1:
+                raise RuntimeError("a thread has a bad day")
+
+        def run(task):
+            thread = threading.Thread(target=task, daemon=True)
+            thread.start()
+            thread.join()
+
+        run(log)
+        comm.barrier()
+        print("still here", flush=True)
+        comm.barrier()
+        run(average)
+        comm.allreduce(np.ones(5)) if comm.rank == 0 else time.sleep(60)
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stdout.count("still here") == 2
+    assert re.search(r"rank 1 of 2:\n.*RuntimeError: a thread has a bad day", result.stderr, re.DOTALL)
+    assert seconds < 30
+
+
+def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, threading, time
+        comm = bagua_comm.connect(timeout_s=60)
+
+        def load():
+            raise RuntimeError("no more data")
+
+        if comm.rank == 1:
+            threading.Thread(target=load).start()
+            time.sleep(60)
+        comm.barrier()
+        """,
+    )
+    assert result.returncode == 1
+    assert "RuntimeError: no more data" in result.stderr
+    assert seconds < 30
+
+
+def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, sys
+        comm = bagua_comm.connect(timeout_s=60)
+        sys.excepthook = lambda kind, error, trace: print("caught by the program:", error, flush=True)
+        if comm.rank == 1:
+            raise RuntimeError("rank one has a bad day")
+        comm.allreduce(np.ones(100_000))
+        """,
+    )
+    assert result.returncode == 1
+    assert "caught by the program: rank one has a bad day" in result.stdout
+    assert "rank 1 of 2 ended with RuntimeError, and all ranks with it" in result.stderr
+    assert seconds < 30
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
+        "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
+        "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)",
+    ],
+    ids=["sys.exit in with", "early end of with", "sys.exit"],
+)
+def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        f"""
+        import bagua_comm, numpy as np, sys
+        comm, x = bagua_comm.connect(timeout_s=60), np.ones(100_000)
+        {body}
+        """,
+    )
+    assert result.returncode == 1
+    assert "rank 0 of 2 on " in result.stderr
+    assert "allreduce(float64[100000], op=sum)" in result.stderr
+    assert seconds < 30
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, os, signal, subprocess, time
+        comm = bagua_comm.connect(timeout_s=60)
+        child = subprocess.Popen(["sleep", "60"])  # holds the rank's output open
+        print("child", child.pid, flush=True)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        comm.allreduce(np.ones(5))
+        """,
+    )
+    assert result.returncode == 128 + signal.SIGTERM
+    children = [int(pid) for pid in re.findall(r"child (\d+)", result.stdout)]
+    assert len(children) == 2
+    deadline = time.monotonic() + 10
+    while any(map(runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, children))
+    assert seconds < 30
+
+
+def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
+    result, seconds = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, os, sys
+        comm = bagua_comm.connect(timeout_s=30)
+
+        def fork(task):
+            child = os.fork()
+            if child == 0:
+                task()
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        tasks = [lambda: sys.exit(3), lambda: 1 / 0, lambda: sys.exit(comm.close()), bagua_comm.connect]
+        codes = [fork(task) for task in tasks]
+        print(codes, comm.allreduce(np.ones(1)), flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
+    assert "a child cannot be one: start ranks with mpirun" in result.stderr
+    assert seconds < 30
+
+
+def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
+    result, _ = launch(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, time
+        comm = bagua_comm.connect(timeout_s=1)
+        if comm.rank == 1:
+            time.sleep(3)
+            print("evaluated", flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "evaluated" in result.stdout
+    assert re.search(
+        r"rank 0 of 2 .* has waited 1 s .*it goes on waiting.* rank 1 \(process \d+, running\)", result.stderr
+    )

@@ -89,6 +89,84 @@ def test_other_mpis_get_no_flags_of_open_mpi(monkeypatch):
     assert cli.launch_settings("mpirun", 64, local=True)[0] == []
 
 
+@pytest.fixture
+def open_mpi(monkeypatch):
+    """An Open MPI on a host of two cores, where nobody has said anything about networks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(cli, "_version_of", lambda _: "mpirun (Open MPI) 5.0.11")
+    for name in ("OMPI_MCA_btl", *cli.ALLOCATIONS):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def uses_shared_memory_alone(ranks=2, *, local=True, given=()):
+    flags, _ = cli.launch_settings("mpirun", ranks, local=local, given=given)
+    return "self,sm" in flags
+
+
+def test_ranks_on_one_host_use_shared_memory_alone(open_mpi):
+    assert uses_shared_memory_alone()
+    assert uses_shared_memory_alone(given=["--report-bindings", "--mca", "mpi_show_handle_leaks", "1"])
+
+
+def test_ranks_use_the_network_where_they_may_need_it(open_mpi, tmp_path):
+    assert not uses_shared_memory_alone(local=False)
+    assert not uses_shared_memory_alone(given=["--hostfile", "hosts"])
+    assert not uses_shared_memory_alone(given=["--hostfile=hosts"])
+    assert not uses_shared_memory_alone(ranks=10**6)  # more than there is room for in /dev/shm
+    open_mpi.setenv("SLURM_JOB_ID", "7")
+    assert not uses_shared_memory_alone()
+    open_mpi.delenv("SLURM_JOB_ID")
+
+    hosts = tmp_path / "etc" / "prte-default-hostfile"
+    hosts.parent.mkdir()
+    mpirun = str(tmp_path / "bin" / "mpirun")
+    hosts.write_text("# nothing but a comment\n\n")
+    assert "self,sm" in cli.launch_settings(mpirun, 2, local=True)[0]
+    hosts.write_text("# two hosts\na slots=4\nb slots=4\n")
+    assert "self,sm" not in cli.launch_settings(mpirun, 2, local=True)[0]
+
+
+def test_who_has_chosen_how_ranks_talk_is_obeyed(open_mpi):
+    assert not uses_shared_memory_alone(given=["--mca", "btl", "tcp,self"])
+    open_mpi.setenv("OMPI_MCA_btl", "tcp,self")
+    assert not uses_shared_memory_alone()
+
+
+def test_ranks_on_one_host_listen_on_no_port(tmp_path):
+    script = """
+        import bagua_comm, os
+        with bagua_comm.connect(timeout_s=60) as comm:
+            comm.barrier()
+            files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+            mine = {os.readlink(file) for file in files if os.path.lexists(file)}
+            lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+            listening = [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine]
+            print("listens at", listening, flush=True)
+    """
+    result = run_python(2, script=(tmp_path / "script.py", script))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("listens at []") == 2
+
+
+def test_ulfm_is_one_flag_of_open_mpi_and_of_no_other(open_mpi, capsys):
+    open_mpi.setattr(cli, "find_mpirun", lambda: "mpirun")
+    assert cli.main(["run", "-n", "2", "--ulfm", "--dry-run", __file__]) == 0
+    assert " --with-ft ulfm " in capsys.readouterr().out
+    assert cli.main(["run", "-n", "2", "--dry-run", __file__]) == 0
+    assert "ulfm" not in capsys.readouterr().out
+
+    open_mpi.setattr(cli, "_version_of", lambda _: "HYDRA build details")
+    assert cli.main(["run", "-n", "2", "--ulfm", "--dry-run", __file__]) == 2
+    assert "--ulfm needs Open MPI" in capsys.readouterr().err
+
+
+def test_the_command_line_needs_no_docstrings():
+    command = [sys.executable, "-OO", "-m", "bagua_comm", "run", "--dry-run", __file__]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
 def test_info_prints_versions_mpi_and_transports():
     command = [sys.executable, "-m", "bagua_comm", "info"]
     text = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout

@@ -18,13 +18,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import ClassVar
 
 import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import Array, Scratch
-from ..errors import UnsupportedError
+from ..errors import BootstrapError, UnsupportedError
 
 Message = tuple[int, Array]
 """A peer, and the contiguous array sent to it or received from it."""
@@ -45,8 +46,6 @@ class Transport(ABC):
     name: ClassVar[str]
     rank: int
     size: int
-    timeout_s: float
-    """How long a call may wait for a peer before it raises `CommTimeout`."""
     sent_bytes: int = 0
     """Bytes handed over for other ranks so far. Where the library below chooses the algorithm, what a
     bandwidth-optimal one sends."""
@@ -86,6 +85,15 @@ class Transport(ABC):
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.timeout_s
         return self._deadline_s
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call may wait for a peer before it raises `CommTimeout`."""
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, value: float) -> None:
+        self._timeout_s = check_timeout(self.name, value)
 
     @abstractmethod
     def moves(self, x: Array) -> bool:
@@ -323,6 +331,21 @@ class Transport(ABC):
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+MAX_TIMEOUT_S = 1e9
+"""The longest wait, about 30 years: more than this overflows the clocks of the libraries below."""
+
+
+def check_timeout(call: str, timeout_s: object) -> float:
+    """`timeout_s`, if it is a positive number of seconds; raises `BootstrapError`, naming `call`, if not."""
+    # NaN fails every comparison, so it is refused as well.
+    is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < float(timeout_s) <= MAX_TIMEOUT_S:  # type: ignore[arg-type]
+        raise BootstrapError(
+            f"{call}: timeout_s is {timeout_s!r}, expected seconds, above 0 and at most {MAX_TIMEOUT_S:g}"
+        )
+    return float(timeout_s)  # type: ignore[arg-type]
 
 
 def chunk_bounds(count: int, chunks: int) -> list[slice]:

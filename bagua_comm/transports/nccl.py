@@ -35,7 +35,7 @@ from cupy.cuda import nccl
 
 from ..arrays import FLOATS, Array, address, dtype_name, same_memory
 from ..errors import CommError, CommTimeout, RankFailed, UnsupportedError
-from .base import POINT_TO_POINT, Message, Transport
+from .base import POINT_TO_POINT, Message, Transport, check_timeout
 from .watchdog import Watch, Watchdog
 
 if not nccl.available:
@@ -87,9 +87,11 @@ class NcclTransport(Transport):
             timeout_s: How long a call may take; that of `host` if None.
 
         Raises:
+            BootstrapError: `timeout_s` is not a positive number.
             CommError: NCCL cannot be set up, here or on another rank.
         """
-        watchdog = Watchdog(cupy.cuda.Device().id, timeout_s or host.timeout_s)
+        limit_s = host.timeout_s if timeout_s is None else check_timeout(cls.name, timeout_s)
+        watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
         mine = _together(host, nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES))
         unique_id = np.frombuffer(mine, np.uint8).copy()
         host.broadcast(unique_id, 0)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -445,9 +446,18 @@ def test_without_a_launcher_the_world_is_one_rank_and_needs_no_process_group():
         ProcessGroupTransport()
 
 
-def test_timeout_must_be_positive():
-    with pytest.raises(BootstrapError, match="timeout_s is -1"):
-        bagua_torch.connect(timeout_s=-1)
+@pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, True, "3"], ids=str)
+def test_timeout_must_be_a_positive_number(timeout_s):
+    with pytest.raises(BootstrapError, match=f"timeout_s is {timeout_s!r}, expected seconds"):
+        bagua_torch.connect(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_of_torchrun_that_is_no_number_is_named(monkeypatch, name):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: "abc"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(BootstrapError, match=f"{name} is 'abc', expected "):
+        bagua_torch.connect()
 
 
 def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
