@@ -30,6 +30,7 @@ from .collectives import Average, ErrorFeedback, Hierarchical
 from .comm import Communicator
 from .engine import check_fit
 from .errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
+from .files import write_at_once
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
 """Sizes of buckets that are tried: 1 MiB to 128 MiB."""
@@ -609,10 +610,9 @@ def _read_profile(path: Path, key: str, grid: Grid) -> Cell | None:
 
 def _write_profile(path: Path, key: str, entry: dict[str, Any]) -> None:
     """Add an entry, or replace it; a reader finds the file as it was or as it will be."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         entries = {**_read_entries(path), key: entry}
-        unfinished.write_text(json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n")
-        os.replace(unfinished, path)
-    except (OSError, ArrayError) as exc:  # training goes on
+        text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n"
+        write_at_once(path, text.encode())
+    except Exception as exc:  # training goes on
         warnings.warn(f"Tuner: profile {str(path)!r} was not written: {exc}", stacklevel=2)
