@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import reprlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from .algorithms.state import (
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
-from .errors import ArrayError, CommMismatch
+from .errors import ArrayError, CommMismatch, shown
 from .lane import Lane, StreamLane, ThreadLane
 from .trace import Counter, Tracer
 
@@ -359,13 +358,11 @@ class Engine:
         facts = _Facts(*(saved[name] for name in _Facts._fields))
         for name in ("algorithm", "phase", "digest", "checksum"):
             if not isinstance(saved[name], str):
-                raise ArrayError(f"{name!r} is {reprlib.repr(saved[name])}, expected a string")
+                raise ArrayError(f"{name!r} is {shown(saved[name])}, expected a string")
         for name in ("step", "phase_began", "rank", "size"):
             least = 1 if name == "size" else 0
             if type(saved[name]) is not int or not least <= saved[name] < 2**63:
-                raise ArrayError(
-                    f"{name!r} is {reprlib.repr(saved[name])}, expected an integer of at least {least}"
-                )
+                raise ArrayError(f"{name!r} is {shown(saved[name])}, expected an integer of at least {least}")
         if facts.algorithm != repr(self.algorithm):
             raise ArrayError(f"saved with {facts.algorithm}, but the algorithm is {self.algorithm!r}")
         if facts.phase_began > facts.step or facts.rank >= facts.size:

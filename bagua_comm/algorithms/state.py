@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array, dtype_name
 from ..bucket import Bucket, BucketSpec
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown
 
 Saved = dict[str, dict[str, Any]]
 """For every tensor's name: its pieces and numbers, by where they were found in the state."""
@@ -119,9 +118,7 @@ def _check_number(path: str, mine: object, found: Mapping[str, Any]) -> None:
     for tensor, value in found.items():
         fits = type(value) is type(mine) or (type(mine) is float and type(value) is int)
         if not fits:
-            raise ArrayError(
-                f"{path!r} of {tensor!r} is {reprlib.repr(value)}, expected {_a(mine)} such as {mine!r}"
-            )
+            raise ArrayError(f"{path!r} of {tensor!r} is {shown(value)}, expected {_a(mine)} such as {mine!r}")
         if value != first and not (value != value and first != first):  # NaN is unlike itself
             raise ArrayError(f"{path!r} of {tensor!r} is {value!r}, expected {first!r}, as beside it")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array, DType
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown
 
 ALIGNMENT = 32
 """Parts of a chunk on the wire start at multiples of this many bytes."""
@@ -92,7 +92,7 @@ class Codec(ABC):
         try:
             dtype = np.dtype(dtype)
         except TypeError as exc:
-            raise UnsupportedError(f"combine: dtype is {dtype!r}, expected the dtype of an element") from exc
+            raise UnsupportedError(f"combine: dtype is {shown(dtype)}, expected the dtype of an element") from exc
         self._check_dtype("combine", dtype)
         count = check_count("combine", count)
         arrays.library(wire)
@@ -161,7 +161,9 @@ def check_count(call: str, count: object) -> int:
         ArrayError: It is no integer, or negative.
     """
     if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or not 0 <= count < 2**63:
-        raise ArrayError(f"{call}: count is {count!r}, expected a number of elements, an integer of at least 0")
+        raise ArrayError(
+            f"{call}: count is {shown(count)}, expected a number of elements, an integer of at least 0"
+        )
     return int(count)
 
 
