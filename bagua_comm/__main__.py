@@ -226,6 +226,7 @@ def _info(options: argparse.Namespace) -> int:
 
 def collect_info() -> dict[str, dict[str, Any]]:
     """What `info` prints: section -> name -> value."""
+    bootstrap.make_room_for_cupy()
     return {
         "versions": {
             "bagua_comm": __version__,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import METHODS, MODELS, Advice, Cluster, Job, Rates, advise, predict
+from .costmodel import LARGEST, METHODS, MODELS, Advice, Cluster, Job, Rates, advise, predict
 
 LARGEST_SIZE = 4096
 """Ranks in the last row of the second table."""
@@ -36,15 +36,15 @@ class AdviceError(Exception):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `advise`."""
-    parser.add_argument("--nodes", type=int, required=True, metavar="N")
-    parser.add_argument("--ranks-per-node", type=int, default=1, metavar="L")
+    parser.add_argument("--nodes", type=whole_number, required=True, metavar="N")
+    parser.add_argument("--ranks-per-node", type=whole_number, default=1, metavar="L")
     parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
     parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
-    parser.add_argument("--intra-gbs", type=float, help="GB/s between ranks of a node (10; 200 on GPUs)")
+    parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on: gpu")
     parser.add_argument(
         "--cores-per-rank",
-        type=float,
+        type=number,
         default=math.inf,
         metavar="C",
         help="cores that computation and communication of a rank share, on a CPU; unlimited by default",
@@ -73,6 +73,18 @@ def seconds(text: str) -> float:
     return _number(text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0)
 
 
+def number(text: str) -> float:
+    """A number without a unit, such as "2" or "0.5"."""
+    return _number(text, {"": 1.0}, "2 or 0.5", least=0)
+
+
+def whole_number(text: str) -> int:
+    """An integer such as "4"."""
+    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; write it like 4")
+    return int(text)
+
+
 def size_in_bytes(text: str) -> int:
     """Bytes of "553M", "1.2G", "512KiB" or "1000"."""
     units = {"": 1.0}
@@ -88,9 +100,11 @@ def _number(text: str, units: Mapping[str, float], examples: str, least: float |
             raise ValueError
         value = float(match[1]) * units[match[2]]
     except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text!r} is none; write it like {examples}") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none; write it like {examples}") from None
     if value < (least or 0) or (value == 0 and least is None):
         raise argparse.ArgumentTypeError(f"{text!r} is too small")
+    if value > LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; write it like {examples}")
     return value
 
 
@@ -103,7 +117,7 @@ def read_rates(path: Path) -> Rates:
     try:
         data = json.loads(path.read_text())
         return Rates.from_dict(data["rates"] if isinstance(data, dict) and "rates" in data else data)
-    except (OSError, ValueError, TypeError) as exc:
+    except (OSError, ValueError, TypeError, RecursionError) as exc:
         raise AdviceError(f"--rates {path}: {exc}") from exc
 
 

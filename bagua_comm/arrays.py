@@ -262,7 +262,7 @@ def device_count() -> int:
     """How many CUDA devices CuPy sees; 0 without CuPy or without a driver."""
     try:
         cupy = importlib.import_module("cupy")
-    except ImportError:
+    except (ImportError, OSError):  # OSError: CuPy found no folder that it can write to
         return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
@@ -281,7 +281,7 @@ def device_facts() -> dict[str, str]:
         cupy = importlib.import_module("cupy")
     except ModuleNotFoundError:
         return {"CUDA": "CuPy is not installed; pip install 'bagua-comm[cuda13]' or 'bagua-comm[cuda12]'"}
-    except ImportError as exc:
+    except (ImportError, OSError) as exc:
         return {"CUDA": f"CuPy cannot be imported: {exc}"}
     runtime = cupy.cuda.runtime
     facts = {

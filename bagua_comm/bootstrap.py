@@ -14,9 +14,11 @@ threads, a signal, `sys.exit`), the others learn of it and don't wait for it; se
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import functools
+import importlib.util
 import os
 import signal
 import site
@@ -36,6 +38,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from . import arrays
 from .comm import Communicator
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
+from .files import private_folder
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
 
@@ -801,10 +804,24 @@ class GpuFacts(NamedTuple):
     """Whether NCCL was told that ranks may share a GPU."""
 
 
+def make_room_for_cupy() -> None:
+    """Tell CuPy of another folder, if it cannot write to its own: without one it cannot be imported."""
+    if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
+        return
+    folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
+    with contextlib.suppress(OSError):
+        if not folder.startswith("~"):  # else there is no home
+            os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        with contextlib.suppress(OSError):  # no folder for temporary files either: then there are no GPUs
+            os.environ["CUPY_CACHE_DIR"] = str(private_folder() / "cupy")
+
+
 def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transport]]:
     """This rank's device, now its current one, and the transport of device arrays. Collective."""
     if gpu == "none":
         return None, []
+    make_room_for_cupy()
     count = arrays.device_count()
     device = setup.local_rank % count if count else None
     gpus = [GpuFacts(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]

@@ -10,13 +10,14 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from .arrays import MOVABLE, Array, dtype_named
-from .errors import ArrayError, UnsupportedError
+from .errors import ArrayError, BaguaError, UnsupportedError, shown
 
 DEFAULT_BUCKET_BYTES = 10 * 2**20
 """Bagua's default."""
@@ -24,15 +25,28 @@ DEFAULT_BUCKET_BYTES = 10 * 2**20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor without its values."""
+    """A tensor without its values.
+
+    Raises:
+        ArrayError: `name` is no string, or `shape` is no shape.
+        UnsupportedError: There is no such dtype to carry.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
-        if self.dtype not in MOVABLE:
+        if not isinstance(self.name, str):
+            raise ArrayError(f"a tensor's name is {shown(self.name)}, expected a string")
+        try:
+            shape = tuple(operator.index(extent) for extent in self.shape)
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0 or math.prod(shape) >= 2**63:
+            raise ArrayError(f"tensor {self.name!r}: shape is {shown(self.shape)}, expected a tensor's shape")
+        object.__setattr__(self, "shape", shape)
+        if not isinstance(self.dtype, str) or self.dtype not in MOVABLE:
             raise UnsupportedError(f"tensor {self.name!r}: there is no dtype {self.dtype!r} to carry")
 
     @property
@@ -153,19 +167,47 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """The plan that `to_json` wrote."""
-        data = json.loads(text)
-        return cls(
-            tuple(
-                BucketSpec(
-                    bucket["dtype"],
-                    tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]),
-                    bucket["size"],
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ArrayError: The text is something else, or no plan: a tensor is there twice, or its bucket is too
+                small or has another dtype.
+            UnsupportedError: A tensor has a dtype that cannot be carried.
+        """
+        try:
+            data = json.loads(text)
+            plan = cls(
+                tuple(
+                    BucketSpec(
+                        bucket["dtype"],
+                        tuple(TensorSpec(t["name"], tuple(t["shape"]), t["dtype"]) for t in bucket["tensors"]),
+                        bucket["size"],
+                    )
+                    for bucket in data["buckets"]
+                ),
+                data["alignment"],
+            )
+        except BaguaError:
+            raise
+        except Exception as exc:  # of brackets without end RecursionError, say
+            raise ArrayError(f"Plan.from_json: the text is not what Plan.to_json wrote: {exc!r}") from exc
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        """Raise `ArrayError` unless this could be a plan of `pack`."""
+        _check_size("alignment", self.alignment, least=1)
+        for i, bucket in enumerate(self.buckets):
+            _check_size(
+                f"the size of bucket {i}", bucket.size, least=sum(tensor.size for tensor in bucket.tensors)
+            )
+            if not bucket.tensors or any(tensor.dtype != bucket.dtype for tensor in bucket.tensors):
+                raise ArrayError(
+                    f"Plan.from_json: bucket {i} has no tensors, or tensors of other dtypes than its own"
                 )
-                for bucket in data["buckets"]
-            ),
-            data["alignment"],
-        )
+        names = [tensor.name for bucket in self.buckets for tensor in bucket.tensors]
+        if len(set(names)) < len(names):
+            raise ArrayError("Plan.from_json: two tensors have one name")
 
     def digest(self) -> str:
         """A short hash that is equal for equal plans, also in different processes."""
@@ -212,6 +254,11 @@ def make_buckets(plan: Plan, storage: Sequence[Array]) -> list[Bucket]:
     if len(storage) != len(plan.buckets):
         raise ArrayError(f"storage has {len(storage)} arrays, expected {len(plan.buckets)}")
     return [Bucket(i, spec, flat) for i, (spec, flat) in enumerate(zip(plan.buckets, storage, strict=True))]
+
+
+def _check_size(what: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
+        raise ArrayError(f"Plan.from_json: {what} is {shown(value)}, expected an integer of at least {least}")
 
 
 def _aligned(tensors: list[TensorSpec], alignment: int) -> int:

@@ -594,16 +594,28 @@ class Communicator:
         Collective. Rank 0 writes; a process in the picture is a rank, a row one of its threads.
 
         Raises:
-            OSError: The file cannot be written.
+            ArrayError: `path` is no path, or a rank has a span that JSON cannot hold; on all ranks alike.
+            OSError: The file cannot be written; on all ranks alike.
         """
-        recorded = self.tracer.spans() if isinstance(self.tracer, Recorder) else []
-        spans = self.allgather_object(recorded)
-        failure = None
+        mine: tuple[list[trace.Span], str | None] = ([], None)
+        try:
+            mine = (trace.plain(self.tracer.spans() if isinstance(self.tracer, Recorder) else []), None)
+        except Exception as exc:  # the others are on their way here
+            mine = ([], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
+        rows = self.allgather_object(mine)
+        failure: ArrayError | OSError | None = None
         if self.rank == 0:
             try:
-                Path(path).write_text(json.dumps(trace.chrome_trace(spans), default=str))
-            except OSError as exc:
+                problem = next((text for _, text in rows if text is not None), None)
+                if problem is not None:
+                    raise ArrayError(f"trace: {str(path)!r} is not written: {problem}")
+                Path(path).write_text(json.dumps(trace.chrome_trace([spans for spans, _ in rows])))
+            except ArrayError as exc:
                 failure = exc
+            except OSError as exc:
+                failure = OSError(exc.errno, exc.strerror or str(exc), str(path))
+            except Exception as exc:
+                failure = ArrayError(f"trace: {path!r} cannot be written: {exc!r}")
         failure = self.broadcast_object(failure, root=0)
         if failure is not None:
             raise failure

@@ -48,7 +48,13 @@ from .arrays import FLOATS, dtype_named
 from .bucket import DEFAULT_BUCKET_BYTES
 from .codecs import BFloat16, Codec, Float16
 from .collectives import Average, ErrorFeedback, Exact, Hierarchical, Quantized
-from .errors import ArrayError, UnsupportedError
+from .errors import ArrayError, UnsupportedError, shown
+
+MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
+"""Of a cluster and a job: a prediction looks at every bucket."""
+
+SMALLEST, LARGEST = 1e-18, 1e18
+"""Rates and sizes lie between them, in any unit, so that nothing overflows; a rate may also be infinite."""
 
 # ---------------------------------------------------------------------------------------------------
 # What is given
@@ -89,6 +95,11 @@ class Cluster:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ArrayError(f"Cluster: {name} is {value!r}, expected an integer of at least 1")
+        if self.size > MOST_RANKS:
+            raise ArrayError(
+                f"Cluster: {self.nodes} nodes of {self.ranks_per_node} ranks are too many, "
+                f"expected at most {MOST_RANKS} ranks"
+            )
         _check_positive(self, "bandwidth_gbit", "intra_gbs", "cores_per_rank")
         _check_not_negative(self, "latency_s", "intra_latency_s")
         if self.transport not in ("mpi", "nccl"):
@@ -136,10 +147,18 @@ class Job:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
-        _check_positive(self, "model_bytes", "bucket_bytes")
+        for name in ("model_bytes", "bucket_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+                raise ArrayError(f"Job: {name} is {shown(value)}, expected a positive integer up to {LARGEST:g}")
         _check_not_negative(self, "forward_s", "backward_s", "optimizer_s")
         if self.dtype not in FLOATS:
             raise ArrayError(f"Job: dtype is {self.dtype!r}, expected one of {', '.join(sorted(FLOATS))}")
+        if not self.layers and self.model_bytes > MOST_BUCKETS * self.bucket_bytes:
+            raise ArrayError(
+                f"Job: model_bytes is {self.model_bytes!r} and bucket_bytes {self.bucket_bytes!r}, "
+                f"expected at most {MOST_BUCKETS} buckets; make them larger"
+            )
         total = sum(layer.nbytes for layer in self.layers)
         if self.layers and total != self.model_bytes:
             raise ArrayError(f"Job: layers have {total} bytes, expected model_bytes, {self.model_bytes}")
@@ -217,14 +236,16 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in ("minmax", "cast"):
-            _check_positive(getattr(self, name), "encode", "decode", "combine")
+            value = getattr(self, name)
+            if not isinstance(value, CodecRates):
+                raise ArrayError(f"Rates: {name} is {value!r}, expected CodecRates")
+            _check_positive(value, "encode", "decode", "combine")
         _check_positive(self, "add", "copy")
         _check_not_negative(self, "message_s", "network_s_per_byte", "polling")
         for name in ("direct", "ring"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ArrayError(
-                    f"Rates: {name} is {getattr(self, name)!r}, expected a share, above 0, at most 1"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not SMALLEST <= value <= 1:
+                raise ArrayError(f"Rates: {name} is {value!r}, expected a share, above 0, at most 1")
 
     @classmethod
     def gpu(cls) -> Rates:
@@ -819,15 +840,21 @@ def _scaled(rates: Rates, logs: _Vector) -> Rates:
 def _check_positive(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise ArrayError(f"{type(owner).__name__}: {name} is {value!r}, expected a positive number")
+        if not isinstance(value, (int, float)) or not (SMALLEST <= value <= LARGEST or value == math.inf):
+            raise ArrayError(
+                f"{type(owner).__name__}: {name} is {shown(value)}, expected a positive number "
+                f"between {SMALLEST:g} and {LARGEST:g}, or inf"
+            )
 
 
 def _check_not_negative(owner: object, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ArrayError(f"{type(owner).__name__}: {name} is {value!r}, expected a number of at least 0")
+        if not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
+            raise ArrayError(
+                f"{type(owner).__name__}: {name} is {shown(value)}, expected a number of at least 0, "
+                f"at most {LARGEST:g}"
+            )
 
 
 def _check_names(owner: str, data: object, cls: type, *, complete: bool = False) -> None:

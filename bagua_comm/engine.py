@@ -10,21 +10,31 @@ is in the bucket that leaves, and what it enqueues after `at(BACKWARD)` finds th
 from __future__ import annotations
 
 import difflib
+import hashlib
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from . import arrays
 from .algorithms.base import Algorithm, Payload, Point, check_algorithm_argument, phase_of, phases_of
-from .algorithms.state import check_movable, load_state, save_state
+from .algorithms.state import (
+    check_movable,
+    check_names,
+    check_state,
+    checksum,
+    load_state,
+    own_of,
+    save_state,
+)
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
 from .comm import Communicator
-from .errors import ArrayError, CommMismatch
+from .errors import ArrayError, CommMismatch, shown
 from .lane import Lane, StreamLane, ThreadLane
 from .trace import Counter, Tracer
 
@@ -32,6 +42,8 @@ __all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
 """Memory of the buckets: one flat array for each; by payload, where an algorithm exchanges both in turn."""
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -69,6 +81,8 @@ class Engine:
         check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
         self._buckets = self._over(plan, storage)
+        self._training = ""
+        """Random, and the same on all ranks: states that were saved together are known by it."""
         self._compare(comm)
         self._tracer = tracer or comm.tracer
         self._lane = comm.lane(self._lane_kind(comm))
@@ -230,32 +244,50 @@ class Engine:
         self.settle()
         if self._window.closes is not Point.NEVER:
             self.flush()
+        tensors = self._saved()
+        facts = _Facts(
+            repr(self.algorithm), self.step, repr(self._phase), self._began, self._comm.rank, self._comm.size
+        )
+        digest = facts.digest(self._training, self._steps_alike(facts.step), tensors)
         return {
-            "algorithm": repr(self.algorithm),
-            "step": self.step,
-            "phase": repr(self._phase),
-            "phase_began": self._began,
-            "tensors": self._saved(),
+            **facts._asdict(),
+            "digest": digest,
+            "checksum": checksum(*facts, digest, saved=tensors),
+            "tensors": tensors,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave on this rank, also under another plan.
+        """Go on from what `state_dict` gave, also under another plan.
 
-        Collective. What is under way is finished, but not written back.
+        Collective. All ranks load what was saved together, in one step of one training. Some algorithms keep
+        arrays that are a rank's own: replicas of neighbours' weights (LowPrecisionDecentralized,
+        LowPrecisionOnePeer) or residuals (ErrorFeedback). Then every rank loads what it saved itself, on as many
+        ranks. The others keep nothing, or the same on all ranks: what any rank saved then loads on any rank, on
+        any number of ranks.
+
+        What is under way is finished, but not written back.
 
         Raises:
-            ArrayError: It was saved with another algorithm, or for other tensors.
+            ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
+                algorithm, for other tensors, by an earlier version, or by another rank where that matters; it is
+                damaged; or the ranks' states were not saved together.
         """
-        if saved["algorithm"] != repr(self.algorithm):
-            raise ArrayError(
-                f"load_state_dict: saved with {saved['algorithm']}, but the algorithm is {self.algorithm!r}"
-            )
-        self._finish(commit=False)
-        self.step = saved["step"]
-        if repr(phase_of(self.algorithm, self.step)) != saved["phase"]:
-            self._begin_phase(began=self.step)  # the one that was saved has ended
+        # The lane must be idle before its communicator is used here. If the state is refused, what was
+        # submitted is committed when its window closes.
+        if self._window.closes is Point.NEVER:
+            self._finish(commit=False)
         else:
-            self._begin_phase(began=saved["phase_began"])
+            self.flush()
+        rows = self._together(lambda: (self._facts_of(saved), saved["digest"], _new_token()))
+        facts = rows[self._comm.rank][0]
+        self._check_together(rows)
+        phase = phase_of(self.algorithm, facts.step)
+        goes_on = repr(phase) == facts.phase  # else the phase that was saved has ended
+        states = [phase.init(bucket, self._comm) for bucket in self._buckets[phase.payload]]
+        self._together(lambda: self._check_tensors(phase, states if goes_on else [], facts, saved))
+        self._training, self.step = rows[0][2], facts.step
+        self._begin_phase(began=facts.phase_began if goes_on else facts.step, states=states)
+        if goes_on:
             self._load(saved["tensors"])
 
     def close(self) -> None:
@@ -303,7 +335,9 @@ class Engine:
 
     def _compare(self, comm: Communicator) -> None:
         mine = (self.plan.digest(), repr(self.algorithm))
-        for rank, other in enumerate(comm.allgather_object(mine)):
+        rows = comm.allgather_object((mine, _new_token()))
+        self._training = rows[0][1]
+        for rank, (other, _) in enumerate(rows):
             if other != mine:
                 what = "plan" if other[0] != mine[0] else "algorithm"
                 raise CommMismatch(
@@ -311,12 +345,101 @@ class Engine:
                     + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
                 )
 
-    def _begin_phase(self, began: int) -> None:
-        """Set up what the algorithm became in step `began`."""
+    def _facts_of(self, saved: object) -> _Facts:
+        """What a state says of itself; raises unless that is possible, and of this engine's algorithm."""
+        if not isinstance(saved, Mapping):
+            raise ArrayError(f"the state is a {type(saved).__name__}, expected what Engine.state_dict gave")
+        missing = [name for name in (*_Facts._fields, "digest", "checksum", "tensors") if name not in saved]
+        if missing:
+            raise ArrayError(
+                f"the state has no {', '.join(map(repr, missing))}: it is damaged, or was saved by an earlier "
+                "version; to go on without it, load the weights alone"
+            )
+        facts = _Facts(*(saved[name] for name in _Facts._fields))
+        for name in ("algorithm", "phase", "digest", "checksum"):
+            if not isinstance(saved[name], str):
+                raise ArrayError(f"{name!r} is {shown(saved[name])}, expected a string")
+        for name in ("step", "phase_began", "rank", "size"):
+            least = 1 if name == "size" else 0
+            if type(saved[name]) is not int or not least <= saved[name] < 2**63:
+                raise ArrayError(f"{name!r} is {shown(saved[name])}, expected an integer of at least {least}")
+        if facts.algorithm != repr(self.algorithm):
+            raise ArrayError(f"saved with {facts.algorithm}, but the algorithm is {self.algorithm!r}")
+        if facts.phase_began > facts.step or facts.rank >= facts.size:
+            raise ArrayError(
+                f"the state is of step {facts.step} in a phase that began in {facts.phase_began}, on rank "
+                f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below the number"
+            )
+        wanted = repr(phase_of(self.algorithm, facts.phase_began))
+        if facts.phase != wanted:
+            raise ArrayError(f"'phase' is {facts.phase}, expected {wanted} from step {facts.phase_began} on")
+        check_names([name for bucket in self.buckets for name in bucket.views], saved["tensors"])
+        return facts
+
+    def _steps_alike(self, step: int) -> bool:
+        """Whether all ranks are in the same step; not where each trains at its own pace."""
+        return phase_of(self.algorithm, step).window.closes is not Point.NEVER
+
+    def _check_together(self, rows: Sequence[tuple[_Facts, str, str]]) -> None:
+        """Raise, on all ranks alike, unless their states were saved together."""
+        (first, digest, _), *_ = rows
+        for rank, (theirs, their_digest, _) in enumerate(rows):
+            names = ["size"]
+            if self._steps_alike(first.step) or self._steps_alike(theirs.step):
+                names += ["step", "phase", "phase_began"]
+            for name in names:
+                mine, other = getattr(first, name), getattr(theirs, name)
+                if mine != other:
+                    raise ArrayError(
+                        f"load_state_dict: ranks have states that were not saved together: {name!r} is {mine} "
+                        f"on rank 0 and {other} on rank {rank}"
+                    )
+            if digest != their_digest:
+                raise ArrayError(
+                    "load_state_dict: ranks have states that were not saved together: those of ranks 0 and "
+                    f"{rank} are of step {theirs.step}, but of two trainings"
+                )
+
+    def _check_tensors(
+        self, phase: Algorithm, states: Sequence[Any], facts: _Facts, saved: Mapping[str, Any]
+    ) -> None:
+        """Raise unless what was saved of the tensors can be loaded into `states`, those of `phase`."""
+        tensors, mine = saved["tensors"], (self._comm.rank, self._comm.size)
+        for bucket, state in zip(self._buckets[phase.payload], states, strict=False):
+            own = own_of(bucket, state, tensors)
+            if own and (facts.rank, facts.size) != mine:
+                raise ArrayError(
+                    f"the state was saved by rank {facts.rank} of {facts.size}, expected rank {mine[0]} of "
+                    f"{mine[1]}: {phase} keeps {own[0]!r}, which is every rank's own"
+                )
+            check_state(bucket, state, tensors)
+        if checksum(*facts, saved["digest"], saved=tensors) != saved["checksum"]:
+            raise ArrayError("the state is damaged: a number, a shape or a name in it is not what was saved")
+
+    def _together(self, check: Callable[[], T]) -> list[T]:
+        """What `check` returns on every rank; what it raises on one is an ArrayError on all. Collective."""
+        outcome: tuple[T | None, str | None] = (None, None)
+        cause: Exception | None = None
+        try:
+            outcome = (check(), None)
+        except ArrayError as exc:
+            outcome, cause = (None, str(exc)), exc
+        except Exception as exc:  # a rank that left here alone would be waited for
+            outcome, cause = (None, f"the state cannot be read: {exc!r}"), exc
+        outcomes = self._comm.allgather_object(outcome)
+        for rank, (_, problem) in enumerate(outcomes):
+            if problem is not None:
+                raise ArrayError(f"load_state_dict: rank {rank}: {problem}") from cause
+        return [value for value, _ in outcomes]
+
+    def _begin_phase(self, began: int, states: list[Any] | None = None) -> None:
+        """Set up what the algorithm became in step `began`, with new states unless some are given."""
         self._phase, self._began = phase_of(self.algorithm, began), began
         self._window = self._phase.window
         self.buckets = self._buckets[self._phase.payload]
-        self.states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]
+        if states is None:
+            states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]
+        self.states = states
         self._round: list[Future[Any]] = []
         self._round_began_s = float("-inf")
         self._open_window()
@@ -427,6 +550,27 @@ class Engine:
             for bucket in self._left:
                 self._phase.commit(bucket, self.states[bucket.index])
             self.commits += 1
+
+
+class _Facts(NamedTuple):
+    """What a state says of itself."""
+
+    algorithm: str
+    step: int
+    phase: str
+    phase_began: int
+    rank: int
+    size: int
+
+    def digest(self, training: str, steps_alike: bool, names: Iterable[str]) -> str:
+        """A hash that is the same on all ranks that saved together, and on no others."""
+        steps = (self.step, self.phase, self.phase_began) if steps_alike else ()
+        together = (training, self.algorithm, self.size, steps, sorted(names))
+        return hashlib.blake2b(repr(together).encode(), digest_size=16).hexdigest()
+
+
+def _new_token() -> str:
+    return secrets.token_hex(8)
 
 
 def _kinds(algorithm: Algorithm) -> list[tuple[type, Payload]]:

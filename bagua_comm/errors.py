@@ -17,6 +17,7 @@ aborted or closed.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 
 
@@ -58,3 +59,11 @@ class UnsupportedError(BaguaError, TypeError):
 
 class BootstrapError(BaguaError):
     """The world could not be set up."""
+
+
+def shown(value: object) -> str:
+    """`value` for a message: short, and there whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except Exception:  # an int of more digits than Python writes, say
+        return f"a {type(value).__name__}"

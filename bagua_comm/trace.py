@@ -10,6 +10,8 @@ and become times when somebody looks at them.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import threading
 import time
 from collections import defaultdict, deque
@@ -198,6 +200,18 @@ class Counters:
             total.payload_bytes += counter.payload_bytes
             total.wire_bytes += counter.wire_bytes
         return total
+
+
+def plain(spans: Sequence[Span]) -> list[Span]:
+    """The same with JSON's own types alone in `args`, whatever was given: what has none becomes a string.
+
+    Raises:
+        Exception: JSON cannot hold it: it holds itself, or a key is a tuple, say.
+    """
+    return [
+        dataclasses.replace(span, name=str(span.name), args=json.loads(json.dumps(span.args, default=str)))
+        for span in spans
+    ]
 
 
 def chrome_trace(spans_by_rank: list[list[Span]]) -> dict[str, Any]:

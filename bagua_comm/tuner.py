@@ -30,6 +30,7 @@ from .collectives import Average, ErrorFeedback, Hierarchical
 from .comm import Communicator
 from .engine import check_fit
 from .errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
+from .files import write_at_once
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
 """Sizes of buckets that are tried: 1 MiB to 128 MiB."""
@@ -396,6 +397,8 @@ class Tuner:
         check_integer("Tuner", "seed", seed, least=0)
         self._choices = (bucket_bytes, averages, blocks)
         self._numbers = (trials, steps_per_trial, warmup_steps, seed)
+        if profile is not None and not isinstance(profile, (str, os.PathLike)):
+            raise ArrayError(f"Tuner: profile is {profile!r}, expected the path of a file")
         self._profile = Path(profile) if profile is not None else None
         self._comm: Communicator | None = None
         self._search: Search | None = None
@@ -502,15 +505,18 @@ class Tuner:
         detail = {**grid[self._cell].plain(), "seconds": seconds}
         comm.tracer.add("tuner: trial", self._began_ns, time.perf_counter_ns(), detail)
 
-        if search is not None:  # on rank 0
+        def decide() -> tuple[Cell | None, Cell]:
+            assert search is not None  # on rank 0
             search.tell(seconds)
-        decision = (search.cell, search.best) if search is not None else None
-        cell, best = comm.broadcast_object(decision, root=0)
+            return search.cell, search.best
+
+        cell, best = _on_root(comm, decide)
         self.best, self.searching = grid[best], cell is not None
         self._go_to(cell or best)
         self._seconds, self._untimed = [], UNTIMED_STEPS
-        if cell is None and comm.rank == 0 and self._profile is not None:
-            _write_profile(self._profile, _key_of(self._about), self._entry())
+        profile = self._profile
+        if cell is None and profile is not None:
+            _on_root(comm, lambda: _write_profile(profile, _key_of(self._about), self._entry()))
 
     def _go_to(self, cell: Cell) -> None:
         """Train with the settings there from now on; the trace says so."""
@@ -547,13 +553,19 @@ class Tuner:
 
 
 def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, or raises there, on all ranks. Collective."""
+    """What `function` returns on rank 0, or raises there, on all ranks. Collective.
+
+    Raises:
+        BaguaError: Whatever it was that was raised, so that no rank waits for one that has left.
+    """
     outcome: tuple[T | None, BaguaError | None] = (None, None)
     if comm.rank == 0:
         try:
             outcome = (function(), None)
         except BaguaError as exc:
             outcome = (None, exc)
+        except Exception as exc:
+            outcome = (None, BaguaError(f"Tuner: rank 0 cannot go on: {exc!r}"))
     value, error = comm.broadcast_object(outcome, root=0)
     if error is not None:
         raise error
@@ -574,6 +586,8 @@ def _key_of(about: dict[str, Any]) -> str:
 def _read_entries(path: Path) -> dict[str, Any]:
     """All entries of a profile, by key; none if there is no such file yet."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is a folder or a device")
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, expected {_FORMAT!r}")
@@ -582,7 +596,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
         if not path.parent.is_dir():
             raise ArrayError(f"Tuner: profile {str(path)!r} cannot be written: it has no folder") from None
         return {}
-    except (OSError, ValueError, TypeError, KeyError) as exc:
+    except Exception as exc:  # of brackets without end RecursionError, say
         raise ArrayError(f"Tuner: profile {str(path)!r} is no file of a tuner's: {exc!r}") from exc
     return entries
 
@@ -609,10 +623,9 @@ def _read_profile(path: Path, key: str, grid: Grid) -> Cell | None:
 
 def _write_profile(path: Path, key: str, entry: dict[str, Any]) -> None:
     """Add an entry, or replace it; a reader finds the file as it was or as it will be."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         entries = {**_read_entries(path), key: entry}
-        unfinished.write_text(json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n")
-        os.replace(unfinished, path)
-    except (OSError, ArrayError) as exc:  # training goes on
+        text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n"
+        write_at_once(path, text.encode())
+    except Exception as exc:  # training goes on
         warnings.warn(f"Tuner: profile {str(path)!r} was not written: {exc}", stacklevel=2)

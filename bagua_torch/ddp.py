@@ -17,6 +17,7 @@ so whatever comes in from PyTorch is put in the order of its current stream (`to
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -346,11 +347,18 @@ class DistributedDataParallel(nn.Module):
     @_in_stream_order
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
-        mine = self.algorithm
-        saved = self.tuner.algorithm_named(state["algorithm"]) if self.tuner is not None else None
+        mine, saved = self.algorithm, None
+        if self.tuner is not None:
+            names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
+            saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
         if saved not in (None, mine):  # what a tuner tried at that time
             self.replan(algorithm=saved)
-        self.engine.load_state_dict(map_leaves(state, self._to_array))
+        try:
+            self.engine.load_state_dict(map_leaves(state, self._to_array))
+        except ArrayError:  # on all ranks
+            if self.algorithm != mine:
+                self.replan(algorithm=mine)
+            raise
         if self.algorithm != mine:
             self.replan(algorithm=mine)
         self._backward = _Backward()
@@ -359,7 +367,9 @@ class DistributedDataParallel(nn.Module):
         self._weights_changed()
 
     def _to_array(self, value: Any) -> Any:
-        return as_array(value.to(self._device)) if isinstance(value, torch.Tensor) else value
+        with contextlib.suppress(Exception):  # what cannot be viewed, the engine refuses on all ranks
+            return as_array(value.to(self._device)) if isinstance(value, torch.Tensor) else value
+        return value
 
     # Setting up -----------------------------------------------------------------------------------------
 

@@ -4,10 +4,11 @@ import dataclasses
 import json
 import sys
 
+import numpy as np
 import pytest
 
+from bagua_comm import ArrayError, advise
 from bagua_comm import __main__ as cli
-from bagua_comm import advise
 from bagua_comm.costmodel import METHODS, Cluster, Job, Rates, predict
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
@@ -125,3 +126,104 @@ def test_arguments_that_are_none_are_refused(options, message, capsys):
 )
 def test_units_are_read(parse, text, value):
     assert parse(text) == pytest.approx(value)
+
+
+ABSURD = ["1e400", "inf", "nan", "-1", "0", "1e300", "1e30", "", "x", "1" * 5000, "1e-400", "\u0661"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("--bandwidth", "gbit"),
+        ("--latency", "s"),
+        ("--intra-gbs", ""),
+        ("--cores-per-rank", ""),
+        ("--nodes", ""),
+        ("--ranks-per-node", ""),
+        ("--model-bytes", "G"),
+        ("--step-time", "s"),
+        ("--backward", "ms"),
+        ("--bucket-bytes", "M"),
+    ],
+)
+@pytest.mark.parametrize("number", ABSURD, ids=lambda number: number[:8])
+def test_absurd_numbers_are_refused_and_no_infinite_one_is_printed(name, unit, number, capsys):
+    options = {
+        "--nodes": "4",
+        "--bandwidth": "1gbit",
+        "--model-bytes": "100M",
+        "--step-time": "1",
+        name: number + unit,
+    }
+    if name == "--backward":
+        del options["--step-time"]
+    zero_is_one = number in ("0", "1e-400") and name in ("--latency", "--step-time", "--backward")
+    try:
+        code = cli.main(["advise", *(f"{key}={value}" for key, value in options.items())])
+    except SystemExit as exc:
+        code = exc.code
+    out, err = capsys.readouterr()
+    assert (code, not err) == ((0, True) if zero_is_one else (2, False))
+    assert "Traceback" not in err
+    assert "inf" not in out
+    assert len(err) < 4000
+
+
+@pytest.mark.parametrize("bytes_", ["1e18", "999P", "1e15"])
+def test_a_model_of_more_buckets_than_can_be_looked_at_is_refused_at_once(bytes_, capsys):
+    try:
+        code = cli.main([*BASE, "--model-bytes", bytes_, "--step-time", "1", "--bucket-bytes", "1"])
+    except SystemExit as exc:
+        code = exc.code
+    assert code == 2
+    assert capsys.readouterr().err
+
+
+def test_the_largest_cluster_is_still_answered(capsys):
+    options = ["--nodes", str(2**17), "--ranks-per-node", "8", "--bandwidth", "1e-9gbit", "--latency", "1e6"]
+    assert cli.main(["advise", *options, "--model-bytes", "100M", "--step-time", "1ns"]) == 0
+    out = capsys.readouterr().out
+    assert "inf" not in out
+    assert "nan" not in out
+
+
+def damaged(value, rng):
+    junk = [None, [], {}, "", "1", -1, 0, float("nan"), float("inf"), 10**400, 1e-320, True, [1], {"encode": 1}]
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = list(value)[rng.integers(len(value))]
+        copied = {**value, key: damaged(value[key], rng)}
+        if rng.random() < 0.2:
+            copied[str(rng.integers(9))] = copied.pop(key)
+        return copied
+    return junk[rng.integers(len(junk))]
+
+
+def test_damaged_files_of_rates_are_refused_by_name_or_read(tmp_path):
+    rng = np.random.default_rng(2026)
+    file, whole = tmp_path / "rates.json", dataclasses.asdict(Rates())
+    refused = 0
+    for trial in range(300):
+        text = json.dumps(damaged({"rates": whole} if trial % 2 else whole, rng)).encode()
+        match trial % 6:
+            case 3:
+                text = text[: rng.integers(len(text) + 1)]
+            case 4:
+                text = rng.integers(0, 256, 50, dtype=np.uint8).tobytes()
+            case 5:
+                text = b"[" * (10 ** int(rng.integers(6)))
+        file.write_bytes(text)
+        try:
+            rates = advise.read_rates(file)
+        except advise.AdviceError as exc:
+            assert "rates.json: " in str(exc)  # noqa: PT017
+            refused += 1
+        else:
+            prediction = predict(METHODS["bytegrad"], Job(10**8, 0.1, 0.2), Cluster(4), rates)
+            assert 0 < prediction.step_s < float("inf")
+    assert 200 < refused < 300
+
+
+@pytest.mark.parametrize("data", [None, 3, "x", [], {"minmax": 3}, {"direct": "x"}, {"add": 10**5000}, {3: 4}])
+def test_what_are_no_rates_is_an_error_of_this_library(data):
+    with pytest.raises(ArrayError, match="Rates"):
+        Rates.from_dict({"rates": data} if data == [] else data)

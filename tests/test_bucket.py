@@ -1,5 +1,6 @@
 """Plans: which tensors travel together; buckets: their memory."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bagua_comm import ArrayError, Bucket, BucketSpec, Plan, TensorSpec
+from bagua_comm import ArrayError, Bucket, BucketSpec, Plan, TensorSpec, UnsupportedError
 from bagua_comm.arrays import dtype_named
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES, make_buckets
 
@@ -239,3 +240,80 @@ def test_there_must_be_as_many_arrays_as_buckets():
     plan = Plan.pack(MIXED, bucket_bytes=48)
     with pytest.raises(ArrayError, match=r"^storage has 2 arrays, expected 3$"):
         make_buckets(plan, plan.allocate()[:2])
+
+
+# What is no plan
+
+
+WHOLE = Plan.pack(
+    [TensorSpec("a", (2, 3), "float32"), TensorSpec("b", (), "float32"), TensorSpec("c", (0,), "int8")]
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: [], "is not what Plan.to_json wrote"),
+        (lambda d: {}, "is not what Plan.to_json wrote: KeyError"),
+        (lambda d: {**d, "alignment": 0}, "alignment is 0, expected an integer of at least 1"),
+        (lambda d: {**d, "alignment": 1.5}, "alignment is 1.5"),
+        (lambda d: {**d, "buckets": d["buckets"] * 2}, "two tensors have one name"),
+        (
+            lambda d: {**d, "buckets": [{**d["buckets"][0], "size": 6}]},
+            "the size of bucket 0 is 6, expected .* 7",
+        ),
+        (lambda d: {**d, "buckets": [{**d["buckets"][0], "dtype": "float16"}]}, "tensors of other dtypes"),
+        (lambda d: {**d, "buckets": [{**d["buckets"][0], "tensors": []}]}, "bucket 0 has no tensors"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change, match):
+    with pytest.raises(ArrayError, match=match):
+        Plan.from_json(json.dumps(change(json.loads(WHOLE.to_json()))))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[" * 100_000, "\ud800", b"\xff", None, 3, "1" * 5000, "NaN"], ids=range(9)
+)
+def test_text_that_is_no_plan_is_refused(text):
+    with pytest.raises(ArrayError, match=r"Plan\.from_json: the text is not what Plan\.to_json wrote"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("shape", [(-1,), (1.5,), ("2",), 3, None, (2**62, 4), (10**5000,)], ids=range(7))
+def test_a_shape_that_is_none_is_refused(shape):
+    with pytest.raises(ArrayError, match="expected a tensor's shape"):
+        TensorSpec("a", shape, "float32")
+
+
+def damaged(value, rng):
+    junk = [None, [], {}, "", "a", -1, 0, 10**30, 1.5, float("nan"), True, [1, "x"], [[]]]
+    if isinstance(value, (dict, list)) and value and rng.random() < 0.9:
+        key = rng.choice(list(value)) if isinstance(value, dict) else int(rng.integers(len(value)))
+        copied = value.copy()
+        if rng.random() < 0.1:
+            del copied[key]
+        else:
+            copied[key] = damaged(copied[key], rng)
+        return copied
+    return junk[rng.integers(len(junk))]
+
+
+def test_damaged_plans_are_refused_or_can_be_used():
+    rng = np.random.default_rng(2026)
+    refused = 0
+    for trial in range(3000):
+        text = json.dumps(damaged(json.loads(WHOLE.to_json()), rng))
+        if trial % 4 == 0:
+            text = WHOLE.to_json()[: rng.integers(len(text))]
+        if trial % 4 == 1:
+            where = int(rng.integers(len(text)))
+            text = text[:where] + chr(rng.integers(128)) + text[where + 1 :]
+        try:
+            plan = Plan.from_json(text)
+        except (ArrayError, UnsupportedError):
+            refused += 1
+            continue
+        assert Plan.from_json(plan.to_json()) == plan
+        if plan.nbytes < 10**6:
+            make_buckets(plan, plan.allocate())
+    assert 1500 < refused < 3000

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from bagua_comm import Communicator, trace
+from bagua_comm import ArrayError, Communicator, trace
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import Counter, Counters, Recorder, Span, chrome_trace
 from bagua_comm.transports import LocalTransport
@@ -246,3 +246,77 @@ def test_a_device_is_a_row_of_the_chrome_trace():
     rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
     (on_device,) = [e for e in events if e["ph"] == "X" and e["tid"] == rows["device: lane-0"]]
     assert (on_device["ts"], on_device["dur"]) == (0.1, 0.2)
+
+
+# What cannot be written
+
+
+class Unprintable:
+    def __str__(self):
+        raise ZeroDivisionError
+
+    __repr__ = __str__
+
+
+def deep(levels):
+    nested = []
+    for _ in range(levels):
+        nested = [nested]
+    return nested
+
+
+LOOP = {}
+LOOP["itself"] = LOOP
+
+BAD_SPANS = {
+    "itself": {"loop": LOOP},
+    "a key": {"keys": {(1, 2): 3}},
+    "depth": {"deep": deep(100_000)},
+    "no text": {"object": Unprintable()},
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPANS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_span_that_json_cannot_hold_is_an_error_that_names_the_file_on_all_ranks(tmp_path, name, rank):
+    def body(comm):
+        if comm.rank == rank:
+            comm.tracer.add("span", 0, 1, BAD_SPANS[name])
+        with pytest.raises(
+            ArrayError, match=rf"trace\.json.*rank {rank} has a span that JSON cannot hold"
+        ) as caught:
+            comm.trace(tmp_path / "trace.json")
+        comm.barrier()
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, body, timeout_s=5))) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_pickled_is_written_as_text(tmp_path):
+    def body(comm):
+        comm.tracer.add("span", 0, 1, {"lock": threading.Lock(), "array": np.ones(2), "function": lambda: 0})
+        comm.trace(tmp_path / "trace.json")
+
+    run_ranks(2, body, timeout_s=5)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["array"] for event in events if event["name"] == "span"] == ["[1. 1.]"] * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a\0b", "none/such", ".", "", "x" * 5000, "\ud800", None, 3, b"trace.json", ["trace.json"], object(), 1.5],
+    ids=lambda name: repr(name)[:20],
+)
+def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+
+    def body(comm):
+        with pytest.raises((OSError, ArrayError)) as caught:
+            comm.trace(name)
+        assert (str(name) or "''")[:10].encode("unicode_escape").decode() in str(caught.value)
+        comm.barrier()
+        return type(caught.value), str(caught.value)
+
+    assert len(set(run_ranks(2, body, timeout_s=5))) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 from bagua_comm import (
     ArrayError,
     AsyncModelAverage,
+    BaguaError,
     ByteGrad,
     CommMismatch,
     Decentralized,
@@ -429,6 +431,123 @@ def test_a_file_that_is_no_profile_is_an_error_that_names_it_on_all_ranks(tmp_pa
 
     run_ranks(2, body)
     assert path.read_bytes() == content.encode("latin-1")
+
+
+@pytest.mark.parametrize(
+    "profile",
+    ["brackets without end", "a path with a zero", "a folder", "a pipe", "a path that cannot be encoded"],
+)
+def test_a_profile_that_rank_0_cannot_read_is_an_error_that_names_it_on_all_ranks(tmp_path, profile):
+    """Whatever rank 0 meets there: the others would wait for it."""
+    path = tmp_path / "profile.json"
+    match profile:
+        case "brackets without end":
+            path.write_text("[" * 100_000)
+        case "a path with a zero":
+            path = tmp_path / "profile.json\0x"
+        case "a folder":
+            path.mkdir()
+        case "a pipe":
+            os.mkfifo(path)
+        case "a path that cannot be encoded":
+            path = tmp_path / "profile.json\ud800"
+
+    def body(comm):
+        with pytest.raises(ArrayError, match=r"profile\.json") as caught:
+            Tuner(bucket_bytes=SIZES, profile=path).start(comm, GradientAllReduce(), SPECS)
+        return str(caught.value)
+
+    assert len(set(run_ranks(2, body, timeout_s=5))) == 1
+
+
+def test_what_the_search_raises_on_rank_0_is_raised_on_all_ranks(monkeypatch):
+    def broken(self, seconds):
+        raise ZeroDivisionError("in the search")
+
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1)
+        tuner.start(comm, GradientAllReduce(), SPECS)
+        with pytest.raises(BaguaError, match=r"rank 0 cannot go on: ZeroDivisionError\('in the search'\)"):
+            all(tuner.step(1.0) is None for _ in range(10))
+
+    monkeypatch.setattr(Search, "tell", broken)
+    run_ranks(2, body, timeout_s=5)
+
+
+def test_a_profile_that_is_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    path, precious = tmp_path / "profile.json", tmp_path / "precious"
+    (tmp_path / f"profile.json.{os.getpid()}").symlink_to(precious)  # a name that could be guessed
+
+    def body(comm):
+        tuner = Tuner(bucket_bytes=SIZES, steps_per_trial=1, profile=path)
+        tune(comm, tuner, GradientAllReduce(), by_size)
+
+    run_ranks(1, body)
+    assert not precious.exists()
+    assert json.loads(path.read_text())["format"] == "bagua_comm.tuner 1"
+
+
+@pytest.mark.parametrize("profile", [3, b"profile.json", ["profile.json"]])
+def test_a_profile_that_is_no_path_is_refused(profile):
+    with pytest.raises(ArrayError, match="expected the path of a file"):
+        Tuner(profile=profile)
+
+
+def test_damaged_profiles_are_refused_alike_on_all_ranks_or_used(tmp_path):
+    path = tmp_path / "profile.json"
+
+    def search(comm):
+        tune(comm, Tuner(bucket_bytes=SIZES, steps_per_trial=1, profile=path), GradientAllReduce(), by_size)
+
+    run_ranks(2, search)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(2026)
+
+    def body(comm):
+        outcomes = []
+        for _ in range(100):
+            if comm.rank == 0:
+                path.write_bytes(damaged(whole, rng))
+            tuner = Tuner(bucket_bytes=SIZES, profile=path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    outcomes.append(tuner.start(comm, GradientAllReduce(), SPECS))
+                except ArrayError as exc:
+                    outcomes.append(str(exc))
+        return outcomes
+
+    first, second = run_ranks(2, body, timeout_s=10)
+    assert first == second
+    errors = [outcome for outcome in first if isinstance(outcome, str)]
+    assert errors
+    assert all("profile.json" in error for error in errors)
+
+
+def damaged(text, rng):
+    """Bytes of a file cut, changed, doubled, or with another value in its JSON."""
+    text = bytearray(text)
+    where = int(rng.integers(len(text)))
+    match rng.integers(5):
+        case 0:
+            return bytes(text[:where])
+        case 1:
+            return bytes(rng.integers(0, 256, where % 200, dtype=np.uint8))
+        case 2:
+            text[where] = rng.integers(256)
+        case 3:
+            text[where:where] = text[where // 2 : where]
+        case 4:
+            junk = [None, [], {}, "", -1, 1e999, "x", [[]], {"best": 3}, {"best": {"bucket_bytes": []}}, True]
+            return json.dumps(replaced(json.loads(bytes(text)), junk[rng.integers(len(junk))], rng)).encode()
+    return bytes(text)
+
+
+def replaced(value, by, rng):
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = list(value)[rng.integers(len(value))]
+        return {**value, key: replaced(value[key], by, rng)}
+    return by
 
 
 def test_an_entry_that_is_none_of_the_choices_is_an_error(tmp_path):

@@ -82,6 +82,10 @@ class Algorithm(Protocol):
 TRANSIENT = {"transient": True}
 """Metadata of a state's field that holds nothing from one step to the next: no checkpoint has it."""
 
+ALIKE = {"alike": True}
+"""Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
+number of ranks. An array without this mark is its rank's own."""
+
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
     """What `algorithm` is in this training step."""

@@ -18,15 +18,15 @@ from ..bucket import Bucket
 from ..collectives import Average, Exact, InPlace
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import Payload, Point, Window, check_average, check_average_argument, check_integer
+from .base import ALIKE, Payload, Point, Window, check_average, check_average_argument, check_integer
 
 
 @dataclass
 class Outer:
     """What `DiLoCo` keeps; the same bytes on all ranks."""
 
-    anchor: Array
-    momentum: Array
+    anchor: Array = field(metadata=ALIKE)
+    momentum: Array = field(metadata=ALIKE)
     average: InPlace
     steps: int = 0
     """Inner steps since the last outer one; 0 after an outer step."""

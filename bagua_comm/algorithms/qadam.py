@@ -19,14 +19,14 @@ from ..bucket import Bucket
 from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
-from .base import Payload, Point, Window, check_average, check_average_argument, check_integer
+from .base import ALIKE, Payload, Point, Window, check_average, check_average_argument, check_integer
 
 
 @dataclass
 class Momentum:
     """What `QAdam` keeps."""
 
-    momentum: Array
+    momentum: Array = field(metadata=ALIKE)
     """Adam's first moment; the optimizer's own, too."""
     exact: InPlace
     average: InPlace

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array, DType
-from ..errors import ArrayError, UnsupportedError
+from ..errors import ArrayError, UnsupportedError, shown
 
 ALIGNMENT = 32
 """Parts of a chunk on the wire start at multiples of this many bytes."""
@@ -48,26 +48,31 @@ class Codec(ABC):
         """Encode `chunks`, (n, m), into `out`, (n, w) uint8; a new array if None.
 
         Raises:
-            ArrayError: `chunks` is not two-dimensional and contiguous, or `out` does not fit.
-            UnsupportedError: The dtype of `chunks` is not in `dtypes`.
+            ArrayError: `chunks` is not two-dimensional and contiguous, or `out` does not fit, cannot be written
+                to or overlaps `chunks`.
+            UnsupportedError: The dtype of `chunks` is not in `dtypes`, or something is no array.
         """
         n, m = self._check_chunks("encode", "chunks", chunks)
         w = self.wire_nbytes(m, chunks.dtype)
         if out is None:
             out = arrays.empty((n, w), np.uint8, like=chunks)
         self._check_wire("encode", "out", out, (n, w))
+        _check_target("encode", "out", out, "chunks", chunks)
         self._encode(chunks, out)
         return out
 
     def decode(self, wire: Array, out: Array) -> Array:
         """Decode `wire`, (n, w) uint8, into `out`, (n, m), whose dtype and m were those encoded.
 
+        Whatever the bytes are, nothing but `out` is written to.
+
         Raises:
-            ArrayError: The shapes do not fit together.
-            UnsupportedError: The dtype of `out` is not in `dtypes`.
+            ArrayError: The shapes do not fit together, or `out` cannot be written to or overlaps `wire`.
+            UnsupportedError: The dtype of `out` is not in `dtypes`, or something is no array.
         """
         n, m = self._check_chunks("decode", "out", out)
         self._check_wire("decode", "wire", wire, (n, self.wire_nbytes(m, out.dtype)))
+        _check_target("decode", "out", out, "wire", wire)
         self._decode(wire, out)
         return out
 
@@ -78,12 +83,19 @@ class Codec(ABC):
         order, divided by n for "avg", and rounded once to `dtype`, the element dtype.
 
         Raises:
-            ArrayError: The shapes do not fit, or `op` is neither "sum" nor "avg".
+            ArrayError: The shapes do not fit, `count` is no number of elements, `op` is neither "sum" nor "avg",
+                or `out` cannot be written to or overlaps `wire`.
+            UnsupportedError: `dtype` is not in `dtypes`, or something is no array.
         """
-        dtype = np.dtype(dtype)
         if op not in ("sum", "avg"):
             raise ArrayError(f'combine: op is {op!r}, expected "sum" or "avg"')
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError as exc:
+            raise UnsupportedError(f"combine: dtype is {shown(dtype)}, expected the dtype of an element") from exc
         self._check_dtype("combine", dtype)
+        count = check_count("combine", count)
+        arrays.library(wire)
         if wire.ndim != 2 or len(wire) == 0:
             raise ArrayError(f"combine: wire has shape {wire.shape}, expected (chunks, wire bytes)")
         w = self.wire_nbytes(count, dtype)
@@ -91,6 +103,7 @@ class Codec(ABC):
         if out is None:
             out = arrays.empty((1, w), np.uint8, like=wire)
         self._check_wire("combine", "out", out, (1, w))
+        _check_target("combine", "out", out, "wire", wire)
         self._combine(wire, out, op, count, dtype)
         return out
 
@@ -104,9 +117,15 @@ class Codec(ABC):
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None: ...
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
+        where = arrays.library(x)
         if x.ndim != 2 or not arrays.is_contiguous(x):
             raise ArrayError(f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)")
         self._check_dtype(call, x.dtype)
+        if where != "numpy" and arrays.address(x) % x.dtype.itemsize:
+            raise ArrayError(
+                f"{call}: {name} begins at an address that is no multiple of {x.dtype.itemsize}, the size of an "
+                "element, as a device needs it; copy it first"
+            )
         n, m = x.shape
         return n, m
 
@@ -116,10 +135,36 @@ class Codec(ABC):
             raise UnsupportedError(f"{call}: {self} cannot code {dtype}, only {wanted} in native byte order")
 
     def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
+        arrays.library(wire)
         if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")
+
+
+def _check_target(call: str, name: str, target: Array, source_name: str, source: Array) -> None:
+    """Raise unless a kernel can write to `target` while it reads `source`."""
+    if arrays.library(target) != arrays.library(source):
+        raise ArrayError(f"{call}: {name} and {source_name} are not both on the host, or both on the device")
+    if not isinstance(target, np.ndarray):
+        return
+    if not target.flags.writeable:
+        raise ArrayError(f"{call}: {name} is read-only")
+    if np.may_share_memory(target, source):
+        raise ArrayError(f"{call}: {name} overlaps {source_name}")
+
+
+def check_count(call: str, count: object) -> int:
+    """`count` as an int.
+
+    Raises:
+        ArrayError: It is no integer, or negative.
+    """
+    if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or not 0 <= count < 2**63:
+        raise ArrayError(
+            f"{call}: count is {shown(count)}, expected a number of elements, an integer of at least 0"
+        )
+    return int(count)
 
 
 def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:

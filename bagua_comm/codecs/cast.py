@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array, DType
-from .base import ALIGNMENT, Codec, padded
+from .base import ALIGNMENT, Codec, check_count, padded
 
 
 class _Cast(Codec):
@@ -22,8 +22,12 @@ class _Cast(Codec):
         return ALIGNMENT // 2
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
-        """Bytes on the wire of a chunk of `count` elements."""
-        return padded(2 * count)
+        """Bytes on the wire of a chunk of `count` elements.
+
+        Raises:
+            ArrayError: `count` is no integer of at least 0.
+        """
+        return padded(2 * check_count("wire_nbytes", count))
 
     def _encode(self, chunks: Array, wire: Array) -> None:
         kernels.of(chunks).cast_encode(chunks, wire, arrays.dtype_named(self.wire_dtype))

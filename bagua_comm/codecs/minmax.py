@@ -35,7 +35,7 @@ from .. import kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError
 from ..kernels.host import largest_finite
-from .base import Codec, padded
+from .base import Codec, check_count, padded
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,12 @@ class MinMaxUInt8(Codec):
         return self.block
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
-        """Bytes on the wire of a chunk of `count` elements."""
-        return self._layout(count, dtype)[2]
+        """Bytes on the wire of a chunk of `count` elements.
+
+        Raises:
+            ArrayError: `count` is no integer of at least 0.
+        """
+        return self._layout(check_count("wire_nbytes", count), dtype)[2]
 
     def _encode(self, chunks: Array, wire: Array) -> None:
         block, start, _ = self._layout(chunks.shape[1], chunks.dtype)

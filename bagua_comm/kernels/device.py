@@ -2,17 +2,14 @@
 
 A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing,
 and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; the result is
-kept in ~/.cache/bagua_comm.
+kept in ~/.cache/bagua_comm, if only its owner can write there; else until the process ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import math
-import os
-import tempfile
 import threading
 from collections.abc import Sequence
 from importlib.resources import files
@@ -23,6 +20,7 @@ import cupy
 import numpy as np
 
 from ..arrays import Array, DType, Scratch, dtype_name
+from ..files import cache_folder, is_own_file, private_folder, write_at_once
 
 _THREADS = 256
 _ACCESS_BYTES = 16
@@ -278,23 +276,23 @@ def _compiled(file: str, options: tuple[str, ...]) -> Path:
     code, architecture = source(file), cupy.cuda.Device().compute_capability
     what = repr((code, options, architecture, cupy.cuda.nvrtc.getVersion()))
     digest = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
-    path = _cache_folder() / f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
-    if not path.exists():
+    name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"
+    path = _cache_folder() / name
+    if not is_own_file(path):
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, options, filename=file)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as complete:
-            complete.write(binary if isinstance(binary, bytes) else binary.encode())
-            complete.write(b"\0")  # the last byte, which CuPy takes off
-        os.replace(complete.name, path)  # at once: other processes may be reading
+        binary = binary if isinstance(binary, bytes) else binary.encode()
+        binary += b"\0"  # the last byte, which CuPy takes off
+        try:
+            write_at_once(path, binary, mode=0o600)
+        except OSError:  # the disk is full, say
+            path = private_folder() / name
+            write_at_once(path, binary, mode=0o600)
     return path
 
 
 @functools.cache
 def _cache_folder() -> Path:
-    """~/.cache/bagua_comm; where that cannot be written to, a folder of this process."""
-    folder = Path.home() / ".cache" / "bagua_comm"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="bagua_comm-"))
+    return cache_folder("bagua_comm")
 
 
 def source(file: str) -> str:

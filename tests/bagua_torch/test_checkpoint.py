@@ -525,3 +525,80 @@ def test_nothing_is_exchanged_between_stop_and_resume():
 
     (first, mean), (second, _) = run_ranks(2, body)
     torch.testing.assert_close(mean, (first + second) / 2)
+
+
+# What is no checkpoint of ours ----------------------------------------------------------------------------
+
+JUNK = [
+    None,
+    -1,
+    "x",
+    [],
+    {},
+    (),
+    float("nan"),
+    torch.zeros(1, dtype=torch.complex64),
+    torch.zeros(3).to_sparse(),
+    torch.zeros(2, device="meta"),
+    torch.zeros(4, dtype=torch.float8_e5m2),
+]
+
+
+def replaced(value, path, by):
+    """A copy of nested dicts with another value at `path`."""
+    if not path:
+        return by
+    return {**value, path[0]: replaced(value[path[0]], path[1:], by)}
+
+
+def paths_of(value, path=()):
+    yield path
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from paths_of(inner, (*path, key))
+
+
+def test_a_damaged_extra_state_is_refused_alike_on_all_ranks_and_training_goes_on():
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, LowPrecisionOnePeer())
+        train(comm, ddp, optimizer, range(2))
+        saved = ddp.state_dict()
+        before, step = weights(model), ddp.engine.step
+        messages = []
+        for number, path in enumerate(paths_of(saved["_extra_state"])):
+            for junk in JUNK if len(path) < 2 else JUNK[number % 4 :: 4]:
+                mine = comm.rank == number % 2  # the other rank's state is whole
+                damaged = replaced(saved["_extra_state"], path, junk) if mine else saved["_extra_state"]
+                with pytest.raises(ArrayError, match="load_state_dict: ") as caught:
+                    ddp.load_state_dict({**saved, "_extra_state": damaged})
+                messages.append(str(caught.value))
+                assert torch.equal(weights(model), before)
+                assert ddp.engine.step == step
+        ddp.load_state_dict(saved)
+        train(comm, ddp, optimizer, range(2, 4))
+        ddp.close()
+        return messages
+
+    first, second = run_ranks(2, body, timeout_s=20)
+    assert first == second
+
+
+def test_another_ranks_checkpoint_is_refused_where_replicas_are_in_it():
+    def save(comm):
+        _, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())
+        train(comm, ddp, optimizer, range(2))
+        saved = through_a_file(ddp.state_dict())
+        ddp.close()
+        return saved
+
+    saved = run_ranks(4, save)
+
+    def load(comm):
+        model, _, ddp = wrapped(comm, LowPrecisionDecentralized())
+        before = weights(model)
+        with pytest.raises(ArrayError, match="saved by rank 0 of 4, expected rank 0 of 2"):
+            ddp.load_state_dict(saved[comm.rank])
+        assert torch.equal(weights(model), before)
+        ddp.close()
+
+    run_ranks(2, load)

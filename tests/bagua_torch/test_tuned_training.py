@@ -245,3 +245,27 @@ def test_a_step_with_an_unused_parameter_or_an_evaluation_between_is_tuned_like_
         ddp.close()
 
     run_ranks(2, body)
+
+
+def test_a_checkpoint_of_one_rank_that_is_damaged_is_refused_on_all_during_a_search():
+    algorithm = LowPrecisionDecentralized()
+
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64], trials=5))
+        step = 0
+        while ddp.algorithm == algorithm:
+            train(comm, ddp, optimizer, [step])
+            step += 1
+        saved = ddp.state_dict()
+        ddp.close()
+        _, optimizer, ddp = wrapped(comm, algorithm, tuner=make_tuner(blocks=[32, 64], trials=5))
+        for change in ({"algorithm": "x"}, {"algorithm": []}, {"step": -1}):
+            whole = saved["_extra_state"]
+            damaged = {**whole, **change} if comm.rank else whole
+            with pytest.raises(ArrayError, match="load_state_dict"):
+                ddp.load_state_dict({**saved, "_extra_state": damaged})
+            assert ddp.algorithm == algorithm
+        train(comm, ddp, optimizer, range(2))
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)

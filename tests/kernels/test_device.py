@@ -301,6 +301,35 @@ def same(expected, actual):
     )
 
 
+def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_before_a_launch(device, run):
+    codec, x = MinMaxUInt8(), np.zeros((1, 8), np.float32)
+    wire = up(codec.encode(x))
+    odd = up(np.zeros(64, np.uint8))[1:33].view(np.float32).reshape(1, 8)
+    for call in (lambda: codec.encode(odd), lambda: codec.decode(wire, odd)):
+        with pytest.raises(
+            ArrayError, match="begins at an address that is no multiple of 4, the size of an element"
+        ):
+            call()
+    for call in (lambda: codec.encode(x, wire), lambda: codec.decode(wire, x)):
+        with pytest.raises(ArrayError, match="not both on the host, or both on the device"):
+            call()
+
+
+def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
+    x = up(np.ones(1, np.float32))
+    run.add(x, x, out=x)
+    (kept,) = (tmp_path / ".cache" / "bagua_comm").iterdir()
+    good = kept.read_bytes()
+    kept.write_bytes(b"something else")
+    kept.chmod(0o666)
+    run._module.cache_clear(), run._kernel.cache_clear()
+    run.add(x, x, out=x)
+    assert x.get().tolist() == [4.0]
+    assert kept.read_bytes() == good
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
 def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp_path, monkeypatch):
     import cupy
 

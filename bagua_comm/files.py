@@ -1,0 +1,91 @@
+"""Files that outlive a call: a cache of one's own, a private folder where there is none, writing at once.
+
+What lies in a cache is run, so nobody but its owner may be able to write there; and whoever can write to a folder
+must not be able to send what is written elsewhere, through a link with a name that can be guessed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import warnings
+from pathlib import Path
+
+
+def cache_folder(name: str) -> Path:
+    """~/.cache/`name`, which only its owner can write to; where there is no such, a folder of this process."""
+    try:
+        folder = Path.home() / ".cache" / name
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except (OSError, RuntimeError):  # it cannot be made, or there is no home
+        return private_folder()
+    if not is_private(found):
+        warnings.warn(
+            f"{folder} belongs to somebody else, or others can write to it, so kernels are not kept there: "
+            "make it yours alone (chmod 700), or remove it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return private_folder()
+    return folder if os.access(folder, os.W_OK | os.X_OK) else private_folder()
+
+
+def is_private(found: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and nobody else can write to it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_own_file(path: Path) -> bool:
+    """Whether `path` is a file, not a link, that nobody but this user can have written."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and is_private(found)
+
+
+@functools.cache
+def private_folder() -> Path:
+    """A new folder that nobody else can read; the process that made it removes it when it ends.
+
+    Raises:
+        OSError: There is no folder for temporary files.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bagua_comm-"))  # of mode 0o700
+    atexit.register(_remove, folder, os.getpid())
+    return folder
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # not in a forked child
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_at_once(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file that others may be reading: they find it as it was or as it will be. Follows no link.
+
+    Args:
+        path: Where to.
+        content: What.
+        mode: Of a new file, less the umask.
+
+    Raises:
+        OSError: The file cannot be written; what was there is still there.
+    """
+    unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), mode)
+    try:
+        with open(number, "wb") as file:
+            file.write(content)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise

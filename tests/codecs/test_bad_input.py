@@ -1,0 +1,181 @@
+"""What codecs refuse, and what they make of bytes that no codec wrote."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bagua_comm import ArrayError, BaguaError, BFloat16, Float16, MinMaxUInt8, UnsupportedError, kernels
+from bagua_comm.kernels import host
+
+CODECS = [
+    MinMaxUInt8(),
+    MinMaxUInt8(block=6),
+    MinMaxUInt8(block=2**70),
+    MinMaxUInt8.bagua(),
+    Float16(),
+    BFloat16(),
+]
+DTYPES = [np.dtype("float32"), np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
+
+
+@pytest.fixture(params=["compiled", "host"])
+def on(request, monkeypatch):
+    """Kernels of Numba, where it is, and of NumPy."""
+    if request.param == "host":
+        monkeypatch.setattr(kernels, "on_host", lambda: host)
+
+
+def assert_raises(error, match, call):
+    with pytest.raises(BaguaError) as caught:
+        call()
+    assert type(caught.value) is error
+    assert match in str(caught.value)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize(
+    "count", [-1, -(2**40), 2**64, 10**5000, 1.0, True, None, "4", np.int32(-1)], ids=range(9)
+)
+def test_a_count_that_is_none_is_refused(on, codec, count):
+    """A negative one gave a layout of negative lengths, and Numba's kernels wrote outside of the array."""
+    for wire in (np.zeros((2, 0), np.uint8), np.zeros((2, 64), np.uint8)):
+        assert_raises(
+            ArrayError,
+            "expected a number of elements",
+            lambda wire=wire: codec.combine(wire, op="sum", count=count, dtype=DTYPES[0]),
+        )
+    assert_raises(ArrayError, "expected a number of elements", lambda: codec.wire_nbytes(count, DTYPES[0]))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_a_count_of_numpys_is_a_count(codec):
+    wire = codec.encode(np.ones((2, 4), np.float32))
+    combined = codec.combine(wire, op="sum", count=np.int64(4), dtype="float32")
+    assert combined.tobytes() == codec.encode(np.full((1, 4), 2, np.float32)).tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_a_read_only_out_is_refused_and_stays_as_it_is(on, codec):
+    x = np.linspace(0, 1, 26, dtype=np.float32).reshape(2, 13)
+    wire = codec.encode(x)
+    for call, shape, dtype in (
+        (lambda out: codec.encode(x, out), wire.shape, "uint8"),
+        (lambda out: codec.decode(wire, out), x.shape, "float32"),
+        (lambda out: codec.combine(wire, out, op="avg", count=13, dtype="float32"), (1, wire.shape[1]), "uint8"),
+    ):
+        out = np.full(shape, 7, dtype)
+        out.flags.writeable = False
+        assert_raises(ArrayError, "out is read-only", lambda call=call, out=out: call(out))
+        assert (out == 7).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_an_out_that_overlaps_what_is_read_is_refused(codec):
+    memory = np.zeros(4096, np.uint8)
+    w = codec.wire_nbytes(8, DTYPES[0])
+    x, wire = memory[:64].view("float32").reshape(2, 8), memory[: 2 * w].reshape(2, w)
+    assert_raises(ArrayError, "out overlaps chunks", lambda: codec.encode(x, wire))
+    assert_raises(ArrayError, "out overlaps wire", lambda: codec.decode(wire, x))
+    assert_raises(
+        ArrayError, "out overlaps wire", lambda: codec.combine(wire, wire[:1], op="sum", count=8, dtype="float32")
+    )
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_what_is_no_array_is_refused(codec):
+    x, wire = np.zeros((1, 4), np.float32), codec.encode(np.zeros((1, 4), np.float32))
+    for junk in (None, 3, "x", [[1.0]], b"1234", object()):
+        calls = [
+            lambda junk=junk: codec.encode(junk),
+            lambda junk=junk: codec.decode(junk, x),
+            lambda junk=junk: codec.decode(wire, junk),
+            lambda junk=junk: codec.combine(junk, op="sum", count=4, dtype="float32"),
+        ]
+        if junk is not None:
+            calls += [
+                lambda junk=junk: codec.encode(x, junk),
+                lambda junk=junk: codec.combine(wire, junk, op="sum", count=4, dtype="float32"),
+            ]
+        for call in calls:
+            assert_raises(UnsupportedError, "expected a NumPy or CuPy array", call)
+    for dtype in ("nonsense", object(), None, "float64", ">f4"):
+        with pytest.raises(UnsupportedError):
+            codec.combine(wire, op="sum", count=4, dtype=dtype)
+
+
+def shifted(x, by=1):
+    """A copy of `x` that begins `by` bytes behind where it would."""
+    memory = np.zeros(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 32 + by
+    copy = np.frombuffer(memory, x.dtype, x.size, start).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_arrays_that_begin_at_odd_addresses_give_the_same_bytes(on, codec, dtype):
+    x = np.random.default_rng(1).normal(size=(3, 1001)).astype(dtype)
+    wire = codec.encode(x)
+    decoded = codec.decode(wire, np.empty_like(x))
+    combined = codec.combine(wire, op="avg", count=1001, dtype=dtype)
+    for a, b in [(0, 1), (1, 0), (2, 3)]:
+        assert codec.encode(shifted(x, a), shifted(wire * 0, b)).tobytes() == wire.tobytes()
+        assert codec.decode(shifted(wire, a), shifted(x * 0, b)).tobytes() == decoded.tobytes()
+        out = shifted(combined * 0, b)
+        assert (
+            codec.combine(shifted(wire, a), out, op="avg", count=1001, dtype=dtype).tobytes()
+            == combined.tobytes()
+        )
+
+
+SEEDS = range(2)
+
+
+def wires(codec, dtype, seed):
+    """Bytes from anywhere: random ones, damaged ones, and headers of extreme numbers."""
+    rng = np.random.default_rng(seed)
+    extremes = np.array([0, -0.0, np.nan, np.inf, -np.inf, 1e-45, -1e-38, 3e38, -3e38, 1, 65504, 1e-7], "f4")
+    for n, m in ((1, 1), (2, 5), (3, 64), (2, 513), (1, 2050), (2, 0)):
+        w = codec.wire_nbytes(m, dtype)
+        yield m, rng.integers(0, 256, (n, w), np.uint8)
+        honest = codec.encode(rng.normal(size=(n, m)).astype(dtype))
+        for _ in range(min(m, 3)):
+            honest[rng.integers(n), rng.integers(w)] ^= 1 << rng.integers(8)
+        yield m, honest
+        with np.errstate(all="ignore"):
+            numbers = rng.choice(extremes, (n, w // dtype.itemsize)).astype(dtype)
+        yield m, numbers.view(np.uint8).reshape(n, -1)[:, :w].copy()
+
+
+def guarded(shape, dtype):
+    """An array with a kilobyte of 0xA5 on both sides, and the bytes of all of it."""
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.full(nbytes + 2048, 0xA5, np.uint8)
+    return memory[1024 : 1024 + nbytes].view(dtype).reshape(shape), memory
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bytes_from_anywhere_decode_to_the_same_with_numpy_and_numba_and_touch_nothing_else(
+    monkeypatch, seed, codec, dtype
+):
+    for m, wire in wires(codec, dtype, seed):
+        results = []
+        for module in (kernels.on_host(), host):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "on_host", lambda module=module: module)
+                before = wire.copy()
+                decoded, around = guarded((len(wire), m), dtype)
+                codec.decode(wire, decoded)
+                parts = [decoded.tobytes()]
+                for op in ("sum", "avg"):
+                    combined, beside = guarded((1, wire.shape[1]), np.dtype("uint8"))
+                    codec.combine(wire, combined, op=op, count=m, dtype=dtype)
+                    parts.append(combined.tobytes())
+                    assert (beside[:1024] == 0xA5).all() and (beside[-1024:] == 0xA5).all()  # noqa: PT018
+                assert (around[:1024] == 0xA5).all() and (around[-1024:] == 0xA5).all()  # noqa: PT018
+                assert wire.tobytes() == before.tobytes()
+                results.append(parts)
+        assert results[0] == results[1]
