@@ -100,9 +100,9 @@ def test_scatter_needs_its_arguments():
         ),
         (lambda comm: comm.allreduce(np.zeros(2), op="bor"), UnsupportedError, "no op='bor' for float64"),
         (
-            lambda comm: comm.allreduce(np.zeros(2, complex)),
+            lambda comm: comm.allreduce(np.zeros(2, complex), op="max"),
             UnsupportedError,
-            "complex128; reduce a view of its real",
+            "no op='max' for complex128; reduce magnitudes, or a view of its real",
         ),
         (
             lambda comm: comm.broadcast(np.zeros(2), root=2),

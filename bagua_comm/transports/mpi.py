@@ -249,6 +249,12 @@ class MPITransport(Transport):
         else:
             self._watched(super().reduce_scatter, x, out, op)
 
+    def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
+        """See `Transport`."""
+        if x.nbytes > EAGER_BYTES:
+            self.agree_on_call(f"reduce_scatter {op} {counts}", x)
+        self._watched(super().reduce_scatterv, x, out, counts, op)
+
     def allgather(self, x: Array, out: Array) -> None:
         """MPI's own for small arrays; see `Transport`."""
         if self._agree_and_choose("allgather", x, out.nbytes):
