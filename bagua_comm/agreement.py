@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import Array, dtype_name, dtype_named, library
-from .errors import CommMismatch
+from .errors import CommError, CommMismatch
 from .transports.base import DESCRIPTION, Transport
 
 TEXT_BYTES = 256
@@ -30,7 +30,11 @@ def compare_calls(host: Transport, call: str) -> None:
     Collective.
     """
     table = np.empty((host.size, TEXT_BYTES), np.uint8)
-    host.allgather(_packed(call), table)
+    try:
+        host.allgather(_packed(call), table)
+    except CommError as exc:
+        exc.args = (f"{call}, which ranks compare first: {exc}",)
+        raise
     calls = [_unpacked(row) for row in table]
     for rank, other in enumerate(calls):
         if other != calls[0]:

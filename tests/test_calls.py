@@ -1,4 +1,4 @@
-"""Calls of a Communicator that its conformance kit leaves out: over threads, devices and gloo. MPI's are in mpi/."""
+"""Calls of a Communicator that its conformance kit leaves out, over threads, devices and gloo. mpi/ has MPI."""
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -92,11 +92,12 @@ def test_calls_on_device_arrays_that_differ_are_found(device, kind):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_calls_over_gloo(check, monkeypatch):
-    distributed = pytest.importorskip("torch.distributed")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    from torch.distributed import HashStore
+
     from bagua_torch.process_group import Meeting, ProcessGroupTransport
 
-    store = distributed.HashStore()
+    store = HashStore()
 
     def run(rank):
         transport = ProcessGroupTransport(timeout_s=30, meeting=Meeting(store, "calls", rank, 3))
@@ -166,9 +167,8 @@ def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
         UnsupportedError, match=r"csr_matrix\) is several arrays; pass x.toarray\(\), or .*indptr"
     ):
         as_array(csr_matrix())
-    scipy_sparse = pytest.importorskip("scipy.sparse")
     with pytest.raises(UnsupportedError, match="allreduce: x: a sparse matrix"):
-        Communicator([LocalTransport()]).allreduce(scipy_sparse.csr_matrix(np.eye(3)))
+        Communicator([LocalTransport()]).allreduce(csr_matrix())
 
 
 def test_isend_and_irecv_are_tasks_of_a_lane():
