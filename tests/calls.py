@@ -184,7 +184,7 @@ def many_at_once(comm, put, same=same):
         ("bfloat16", (sized(put, 20_000),)),
         ("float32", (sized(put, 9001),)),
     ]
-    kinds.append(("complex64", (5,)))
+    kinds += [("float32", (sized(put, 9001),)), ("complex64", (5,))]
 
     def arrays():
         return [put(sample(rank, shape, dtype, seed=i)) for i, (dtype, shape) in enumerate(kinds)]
