@@ -264,21 +264,14 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
         [array([1, 0]), array([2, 1]), array([3, 3])]
         """
-        call = "scan"
-        send, transport = self.accept(call, "x", x)
-        _check_reduction(call, op, send)
-        out, target = self.landing(call, out, send.shape, send)
-        send = self.in_place(call, send, target)
-        with Operation(self, call, transport, send, {"op": op}):
-            transport.scan(as_real(arrays.contiguous(send), op), as_real(target, op), op)
-        return finished(out, target)
+        return self._prefix("scan", x, out, op)
 
     def exscan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array | None:
         """Reduce `x` of the ranks before this one, 0 to rank - 1.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
         "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` as it is, None if
-        none is given. Give it an `out` of zeros where it needs a number:
+        none is given. An `out` of zeros, as below, makes a sum of nothing zero.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
@@ -288,17 +281,17 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
         [array(0), array(10), array(21)]
         """
-        call = "exscan"
+        return self._prefix("exscan", x, out, op)
+
+    def _prefix(self, call: str, x: Array, out: Array | None, op: str) -> Any:
+        """What `scan` and `exscan` share."""
         send, transport = self.accept(call, "x", x)
         _check_reduction(call, op, send)
-        is_given = out is not None
-        out, target = self.landing(call, out, send.shape, send)
-        send = self.in_place(call, send, target)
+        result, target = self.landing(call, out, send.shape, send)
+        send, exclusive = arrays.contiguous(self.in_place(call, send, target)), call == "exscan"
         with Operation(self, call, transport, send, {"op": op}):
-            transport.scan(as_real(arrays.contiguous(send), op), as_real(target, op), op, exclusive=True)
-        if self.rank == 0:
-            return out if is_given else None
-        return finished(out, target)
+            transport.scan(as_real(send, op), as_real(target, op), op, exclusive=exclusive)
+        return out if exclusive and self.rank == 0 else finished(result, target)
 
     def allreduce_many(
         self, xs: Sequence[Array], outs: Sequence[Array | None] | None = None, *, op: str = "sum"
@@ -967,15 +960,15 @@ class Communicator:
         Collective. Rank 0 writes; a process in the picture is a rank, a row one of its threads.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written. This, and whatever else writing raises, is raised on all ranks.
         """
         recorded = self.tracer.spans() if isinstance(self.tracer, Recorder) else []
         spans = self.allgather_object(recorded)
-        failure = None
+        failure: Exception | None = None
         if self.rank == 0:
             try:
                 Path(path).write_text(json.dumps(trace.chrome_trace(spans), default=str))
-            except OSError as exc:
+            except Exception as exc:
                 failure = exc
         failure = self.broadcast_object(failure, root=0)
         if failure is not None:

@@ -30,6 +30,11 @@ def sized(put, count):
     return count if put is np.copy else -(-count // 50)
 
 
+def reductions(put):
+    """All, or on a stand-in for a device, which compiles them, some."""
+    return REDUCTIONS if put is np.copy else REDUCTIONS[::3]
+
+
 def back(x):
     return x if isinstance(x, np.ndarray) else x.get()
 
@@ -109,7 +114,7 @@ def reduce_scatter_with_counts(comm, put):
         counts = [(2 * r + 1) % 4 * unit for r in range(p)]  # some of them zero
         ends = np.cumsum(counts)
         mine = slice(ends[rank] - counts[rank], ends[rank])
-        for dtype, op in REDUCTIONS:
+        for dtype, op in reductions(put):
             xs = [sample(r, (sum(counts),), dtype) for r in range(p)]
             expected = reference(xs, op)[mine]
             x = put(xs[rank])
@@ -123,7 +128,7 @@ def prefixes(comm, put):
     """Scan and exscan, in place and not."""
     p, rank = comm.size, comm.rank
     for shape in ((2, 3), (), (0,), (sized(put, 5001),)):
-        for dtype, op in REDUCTIONS:
+        for dtype, op in reductions(put):
             xs = [sample(r, shape, dtype) for r in range(p)]
             x = put(xs[rank])
             expected = reference(xs[: rank + 1], op)
