@@ -14,7 +14,6 @@ threads, a signal, `sys.exit`), the others learn of it and don't wait for it; se
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -809,11 +808,11 @@ def make_room_for_cupy() -> None:
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if not folder.startswith("~"):  # else there is no home
             os.makedirs(folder, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
-        with contextlib.suppress(OSError):  # no folder for temporary files either: then there are no GPUs
+        with suppress(OSError):  # no folder for temporary files either: then there are no GPUs
             os.environ["CUPY_CACHE_DIR"] = str(private_folder() / "cupy")
 
 
