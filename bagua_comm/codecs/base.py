@@ -104,7 +104,7 @@ class Codec(ABC):
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None: ...
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
-        if x.ndim != 2 or not arrays.is_contiguous(x):
+        if x.ndim != 2 or not x.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)")
         self._check_dtype(call, x.dtype)
         n, m = x.shape
@@ -116,7 +116,7 @@ class Codec(ABC):
             raise UnsupportedError(f"{call}: {self} cannot code {dtype}, only {wanted} in native byte order")
 
     def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
-        if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
+        if wire.shape != shape or wire.dtype != np.uint8 or not wire.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")

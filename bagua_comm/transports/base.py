@@ -1,8 +1,8 @@
 """The contract of a transport, and every collective derived from its one primitive.
 
 A transport must have `exchange`, `moves` and `split`; whatever else the library below does better, it
-overrides. Arrays that arrive here are checked and C-contiguous. Unless a method says otherwise, `out`
-and `x` do not overlap. A transport is used by one thread at a time.
+overrides. Arrays that arrive here are checked, C-contiguous and aligned. Unless a method says otherwise,
+`out` and `x` do not overlap. A transport is used by one thread at a time.
 
 A call on host arrays returns when the result is there. Device arrays are read and written in the order of CuPy's
 current stream, and the result is there for what is enqueued on it after the call.
