@@ -59,6 +59,10 @@ class Transport(ABC):
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
 
+    adds_in_rank_order: bool = True
+    """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as those of the derived
+    collectives have; False where the library below adds in an order of its own, be it only from some size on."""
+
     def __init__(self) -> None:
         self._scratch = Scratch()
 
