@@ -295,6 +295,25 @@ def quantized_allreduce(
         target[...] = send
         return finished(out, target)
 
+    outermost = comm.take_turn(call)  # from here on, scratch is in use
+    try:
+        _quantize_and_reduce(comm, transport, codec, send, target, op, residual)
+    finally:
+        comm.end_turn(outermost)
+    return finished(out, target)
+
+
+def _quantize_and_reduce(
+    comm: Communicator,
+    transport: Transport,
+    codec: Codec,
+    send: Array,
+    target: Array,
+    op: str,
+    residual: Array | None,
+) -> None:
+    """`quantized_allreduce` of a contiguous array, whose arguments are checked. Collective."""
+    call, p = "quantized_allreduce", comm.size
     count = -(-send.size // p)
     chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
     results = target.reshape(p, count) if send.size == p * count else chunks
@@ -310,7 +329,6 @@ def quantized_allreduce(
             _reduce_at_once(comm, codec, chunks, results, op, residual)
     if send.size != p * count:
         target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
-    return finished(out, target)
 
 
 def _reduce_at_once(

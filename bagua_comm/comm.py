@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import pickle
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -30,6 +32,9 @@ from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
 
 _SIGNATURE_BYTES = 256
+
+_POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
+"""Calls that two ranks make, and not all."""
 
 
 class Nodes(NamedTuple):
@@ -56,7 +61,8 @@ class Communicator:
     * A wait that lasts longer than `timeout_s` raises `CommTimeout`. What NCCL has in flight for longer is given
       up, and the next call raises it, or `close`.
 
-    One thread uses a communicator at a time; see `lane` for work beside it.
+    One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
+    for work beside it. A process that was forked off cannot use its parent's communicator.
 
     Args:
         transports: What moves the bytes; the first that `moves` an array is used for it. The first of all carries
@@ -91,6 +97,10 @@ class Communicator:
         self.scratch = Scratch()
         self._nodes: Nodes | None = None
         self._closed = False
+        self._process = os.getpid()
+        self._busy = threading.Lock()
+        self._user = 0
+        """The thread that makes a call, by its number; 0 if none."""
         self._calls = 0
         self._last_call = "none"
 
@@ -622,7 +632,7 @@ class Communicator:
 
         Collective.
         """
-        if self._closed:
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
         if self._nodes is not None:
@@ -641,13 +651,18 @@ class Communicator:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
-        elif isinstance(error, SystemExit) and error.code not in (None, 0):
+            return
+        if self._process != os.getpid():
+            return
+        if isinstance(error, SystemExit):
             # This rank leaves in the middle: its peers would wait for it.
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr, flush=True)
             self.abort(error.code if isinstance(error.code, int) else 1)
+        for transport in self.transports:
+            transport.leave(f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
         names = "+".join(transport.name for transport in self.transports)
@@ -756,6 +771,44 @@ class Communicator:
             if other != calls[0]:
                 raise CommMismatch(f"rank 0 called {calls[0]}, but rank {rank} called {other}")
 
+    def take_turn(self, name: str) -> bool:
+        """Begin a call, or a call within one; True if it is the outermost, which `end_turn` must end.
+
+        Raises:
+            CommError: Another thread is in a call, this communicator is closed, or it is a parent process's.
+        """
+        if self._closed or self._process != os.getpid():
+            raise CommError(f"{name}: {self._why_unusable()}")
+        me = threading.get_ident()
+        if self._user == me:
+            return False
+        if not self._busy.acquire(blocking=False):
+            raise CommError(
+                f"{name}: another thread is in a call of this communicator; give each thread one of its own, by "
+                "dup() on all ranks, or submit the call to a lane()"
+            )
+        self._user = me
+        collective = name not in _POINT_TO_POINT
+        for transport in self.transports:
+            transport.begin_call(name, collective=collective)
+        return True
+
+    def end_turn(self, outermost: bool) -> None:
+        """End what `take_turn` began."""
+        if outermost:
+            for transport in self.transports:
+                transport.end_call()
+            self._user = 0
+            self._busy.release()
+
+    def _why_unusable(self) -> str:
+        if self._process != os.getpid():
+            return (
+                f"this process was forked off process {self._process}, rank {self.rank}; a child cannot use its "
+                "parent's communicator: start ranks with mpirun, and children that don't communicate by fork"
+            )
+        return "this communicator is closed"
+
     def _derived(self, transports: Sequence[Transport]) -> Communicator:
         """A communicator over transports split off from this one's, with its settings."""
         first = transports[0]
@@ -773,7 +826,18 @@ class Communicator:
 class Operation:
     """One call while it runs: compared, timed, counted, and named in errors."""
 
-    __slots__ = ("_comm", "_compare", "_detail", "_name", "_payload", "_sent", "_start", "_transport", "_x")
+    __slots__ = (
+        "_comm",
+        "_compare",
+        "_detail",
+        "_name",
+        "_outermost",
+        "_payload",
+        "_sent",
+        "_start",
+        "_transport",
+        "_x",
+    )
 
     def __init__(
         self,
@@ -791,11 +855,14 @@ class Operation:
 
     def __enter__(self) -> None:
         comm = self._comm
-        if comm._closed:
-            raise CommError(f"{self._name}: this communicator is closed")
+        self._outermost = comm.take_turn(self._name)
         comm._calls += 1
         if comm.check and self._compare:
-            comm.compare_calls(self._describe())
+            try:
+                comm.compare_calls(str(self))
+            except BaseException:
+                comm.end_turn(self._outermost)
+                raise
         self._sent = self._transport.sent_bytes
         self._start = time.perf_counter_ns()
 
@@ -807,6 +874,7 @@ class Operation:
     ) -> None:
         end = time.perf_counter_ns()
         comm, name, detail = self._comm, self._name, self._detail
+        comm.end_turn(self._outermost)
         wire = self._transport.sent_bytes - self._sent
         payload = self._x.nbytes if self._payload is None else self._payload
         detail["bytes"], detail["wire_bytes"] = payload, wire
@@ -818,11 +886,11 @@ class Operation:
             comm.counters.by_operation[name].add(payload, wire)
             comm._last_call = name
         elif isinstance(error, CommError) and error.args:
-            call = self._describe()
+            call = str(self)
             before = f"{comm._last_call} #{comm._calls - 1}" if comm._calls > 1 else "nothing"
             error.args = (f"{call} #{comm._calls}: {error.args[0]}; before it: {before}",)
 
-    def _describe(self) -> str:
+    def __str__(self) -> str:
         hidden = ("dtype", "bytes", "wire_bytes", "error")
         parts = [f"{self._x.dtype.name}{list(self._x.shape)}"] if self._x is not _NOTHING else []
         parts += [f"{key}={value}" for key, value in self._detail.items() if key not in hidden]

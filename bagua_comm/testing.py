@@ -138,6 +138,14 @@ class Recording(Transport):
         """What the recorded transport counts."""
         return self.inner.sent_bytes
 
+    def begin_call(self, name: str, *, collective: bool) -> None:
+        """See `Transport.begin_call`; the recorded transport is the one that waits."""
+        self.inner.begin_call(name, collective=collective)
+
+    def end_call(self) -> None:
+        """See `Transport.end_call`."""
+        self.inner.end_call()
+
     def moves(self, x: Array) -> bool:
         """What the recorded transport moves."""
         return self.inner.moves(x)
@@ -197,6 +205,10 @@ class Recording(Transport):
     def abort(self, exit_code: int = 1) -> None:
         """See `Transport.abort`."""
         self.inner.abort(exit_code)
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`."""
+        return self.inner.leave(reason)
 
     def close(self) -> None:
         """See `Transport.close`."""

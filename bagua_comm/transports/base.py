@@ -15,6 +15,7 @@ pieces, so that receiving, adding and sending overlap.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import ClassVar
@@ -65,6 +66,30 @@ class Transport(ABC):
 
     def __init__(self) -> None:
         self._scratch = Scratch()
+        self._call: str | None = None
+        self._in_collective = False
+        self._deadline_s: float | None = None
+
+    def begin_call(self, name: str, *, collective: bool) -> None:
+        """A call of the user begins: all its waits together may take `timeout_s`, from the first on.
+
+        Args:
+            name: Of the call.
+            collective: Whether all ranks make it, in the same order.
+        """
+        self._call, self._in_collective, self._deadline_s = name, collective, None
+
+    def end_call(self) -> None:
+        """The call has ended. What is done outside of calls may take `timeout_s` a wait."""
+        self._call, self._in_collective = None, False
+
+    def deadline_s(self) -> float:
+        """Until when a wait that begins now may last, by `time.monotonic`."""
+        if self._call is None:
+            return time.monotonic() + self.timeout_s
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self.timeout_s
+        return self._deadline_s
 
     @abstractmethod
     def moves(self, x: Array) -> bool:
@@ -179,7 +204,9 @@ class Transport(ABC):
         pipeline(len(pieces), begin, lambda i: waits[i]())
 
     def agree_on_call(self, call: str, x: Array) -> None:  # noqa: B027 - where every message brings its size
-        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one size; `begin` may need it.
+        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
+
+        What `begin` does may rely on it. `call` names all that must be alike: the operation, its op and its root.
 
         Collective.
         """
@@ -279,6 +306,17 @@ class Transport(ABC):
     @abstractmethod
     def abort(self, exit_code: int = 1) -> None:
         """Give up: calls of this transport fail on all ranks, where they can still be told."""
+
+    def leave(self, reason: str | None = None) -> bool:
+        """Say that this rank makes no more calls, so that none waits for it in vain; the last call but `close`.
+
+        Collective, unless there is a `reason` why this rank alone leaves, in the middle: then it does not wait.
+        Otherwise it returns when all ranks have left; at the latest after `timeout_s`.
+
+        Returns:
+            Whether all ranks have left in order.
+        """
+        return True
 
     def close(self) -> None:  # noqa: B027 - a transport without resources has nothing to close
         """Free what is held.

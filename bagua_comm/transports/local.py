@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -30,7 +31,10 @@ class Hub:
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any]]] = {}
         """By (source, dest, tag): copies, and for device arrays the event behind the copying."""
-        self.children: dict[tuple[int, int], Hub] = {}  # (how many splits came before, color)
+        self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
+        """Groups that some of their members have not joined yet, and how many have: by (splits before, color)."""
+        self.groups: WeakSet[Hub] = WeakSet()
+        """Groups split off, as long as one of their ranks holds them."""
         self.aborted: str | None = None
 
     def abort(self, reason: str) -> None:
@@ -38,9 +42,21 @@ class Hub:
         with self.changed:
             self.aborted = self.aborted or reason
             self.changed.notify_all()
-            children = list(self.children.values())
-        for child in children:
-            child.abort(reason)
+            groups = list(self.groups)
+        for group in groups:
+            group.abort(reason)
+
+    def join(self, place: tuple[int, int], size: int) -> Hub:
+        """The group of `size` ranks that forms at `place`, for one of them."""
+        with self.changed:
+            group, joined = self.forming.get(place) or (Hub(size), 0)
+            self.forming[place] = group, joined + 1
+            if joined + 1 == size:
+                del self.forming[place]
+            self.groups.add(group)
+            if self.aborted:
+                group.aborted = self.aborted
+        return group
 
 
 class LocalTransport(Transport):
@@ -73,10 +89,10 @@ class LocalTransport(Transport):
                 hub.mail.setdefault((self.rank, peer, tag), deque()).append((copy, mark(copy)))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             hub.changed.notify_all()
-        deadline = time.monotonic() + self.timeout_s
+        deadline_s = self.deadline_s()
         for i, (peer, out) in enumerate(recvs):
             try:
-                self._receive(peer, out, tag, deadline)
+                self._receive(peer, out, tag, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
                     self._broken = str(exc)  # what its peers send next would be taken for something else
@@ -85,13 +101,13 @@ class LocalTransport(Transport):
                 self._broken = str(exc)
                 raise
 
-    def _receive(self, peer: int, out: Array, tag: int, deadline: float) -> None:
+    def _receive(self, peer: int, out: Array, tag: int, deadline_s: float) -> None:
         hub = self._hub
         with hub.changed:
             box = hub.mail.setdefault((peer, self.rank, tag), deque())
             while not box:
                 self._check_alive()
-                remaining = deadline - time.monotonic()
+                remaining = deadline_s - time.monotonic()
                 if remaining <= 0:
                     raise CommTimeout(
                         f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes from rank {peer}"
@@ -116,11 +132,9 @@ class LocalTransport(Transport):
             (rank for rank in range(self.size) if table[rank, 0] == color),
             key=lambda rank: (table[rank, 1], rank),
         )
-        place = (self._splits, color)
         self._splits += 1
-        with self._hub.changed:
-            child = self._hub.children.setdefault(place, Hub(len(members)))
-        return LocalTransport(child, members.index(self.rank), timeout_s=self.timeout_s)
+        group = self._hub.join((self._splits, color), len(members))
+        return LocalTransport(group, members.index(self.rank), timeout_s=self.timeout_s)
 
     def abort(self, exit_code: int = 1) -> None:
         """Wake all ranks; they raise `CommAborted`."""

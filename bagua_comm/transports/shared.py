@@ -52,7 +52,10 @@ class SharedWindow:
     def __init__(self, memory: mmap.mmap, rank: int, size: int, wait: WaitUntil) -> None:
         self.rank, self.size, self._wait = rank, size, wait
         self._others = [(rank + i) % size for i in range(1, size)]
-        self._counters = memoryview(memory)[: size * _LINE].cast("q")[:: _LINE // 8]
+        numbers = memoryview(memory)[: size * _LINE].cast("q")
+        self._counters = numbers[:: _LINE // 8]
+        self.calls = numbers[1 :: _LINE // 8]
+        """How many collective calls each rank has begun, as it says itself."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self._round = 0
         self._fence = threading.Lock()

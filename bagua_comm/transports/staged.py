@@ -52,6 +52,14 @@ class StagedTransport(Transport):
         """What the host transport counts."""
         return self._host.sent_bytes
 
+    def begin_call(self, name: str, *, collective: bool) -> None:
+        """See `Transport.begin_call`; the host transport is the one that waits."""
+        self._host.begin_call(name, collective=collective)
+
+    def end_call(self) -> None:
+        """See `Transport.end_call`."""
+        self._host.end_call()
+
     def moves(self, x: Array) -> bool:
         """Device arrays."""
         return not isinstance(x, np.ndarray)
