@@ -291,6 +291,10 @@ def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Arra
     return np.asarray(values).astype(dtype_named(dtype))
 
 
+_PERIOD = 8191
+"""So many values are drawn; larger arrays repeat them. A prime: pieces of arrays don't begin alike."""
+
+
 def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
     """Reproducible values from the whole range of a dtype: sums of integers wrap, sums of floats overflow.
 
@@ -303,9 +307,10 @@ def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) ->
     if kind.kind == "c":
         parts = whole_range(rank, (*shape, 2), f"float{4 * kind.itemsize}", seed)
         return parts.view(kind).reshape(shape)
-    count = math.prod(shape)
+    count = min(math.prod(shape), _PERIOD)
     if dtype == "bool":
-        return random.integers(0, 2, shape).astype(bool)
+        values = random.integers(0, 2, count).astype(bool)
+        return np.resize(values, shape)
     if dtype in INTEGERS:
         info = np.iinfo(kind)
         values = random.integers(info.min, info.max, count, kind, endpoint=True)
@@ -320,7 +325,7 @@ def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) ->
         values = np.where(random.random(count) < 0.5, any_bits, random.standard_normal(count).astype(kind))
     at = random.random(count) < 0.1
     values[at] = random.choice(ends, count)[at]
-    return values.reshape(shape)
+    return np.resize(values, shape)
 
 
 def reduced(values: Sequence[Array], op: str) -> Array:
