@@ -28,11 +28,11 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from .arrays import record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout
+from .errors import CommAborted, CommError, CommTimeout, RankFailed
 from .trace import NULL, Recorder, Tracer
 
-CALLS_PER_TASK = 8
-"""How many communicator calls, each with its own timeout, a task is allowed before `wait` gives up."""
+SLACK_S = 5.0
+"""How much longer than a call may take `wait` waits, at most: the call itself should say what is wrong."""
 
 
 class Lane(ABC):
@@ -40,7 +40,7 @@ class Lane(ABC):
 
     `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that
     fails stops the lane: the ones behind it fail with `CommAborted`, since its peers' calls no longer
-    match.
+    match, or with `RankFailed`, if that was why.
 
     On a lane with a side stream, a future is done when the device is; for its `result` the caller's current
     stream waits, and not the host. The arguments of a task are kept until the lane is joined. What a task
@@ -71,15 +71,13 @@ class Lane(ABC):
         With a side stream: when everything is enqueued. What the caller enqueues from then on comes after it.
 
         Raises:
-            CommTimeout: A task takes longer than its communicator's timeouts allow.
+            CommTimeout: No task and no call of the lane's communicator has ended for longer than its `timeout_s`.
         """
-        limit_s, done = self.comm.timeout_s * CALLS_PER_TASK, 0
+        done = 0
         try:
             for future, _ in list(self._pending):
                 try:
-                    error = future.exception(timeout=limit_s)
-                except FutureTimeout as exc:
-                    raise CommTimeout(f"a task on this lane has run for more than {limit_s:g} s") from exc
+                    error = self._outcome(future)
                 except CancelledError as exc:
                     error = exc
                 done += 1
@@ -90,6 +88,23 @@ class Lane(ABC):
                 self._side.join()
             for _ in range(done):
                 self._pending.popleft()
+
+    def _outcome(self, future: Future[Any]) -> BaseException | None:
+        """What `future` failed with, if it did, once it is done."""
+        limit_s = self._limit_s()
+        while True:
+            calls = self.comm.counters.total().calls
+            try:
+                return future.exception(timeout=limit_s)
+            except FutureTimeout as exc:
+                if self.comm.counters.total().calls == calls:
+                    raise CommTimeout(
+                        f"a task on this lane has run for more than {limit_s:g} s, and ended no call meanwhile"
+                    ) from exc
+
+    def _limit_s(self) -> float:
+        timeout_s: float = self.comm.timeout_s
+        return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:
         """Called by a task: what to write beside it in the timeline of the device."""
@@ -108,7 +123,7 @@ class Lane(ABC):
         finally:
             self._stop()
             if self._side is not None:
-                self._side.finish(self.comm.timeout_s * CALLS_PER_TASK)
+                self._side.finish(self._limit_s())
             if all(future.done() for future, _ in self._pending):
                 self.comm.close()
 
@@ -125,6 +140,8 @@ class Lane(ABC):
             raise CommError("this lane is closed")
 
     def _run(self, task: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self._failure, RankFailed):
+            raise RankFailed(f"an earlier task on this lane failed: {self._failure}", self._failure.ranks)
         if self._failure is not None:
             raise CommAborted("an earlier task on this lane failed") from self._failure
         try:

@@ -1,11 +1,22 @@
 """The Communicator over threads: the conformance kit, and what it does not cover."""
 
 import json
+import os
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
+from bagua_comm import (
+    ArrayError,
+    CommError,
+    CommMismatch,
+    Communicator,
+    UnsupportedError,
+    quantized_allreduce,
+)
 from bagua_comm.testing import Recording, check_transport, run_ranks
 from bagua_comm.transports import LocalTransport, Transport
 
@@ -337,3 +348,58 @@ def test_close_closes_the_last_transport_first_and_all_though_one_fails():
         comm.close()
     comm.close()
     assert closed == transports[::-1]
+
+
+def test_two_threads_on_one_communicator_are_refused():
+    tried = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            assert tried.wait(20)
+            comm.send(np.ones(3), dest=0)
+            return
+        x = np.ones(3, np.float32)
+        thread = threading.Thread(target=comm.recv, args=(np.zeros(3),), kwargs={"source": 1})
+        thread.start()
+        while not comm._busy.locked():
+            time.sleep(0.001)
+        for call in (
+            comm.barrier,
+            lambda: comm.allreduce(x),
+            lambda: comm.send(x, dest=1),
+            lambda: quantized_allreduce(comm, x),
+            comm.dup,
+        ):
+            with pytest.raises(CommError, match="another thread is in a call of this communicator; give each"):
+                call()
+        tried.set()
+        thread.join()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
+def test_a_forked_child_cannot_use_its_parents_communicator():
+    comm = Communicator([LocalTransport()])
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            comm.allreduce(np.ones(3))
+        except CommError as exc:
+            os.write(writer, str(exc).encode())
+        comm.close()  # leaves the parent's alone
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    with open(reader) as text:
+        assert f"was forked off process {os.getpid()}, rank 0; a child cannot use" in text.read()
+    assert comm.allreduce(np.ones(3)).sum() == 3
+
+
+def test_leaving_by_sys_exit_without_an_error_closes():
+    comm = Communicator([LocalTransport()])
+    with pytest.raises(SystemExit), comm:
+        sys.exit(0)
+    with pytest.raises(CommError, match="closed"):
+        comm.barrier()

@@ -1,12 +1,14 @@
 """Lanes: work in order, beside the caller; failures and the end."""
 
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import pytest
 
 from bagua_comm import CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
+from bagua_comm.trace import Counters
 
 PATIENCE_S = 30
 
@@ -15,7 +17,7 @@ class FakeComm:
     """All that a lane wants of a communicator."""
 
     def __init__(self, timeout_s=PATIENCE_S):
-        self.timeout_s = timeout_s
+        self.timeout_s, self.counters = timeout_s, Counters()
         self.closed = 0
 
     def close(self):
@@ -159,7 +161,21 @@ def test_a_stuck_task_makes_wait_raise_a_timeout():
             lane.wait()
     finally:
         release.set()
-    assert str(caught.value) == "a task on this lane has run for more than 0.008 s"  # 8 calls of 1 ms
+    assert str(caught.value) == "a task on this lane has run for more than 0.002 s, and ended no call meanwhile"
+
+
+def test_a_task_of_many_calls_may_take_longer_than_one_call():
+    comm = FakeComm(timeout_s=0.05)
+    lane = ThreadLane(comm)
+
+    def many():
+        for _ in range(10):
+            time.sleep(0.03)
+            comm.counters["allreduce"].add(0, 0)
+
+    lane.submit(many)
+    lane.wait()
+    assert comm.counters.total().calls == 10
 
 
 # The end

@@ -111,6 +111,9 @@ _GRACE_S = 0.5
 _ROLL_CALL_S = 1.0
 """How long a rank whose time is over waits, at most, for others to say that they wait as well."""
 
+_OBITUARY_S = 3.0
+"""How long a rank that hears of a death waits, at most, to hear whose."""
+
 _LEAVE_QUIETLY_S = 1.0
 """How long a rank that leaves waits for the others before it says so."""
 
@@ -526,6 +529,8 @@ class MPITransport(Transport):
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit; see `Transport`."""
+        if self.size == 1:
+            return
         call = f"broadcast from {root}"
         if x.nbytes > EAGER_BYTES:
             self.agree_on_call(call, x)
@@ -535,7 +540,7 @@ class MPITransport(Transport):
             self._complete(lambda: self._comm.Ibcast([_bytes(x), MPI.BYTE], root), x)
         else:
             self._broadcast_small(call, x, root)
-        self.sent_bytes += x.nbytes if self.rank == root and self.size > 1 and x.nbytes <= MESSAGE_BYTES else 0
+        self.sent_bytes += x.nbytes if self.rank == root and x.nbytes <= MESSAGE_BYTES else 0
 
     def _broadcast_small(self, call: str, x: Array, root: int) -> None:
         """Broadcast with the number of the call ahead; a rank to which another comes raises, on its own."""
@@ -875,13 +880,11 @@ class MPITransport(Transport):
         if code == MPI.ERR_TRUNCATE:
             return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
         if code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
-            # The news that a communicator was revoked may be ahead of the news why.
-            until = time.monotonic() + _GRACE_S
+            # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died.
+            until = time.monotonic() + _OBITUARY_S
             while not (dead := self._failed()) and time.monotonic() < until:
                 time.sleep(0.01)
-            if dead or code != MPI.ERR_REVOKED:
-                return self._rank_failed(dead)
-            return CommAborted(f"rank {self.rank}: a peer gave this communicator up ({text})")
+            return self._rank_failed(dead)
         return CommError(f"rank {self.rank}: MPI failed: {text}")
 
     def _rank_failed(self, dead: Sequence[int]) -> RankFailed:
@@ -891,7 +894,7 @@ class MPITransport(Transport):
             names = ", ".join(self._name_rank(rank) for rank in dead[:_MEMBERS_TOLD])
             if len(dead) > _MEMBERS_TOLD:
                 names += f" and {len(dead) - _MEMBERS_TOLD} more"
-        who = f"{names} died" if dead else "a peer died"
+        who = f"{names} died" if dead else "another rank noticed that one died, or that one is missing"
         return RankFailed(f"rank {self.rank} of {self.size}: {who}", dead)
 
     def _failed(self) -> list[int]:

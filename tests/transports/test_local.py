@@ -1,5 +1,6 @@
 """Threads as ranks: timeouts, errors that wake everybody, messages that don't fit, device arrays."""
 
+import gc
 import time
 
 import numpy as np
@@ -137,3 +138,48 @@ def test_copies_that_were_read_are_let_go(device):
         return len(comm.transports[0].inner._read)
 
     assert max(run_on_devices(device, 3, "local", body)) <= 2
+
+
+def test_a_group_that_nobody_holds_is_forgotten():
+    def body(comm):
+        hub = comm.transports[0]._hub
+        for _ in range(100):
+            comm.dup().close()
+        comm.barrier()
+        gc.collect()
+        comm.barrier()
+        return len(hub.forming), len(hub.groups)
+
+    assert run_ranks(2, body) == [(0, 0)] * 2
+
+
+def test_aborting_reaches_groups_that_are_still_held():
+    def body(comm):
+        group = comm.split(0)
+        if comm.rank == 0:
+            comm.abort()
+        with pytest.raises(CommAborted):
+            group.recv(np.ones(1), source=1 - group.rank)
+
+    run_ranks(2, body)
+
+
+def test_a_call_of_many_waits_has_one_deadline():
+    def body(comm):
+        if comm.rank == 1:
+            for _ in range(20):
+                time.sleep(0.15)
+                comm.send(np.ones(1), dest=0)
+            return
+
+        def receive_all():
+            for _ in range(20):
+                comm.transports[0].exchange([], [(1, np.ones(1))])
+
+        start = time.monotonic()
+        comm.transports[0].begin_call("several", collective=False)
+        with pytest.raises(CommTimeout):
+            receive_all()
+        assert time.monotonic() - start < 1.5
+
+    run_ranks(2, body, timeout_s=0.5)

@@ -1,0 +1,201 @@
+"""What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
+
+import time
+from contextlib import contextmanager, suppress
+
+import numpy as np
+import pytest
+
+import bagua_comm
+from bagua_comm import CommAborted, CommMismatch, CommTimeout
+from bagua_comm.transports import mpi as mpi_transport
+
+pytestmark = pytest.mark.mpi
+
+
+@contextmanager
+def world_of(comm, timeout_s=0.6):
+    """A world that is given up in the test: the others go on."""
+    world = bagua_comm.connect(timeout_s=timeout_s, gpu="none")
+    start = time.monotonic()
+    yield world, comm.size - 1
+    assert time.monotonic() - start < 10
+    comm.barrier()
+    world.close()
+
+
+def raises_late(world, last, error, match, call):
+    """On all ranks but the last, which comes to nothing, `call` raises."""
+    if world.rank == last:
+        time.sleep(world.timeout_s + 0.8)
+        return
+    with pytest.raises(error, match=match):
+        call()
+
+
+MISSING = r"missing: rank {} \(on \S+, process \d+\), whose last call was allgather, its collective number \d+"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm: comm.allreduce(np.ones(3)),
+        lambda comm: comm.broadcast(np.ones(1000), root=comm.size - 1),
+        lambda comm: comm.allreduce(np.ones(300_000)),
+        lambda comm: comm.barrier(),
+        lambda comm: comm.dup(),
+        lambda comm: comm.split(comm.rank % 2),
+        lambda comm: comm.lane(),
+    ],
+)
+def test_a_timeout_names_who_is_missing_and_what_it_did_last(comm, call):
+    with world_of(comm) as (world, last):
+        world.allgather(np.ones(1))
+        raises_late(world, last, CommTimeout, MISSING.format(last), lambda: call(world))
+
+
+def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeypatch):
+    monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
+    with world_of(comm) as (world, last):
+        others = [rank for rank in range(last) if rank != world.rank]
+        waiting = rf"; waiting like this one: ranks? .*{others[0]}" if others else ""
+        expected = rf"missing: rank {last} \(on \S+, process \d+\){waiting}"
+        raises_late(world, last, CommTimeout, expected, lambda: world.allreduce(np.ones(3)))
+
+
+def test_a_timeout_of_a_message_names_its_sender(comm):
+    with world_of(comm) as (world, last):
+        expected = rf"recv\(.*source={last}\).* missing: rank {last} \(on"
+        raises_late(world, last, CommTimeout, expected, lambda: world.recv(np.ones(3), source=last))
+
+
+@pytest.mark.parametrize("call", [bagua_comm.Communicator.dup, lambda comm: comm.split(0)])
+def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm, monkeypatch, call):
+    with world_of(comm) as (world, last):
+        if world.rank == last:
+            monkeypatch.setattr(world.transports[0], "_make", lambda make: time.sleep(2))
+            with pytest.raises(AttributeError):
+                call(world)
+        else:
+            with pytest.raises(CommTimeout):
+                call(world)
+
+
+def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
+    monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(mpi_transport, "FAST_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
+    with world_of(comm) as (world, last):
+        if world.rank == last:  # it answers again and again, each time just in time
+            begin = mpi_transport.MPITransport.begin
+            monkeypatch.setattr(
+                mpi_transport.MPITransport, "begin", lambda *args: (time.sleep(0.3), begin(*args))[1]
+            )
+            with suppress(CommTimeout):  # it waits for nobody
+                world.allgather(np.ones(4000))
+            return
+        start = time.monotonic()
+        with pytest.raises(CommTimeout):
+            world.allgather(np.ones(4000))
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize("nbytes", [8, 1 << 12, 1 << 21])
+def test_who_waits_for_a_rank_that_has_left_learns_of_it_soon(comm, nbytes):
+    with world_of(comm, timeout_s=60) as (world, last):
+        if world.rank == last:
+            assert not world.transports[0].leave()
+        else:
+            expected = rf"waits for rank {last} \(on .*\), which has left: its program ended"
+            with pytest.raises(CommMismatch, match=expected):
+                world.allreduce(np.ones(nbytes // 8))
+
+
+def test_who_waits_for_a_rank_that_raised_is_told_what(comm):
+    with world_of(comm, timeout_s=60) as (world, last):
+        if world.rank == last:
+            with pytest.raises(ZeroDivisionError), world:
+                raise ZeroDivisionError("in the middle of a step")
+        else:
+            expected = rf"rank {last} \(on .*\) left: ZeroDivisionError: in the middle of a step"
+            with pytest.raises(CommAborted, match=expected):
+                world.allreduce(np.ones(3))
+
+
+def test_a_rank_that_left_is_not_missed_by_those_that_do_not_need_it_any_more(comm):
+    with world_of(comm, timeout_s=60) as (world, last):
+        x = world.allreduce(np.ones(300_000))
+        if world.rank == last:
+            world.transports[0].leave()
+        elif world.rank == 0:
+            time.sleep(1.6)  # by then the others were told
+            if last > 1:
+                world.send(x, dest=1)
+        elif world.rank == 1 and last > 1:
+            world.recv(x, source=0)
+        world.transports[0].leave()
+        assert (x == comm.size).all()
+
+
+CALLS = {
+    "dtype": (
+        lambda comm, x: comm.allreduce(x.view(np.int32 if comm.rank else np.float32)),
+        r"rank 0 called allreduce sum of \d+ x float32 .*, but rank 1 called allreduce sum of \d+ x int32",
+    ),
+    "op": (lambda comm, x: comm.allreduce(x, op="max" if comm.rank else "min"), "allreduce min .* allreduce max"),
+    "root": (lambda comm, x: comm.reduce(x, root=min(comm.rank, 1)), "reduce sum to 0 .* reduce sum to 1"),
+    "call": (
+        lambda comm, x: comm.alltoall(x) if comm.rank else comm.allgather(x),
+        "called allgather .* alltoall",
+    ),
+    "size": (
+        lambda comm, x: comm.allreduce(x[min(comm.rank, 1) :]),
+        r"\(\d+ bytes\), but rank 1 .*\(\d+ bytes\)",
+    ),
+    "chunks": (
+        lambda comm, x: comm.reduce_scatter(x.view(np.int32 if comm.rank else np.float32)),
+        "reduce_scatter sum of .* x float32 .* x int32",
+    ),
+}
+
+
+@pytest.mark.parametrize("count", [24, 120, 12_000, 1_200_000])
+@pytest.mark.parametrize("different", CALLS)
+def test_calls_that_differ_raise_on_all_ranks_and_leave_the_communicator_usable(comm, different, count):
+    call, expected = CALLS[different]
+    with pytest.raises(CommMismatch, match=expected):
+        call(comm, np.zeros(count * comm.size // 2 * 2, np.int32))
+    assert comm.allreduce(np.ones(1))[0] == comm.size
+
+
+@pytest.mark.parametrize("count", [1, 1000, 20_000])
+def test_a_broadcast_of_another_dtype_raises(comm, count):
+    with bagua_comm.connect(timeout_s=30) as world:
+        x = np.zeros(count, np.float32 if comm.rank == 0 else np.int32)
+        if comm.rank == 0 and x.nbytes <= mpi_transport.EAGER_BYTES:
+            world.broadcast(x, root=0)  # the message is all that travels, and this rank sends it
+        else:
+            with pytest.raises(CommMismatch, match=r"called broadcast from 0 of \d+ x"):
+                world.broadcast(x, root=0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "band", "bor", "bxor"])
+def test_integers_wrap_around_as_numpy_has_it(comm, dtype, op):
+    """Open MPI saturates whole vectures of short integers, and not the rest of the array."""
+    function = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+    function |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+    limits = np.iinfo(dtype)
+    for count in (1, 33, 100, 3000, 60_001):
+        xs = [
+            np.random.default_rng([count, rank]).integers(limits.min, limits.max, comm.size * count, dtype, True)
+            for rank in range(comm.size)
+        ]
+        expected = function[op].reduce(np.stack(xs), axis=0, dtype=dtype)
+        np.testing.assert_array_equal(comm.allreduce(xs[comm.rank], op=op), expected)
+        np.testing.assert_array_equal(
+            comm.reduce_scatter(xs[comm.rank], op=op), expected[comm.rank * count :][:count]
+        )
+        reduced = comm.reduce(xs[comm.rank], root=comm.size - 1, op=op)
+        if reduced is not None:
+            np.testing.assert_array_equal(reduced, expected)
