@@ -474,7 +474,7 @@ def _check_counts(comm: Communicator) -> None:
 def _check_sizes(comm: Communicator, put: Callable[[Array], Array], sizes: Sequence[int]) -> None:
     p, rank = comm.size, comm.rank
     exact = _exact(comm, put(np.zeros(1)))
-    for dtype in ("int8", "int16", "float32"):
+    for dtype in ("int8", "float32"):
         middles = {size // np.dtype(dtype).itemsize // part for size in sizes for part in (1, p)}
         for count in sorted({middle + more for middle in middles for more in (-1, 0, 1)}):
             what = f"of {count} {dtype}"
@@ -593,7 +593,7 @@ def _laid_out(values: Array) -> Iterator[tuple[str, Array]]:
 def _check_layouts(comm: Communicator) -> None:
     p, rank = comm.size, comm.rank
     right, left, counts = (rank + 1) % p, (rank - 1) % p, [2] * p
-    for dtype in ("int16", "uint64", "float64", "complex64"):
+    for dtype in ("int16", "float64"):
         xs = [sample(r, (p, 2), dtype, seed=5) for r in range(p)]
         zeros, stack = np.zeros_like(xs[0]), np.stack(xs)
         columns = np.stack([x[rank] for x in xs])
@@ -614,8 +614,6 @@ def _check_layouts(comm: Communicator) -> None:
             _assert_same(received, xs[left], f"sendrecv {what}")
             if x.flags.writeable:
                 _check_landings(comm, xs, x, what)
-            if dtype not in INTEGERS | FLOATS:
-                continue
             x = next(x for name, x in _laid_out(xs[rank]) if name == where)
             total, exact = reduced(xs, "sum"), _exact(comm, x)
             _assert_reduced(comm.allreduce(x), total, "sum", exact, f"allreduce {what}")

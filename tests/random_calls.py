@@ -438,7 +438,7 @@ def wrong(draw):
         [
             ("op", ArrayError, lambda comm: comm.allreduce(x, op="mean")),
             ("bitwise floats", UnsupportedError, lambda comm: comm.allreduce(flat, op="bor")),
-            ("complex", UnsupportedError, lambda comm: comm.reduce(flat.astype("c8"), root=0)),
+            ("complex", UnsupportedError, lambda comm: comm.reduce(flat.astype("c8"), root=0, op="max")),
             ("bool", UnsupportedError, lambda comm: comm.reduce_scatter(np.zeros(p, bool), op="max")),
             ("byte order", UnsupportedError, lambda comm: comm.allgather(flat.astype(flat.dtype.newbyteorder()))),
             ("objects", UnsupportedError, lambda comm: comm.alltoall(np.full(p, None))),
@@ -454,7 +454,7 @@ def wrong(draw):
             ("uneven", ArrayError, lambda comm: comm.reduce_scatter(flat[: p + 1] if p > 1 else flat[0])),
             ("root", ArrayError, lambda comm: comm.broadcast(x, root=beyond)),
             ("root", ArrayError, lambda comm: comm.gather(x, root=beyond)),
-            ("dest", ArrayError, lambda comm: comm.send(x, dest=beyond)),
+            ("dest", ArrayError, lambda comm: comm.send(x, dest=beyond or p)),
             ("counts", ArrayError, lambda comm: comm.allgatherv(x, x, [1] * (p + 1))),
             ("counts", ArrayError, lambda comm: comm.alltoallv(flat, [-1] * p, flat, [1] * p)),
             ("color", ArrayError, lambda comm: comm.split(-1)),
