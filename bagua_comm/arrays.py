@@ -122,13 +122,17 @@ def as_array(x: Any) -> Array:
 
 
 def is_contiguous(x: Array) -> bool:
-    """Whether `x` is one C-ordered piece of memory."""
-    return bool(x.flags.c_contiguous)
+    """Whether `x` is one C-ordered piece of memory and, on the host, its elements are aligned.
+
+    Elements of `numpy.frombuffer(data, offset=1)`, say, are not; MPI has no name for such numbers.
+    """
+    flags = x.flags
+    return bool(flags.c_contiguous and (not isinstance(x, np.ndarray) or flags.aligned))
 
 
 def contiguous(x: Array) -> Array:
-    """`x` itself if it is C-contiguous; else copies once, to make it so."""
-    return x if x.flags.c_contiguous else namespace(x).ascontiguousarray(x)
+    """`x` itself if `is_contiguous`; else copies once, to make it so."""
+    return x if is_contiguous(x) else x.copy(order="C")
 
 
 def empty(shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:

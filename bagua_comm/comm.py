@@ -50,7 +50,7 @@ class Communicator:
     * "Collective." means that all ranks call it, in the same order.
     * Arrays are NumPy or CuPy arrays, or anything with `__dlpack__` (a torch tensor), of any shape and
       of integer, floating-point (float16 and bfloat16 too), bool or complex dtype.
-    * An input that is not C-contiguous is copied once; into an `out` that is not, the result is copied.
+    * An input that is not C-contiguous, or not aligned, is copied once; into such an `out` the result is copied.
     * `out=None` makes a new array. Where `out` may be the input itself, or lie in it, the method says
       so; any other overlap is refused. The result is returned, `out` itself if it was given.
     * A host array's result is there when the call returns. A device array is read and written in the order of

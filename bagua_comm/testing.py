@@ -7,10 +7,12 @@ them can be used wherever the library uses its own.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -129,6 +131,7 @@ class Recording(Transport):
         self.inner, self.calls = inner, list[Call]()
         self.rank, self.size, self.timeout_s = inner.rank, inner.size, inner.timeout_s
         self.concurrent, self.enqueues = inner.concurrent, inner.enqueues
+        self.adds_in_rank_order = inner.adds_in_rank_order
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
@@ -220,18 +223,36 @@ class Recording(Transport):
 # ---------------------------------------------------------------------------------------------------
 
 
+SIZES = (2048, 65536)
+"""Sizes in bytes at which transports may well begin to do things another way."""
+
+_COUNTS = (1, 15, 16, 17, 31, 100)
+"""Numbers of elements about the width of vector registers, of one byte each: tails of all kinds."""
+
+
 def check_transport(
-    transport: Transport | Communicator, *, asarray: Callable[[Array], Array] | None = None
+    transport: Transport | Communicator,
+    *,
+    asarray: Callable[[Array], Array] | None = None,
+    sizes: Sequence[int] = SIZES,
 ) -> None:
     """Run every call of a `Communicator` over this transport, and compare with NumPy.
 
-    Collective. Covers all dtypes and reductions, in and out of place, 0-d, empty, multi-dimensional,
-    uneven and non-contiguous arrays, point-to-point messages, groups, lanes and wrong arguments.
+    Collective. Covers all dtypes and reductions over the whole range of each dtype, in and out of place, 0-d,
+    empty, multi-dimensional, uneven, strided, unaligned, read-only and mapped arrays, sizes, point-to-point
+    messages, groups, lanes and wrong arguments. Results must have the bits that NumPy gives in rank order; sums
+    and products of floats may be rounded otherwise if the transport says `adds_in_rank_order = False`.
 
     Args:
         transport: What to check. A transport of device arrays alone goes into a communicator, behind one that
             carries host arrays.
         asarray: Copies a NumPy array to where this transport takes it: `cupy.asarray`, for one of device arrays.
+        sizes: Sizes of arrays, in bytes, at which this transport begins to do things another way. Arrays of one
+            element less, as many and one more are checked, and those p times smaller.
+
+    Raises:
+        AssertionError: A result is wrong; the message says of which call.
+        CommMismatch: Ranks hold different bytes where all should hold the same.
 
     >>> results = run_ranks(2, check_transport)
     """
@@ -239,7 +260,7 @@ def check_transport(
     for check in (
         _check_reductions,
         _check_movement,
-        _check_layouts,
+        _check_shapes,
         _check_uneven,
         _check_point_to_point,
         _check_objects,
@@ -248,6 +269,10 @@ def check_transport(
     ):
         check(comm, asarray or np.copy)
         comm.barrier()
+    if asarray is None:
+        _check_counts(comm)
+        _check_layouts(comm)
+    _check_sizes(comm, asarray or np.copy, sizes)
     _check_refusals(comm)
     comm.barrier()
 
@@ -266,143 +291,363 @@ def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Arra
     return np.asarray(values).astype(dtype_named(dtype))
 
 
+_PERIOD = 8191
+"""So many values are drawn; larger arrays repeat them. A prime: pieces of arrays don't begin alike."""
+
+
+def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
+    """Reproducible values from the whole range of a dtype: sums of integers wrap, sums of floats overflow.
+
+    Among floats are NaN, both zeros, infinities and subnormal numbers; half of them are of ordinary size.
+
+    >>> int(whole_range(0, (1000,), "int8").min())
+    -128
+    """
+    kind, random = dtype_named(dtype), np.random.default_rng([seed, rank, 1])
+    if kind.kind == "c":
+        parts = whole_range(rank, (*shape, 2), f"float{4 * kind.itemsize}", seed)
+        return parts.view(kind).reshape(shape)
+    count = min(math.prod(shape), _PERIOD)
+    if dtype == "bool":
+        values = random.integers(0, 2, count).astype(bool)
+        return np.resize(values, shape)
+    if dtype in INTEGERS:
+        info = np.iinfo(kind)
+        values = random.integers(info.min, info.max, count, kind, endpoint=True)
+        ends = np.array([info.min, info.max, 0, 1], kind)
+    else:
+        largest = bagua_comm.kernels.host.largest_finite(kind)
+        smallest = np.ones((), f"u{kind.itemsize}").view(kind)
+        ends = np.array([np.nan, 0.0, -0.0, np.inf, -np.inf, largest, -largest, smallest, 1.0], kind)
+        any_bits = np.frombuffer(random.bytes(count * kind.itemsize), kind).copy()
+        with np.errstate(invalid="ignore"):
+            any_bits[any_bits != any_bits] = np.nan  # not one that traps
+        values = np.where(random.random(count) < 0.5, any_bits, random.standard_normal(count).astype(kind))
+    at = random.random(count) < 0.1
+    values[at] = random.choice(ends, count)[at]
+    return np.resize(values, shape)
+
+
 def reduced(values: Sequence[Array], op: str) -> Array:
-    """What reducing these arrays gives, worked out in NumPy: the reference of `allreduce`."""
-    dtype = values[0].dtype
-    wide = np.dtype(np.float32) if dtype.name in arrays.REDUCED_PRECISION else dtype
+    """What reducing these arrays in rank order gives, worked out in NumPy: the reference of `allreduce`."""
+    dtype, p = values[0].dtype, len(values)
+    wide = dtype
+    if dtype.name in arrays.REDUCED_PRECISION:
+        wide = np.dtype(np.float32)
+    elif op == "avg" and dtype.name in INTEGERS:
+        wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
+    function = {
+        "sum": np.add,
+        "avg": np.add,
+        "prod": np.multiply,
+        "min": np.minimum,
+        "max": np.maximum,
+        "band": np.bitwise_and,
+        "bor": np.bitwise_or,
+        "bxor": np.bitwise_xor,
+    }[op]
     with np.errstate(all="ignore"):
-        stack = np.stack([value.astype(wide) for value in values])
-        if op == "avg" and dtype.name in INTEGERS:
-            return np.trunc(stack.astype(np.float64).mean(axis=0)).astype(dtype)
-        if op == "avg":
-            return np.asarray(stack.sum(axis=0, dtype=wide) / wide.type(len(values))).astype(dtype)
-        function = {
-            "sum": np.add,
-            "prod": np.multiply,
-            "min": np.minimum,
-            "max": np.maximum,
-            "band": np.bitwise_and,
-            "bor": np.bitwise_or,
-            "bxor": np.bitwise_xor,
-        }[op]
-        return np.asarray(function.reduce(stack, axis=0, dtype=wide)).astype(dtype)
+        total = values[0].astype(wide)
+        for value in values[1:]:
+            total = np.asarray(function(total, value.astype(wide)))
+        if op == "avg" and dtype.name in INTEGERS:  # towards zero
+            total = total // wide.type(p) + ((total < 0) & (total % wide.type(p) != 0))
+        elif op == "avg":
+            total = total / wide.type(p)
+        return np.asarray(total).astype(dtype)
 
 
 def _on_host(x: Array) -> Array:
     return x if isinstance(x, np.ndarray) else x.get()
 
 
-def _assert_close(actual: Array, expected: Array, what: str) -> None:
+def _assert_same(actual: Array, expected: Array, what: str) -> None:
+    """Both have the same shape, dtype and bits."""
     actual = _on_host(actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
-    tolerance = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 1e-5, "float64": 1e-12}
-    rtol = tolerance.get(expected.dtype.name, 0)
-    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
-    if expected.dtype.name in INTEGERS or expected.dtype == bool:
-        np.testing.assert_array_equal(actual, expected, err_msg=what)
-    else:
-        np.testing.assert_allclose(actual.astype(wide), expected.astype(wide), rtol=rtol, atol=rtol, err_msg=what)
+    if actual.tobytes() != expected.tobytes():
+        _fail(actual, expected, _bits(actual) != _bits(expected), what)
+
+
+def _assert_reduced(actual: Array, expected: Array, op: str, exact: bool, what: str) -> None:
+    """As `_assert_same`, but any NaN will do for NaN, and any zero for a zero of min and max.
+
+    If not `exact`, sums and products of floats may be rounded otherwise.
+    """
+    actual = _on_host(actual)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
+    is_float = expected.dtype.name in FLOATS
+    if is_float and not exact and op not in ("min", "max"):
+        rtol = {"float16": 1e-2, "bfloat16": 6e-2, "float32": 1e-5, "float64": 1e-12}[expected.dtype.name]
+        wide = actual.astype(np.float64), expected.astype(np.float64)
+        np.testing.assert_allclose(*wide, rtol=rtol, atol=rtol, err_msg=what)
+        return
+    wrong = _bits(actual) != _bits(expected)
+    if is_float and wrong.any():
+        with np.errstate(invalid="ignore"):
+            wrong &= ~((actual != actual) & (expected != expected))
+            if op in ("min", "max"):
+                wrong &= actual != expected
+    if wrong.any():
+        _fail(actual, expected, wrong, what)
+
+
+def _fail(actual: Array, expected: Array, wrong: Array, what: str) -> None:
+    at = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.size} elements are wrong; the first, {[int(i) for i in at]}, is "
+        f"{actual[at]!r}, expected {expected[at]!r}"
+    )
+
+
+def _bits(x: Array) -> Array:
+    """Whole numbers that differ where the bits of `x` do."""
+    x = np.ascontiguousarray(x).reshape(x.shape)
+    if x.dtype.kind == "c":
+        return _bits(x.real) * 31 ^ _bits(x.imag)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def _exact(comm: Communicator, x: Array) -> bool:
+    """Whether arrays like `x` go over a transport that adds in rank order."""
+    return comm.accept("check_transport", "x", x)[1].adds_in_rank_order
+
+
+def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
+    """What draws operands whose result is the same however it is rounded on the way, if not `exact`."""
+    rounded = dtype in FLOATS and op not in ("min", "max")
+    return sample if rounded and not exact else whole_range
 
 
 def _check_reductions(comm: Communicator, put: Callable[[Array], Array]) -> None:
     p = comm.size
+    exact = _exact(comm, put(np.zeros(1)))
     for dtype in sorted(INTEGERS | FLOATS):
         for op in arrays.ARITHMETIC_OPS + (BITWISE_OPS if dtype in INTEGERS else ()):
             what = f"{op} of {dtype}"
-            xs = [sample(r, (p, 3), dtype) for r in range(p)]
+            xs = [_values(dtype, op, exact)(r, (p, 33), dtype) for r in range(p)]
             expected = reduced(xs, op)
             x = put(xs[comm.rank])
 
             result = comm.allreduce(x, op=op)
-            _assert_close(result, expected, f"allreduce {what}")
-            np.testing.assert_array_equal(_on_host(x), xs[comm.rank])
+            _assert_reduced(result, expected, op, exact, f"allreduce {what}")
+            _assert_same(x, xs[comm.rank], f"the operand of allreduce {what}")
             comm.check_consistency(result)
 
             assert comm.allreduce(x, out=x, op=op) is x
-            _assert_close(x, expected, f"allreduce in place, {what}")
+            _assert_reduced(x, expected, op, exact, f"allreduce in place, {what}")
             x = put(xs[comm.rank])
             result = comm.allreduce(x, out=x if comm.rank == 0 else None, op=op)
-            _assert_close(result, expected, f"allreduce in place on one rank, {what}")
+            _assert_reduced(result, expected, op, exact, f"allreduce in place on one rank, {what}")
 
             x = put(xs[comm.rank])
             at_root = comm.reduce(x, root=p - 1, op=op)
             if comm.rank == p - 1:
-                _assert_close(at_root, expected, f"reduce {what}")
+                _assert_reduced(at_root, expected, op, exact, f"reduce {what}")
             else:
                 assert at_root is None
 
             mine = comm.reduce_scatter(x, op=op)
-            _assert_close(mine, expected[comm.rank : comm.rank + 1], f"reduce_scatter {what}")
+            _assert_reduced(mine, expected[comm.rank : comm.rank + 1], op, exact, f"reduce_scatter {what}")
             chunk = x[comm.rank : comm.rank + 1]
             comm.reduce_scatter(x, out=chunk, op=op)
-            _assert_close(chunk, _on_host(mine), f"reduce_scatter in place, {what}")
+            _assert_reduced(chunk, _on_host(mine), op, exact, f"reduce_scatter in place, {what}")
+
+
+def _check_counts(comm: Communicator) -> None:
+    p = comm.size
+    exact = _exact(comm, np.zeros(1))
+    for dtype in sorted(INTEGERS | FLOATS):
+        for op in ("sum", "prod"):
+            for count in _COUNTS if dtype_named(dtype).itemsize < 4 else _COUNTS[::3]:
+                xs = [_values(dtype, op, exact)(r, (p * count,), dtype, seed=count) for r in range(p)]
+                total = reduced(xs, op)
+                result = comm.allreduce(xs[comm.rank][:count], op=op)
+                _assert_reduced(result, total[:count], op, exact, f"allreduce {op} of {count} {dtype}")
+                chunk = total[comm.rank * count : (comm.rank + 1) * count]
+                result = comm.reduce_scatter(xs[comm.rank], op=op)
+                _assert_reduced(result, chunk, op, exact, f"reduce_scatter {op} of {p * count} {dtype}")
+
+
+def _check_sizes(comm: Communicator, put: Callable[[Array], Array], sizes: Sequence[int]) -> None:
+    p, rank = comm.size, comm.rank
+    exact = _exact(comm, put(np.zeros(1)))
+    for dtype in ("int8", "float32"):
+        middles = {size // np.dtype(dtype).itemsize // part for size in sizes for part in (1, p)}
+        for count in sorted({middle + more for middle in middles for more in (-1, 0, 1)}):
+            what = f"of {count} {dtype}"
+            xs = [_values(dtype, "sum", exact)(r, (count,), dtype, seed=count) for r in range(p)]
+            x, total = put(xs[rank]), reduced(xs, "sum")
+            result = comm.allreduce(x)
+            _assert_reduced(result, total, "sum", exact, f"allreduce {what}")
+            comm.check_consistency(result)
+            at_root = comm.reduce(x, root=0)
+            if at_root is not None:
+                _assert_reduced(at_root, total, "sum", exact, f"reduce {what}")
+            even, chunk = count // p * p, slice(rank * (count // p), (rank + 1) * (count // p))
+            _assert_reduced(
+                comm.reduce_scatter(x[:even]), total[:even][chunk], "sum", exact, f"reduce_scatter {what}"
+            )
+            if dtype != "int8":
+                continue  # what only moves goes as bytes
+            _assert_same(comm.allgather(x), np.stack(xs), f"allgather {what}")
+            _assert_same(
+                comm.alltoall(x[:even]), np.concatenate([x[:even][chunk] for x in xs]), f"alltoall {what}"
+            )
+            comm.broadcast(x, root=p - 1)
+            _assert_same(x, xs[p - 1], f"broadcast {what}")
 
 
 def _check_movement(comm: Communicator, put: Callable[[Array], Array]) -> None:
     p, rank = comm.size, comm.rank
     for dtype in sorted(arrays.MOVABLE):
-        xs = [sample(r, (p, 2), dtype) for r in range(p)]
+        xs = [whole_range(r, (p, 2), dtype) for r in range(p)]
         x = put(xs[rank])
 
         for root in range(p):
             value = put(xs[rank])
             assert comm.broadcast(value, root=root) is value
-            _assert_close(value, xs[root], f"broadcast {dtype}")
+            _assert_same(value, xs[root], f"broadcast {dtype}")
 
-        _assert_close(comm.allgather(x), np.stack(xs), f"allgather {dtype}")
+        _assert_same(comm.allgather(x), np.stack(xs), f"allgather {dtype}")
         table = put(np.zeros((p, p, 2), dtype_named(dtype)))
         table[rank] = x
         comm.allgather(table[rank], out=table)
-        _assert_close(table, np.stack(xs), f"allgather in place, {dtype}")
+        _assert_same(table, np.stack(xs), f"allgather in place, {dtype}")
 
         expected = np.stack([xs[r][rank] for r in range(p)])
-        _assert_close(comm.alltoall(x), expected, f"alltoall {dtype}")
+        _assert_same(comm.alltoall(x), expected, f"alltoall {dtype}")
         comm.alltoall(x, out=x)
-        _assert_close(x, expected, f"alltoall in place, {dtype}")
+        _assert_same(x, expected, f"alltoall in place, {dtype}")
 
         x = put(xs[rank])
         gathered = comm.gather(x, root=0)
         if rank == 0:
-            _assert_close(gathered, np.stack(xs), f"gather {dtype}")
+            _assert_same(gathered, np.stack(xs), f"gather {dtype}")
         else:
             assert gathered is None
         row = put(np.zeros(2, dtype_named(dtype)))
         comm.scatter(x if rank == 0 else None, out=row, root=0)
-        _assert_close(row, xs[0][rank], f"scatter {dtype}")
+        _assert_same(row, xs[0][rank], f"scatter {dtype}")
         one = put(np.zeros((), dtype_named(dtype)))
         comm.scatter(x[:, 0] if rank == 0 else None, out=one, root=0)
-        _assert_close(one, xs[0][rank, 0], f"scatter {dtype} to 0-d arrays")
+        _assert_same(one, xs[0][rank, 0], f"scatter {dtype} to 0-d arrays")
 
 
-def _check_layouts(comm: Communicator, put: Callable[[Array], Array]) -> None:
+def _check_shapes(comm: Communicator, put: Callable[[Array], Array]) -> None:
     p, rank = comm.size, comm.rank
+    exact = _exact(comm, put(np.zeros(1)))
     for shape in ((), (0,), (3, 0), (1,), (2, 3, 5)):
         xs = [sample(r, shape, "float32") for r in range(p)]
         x = put(xs[rank])
-        _assert_close(comm.allreduce(x), reduced(xs, "sum"), f"allreduce of shape {shape}")
-        _assert_close(comm.allreduce(x, op="max"), reduced(xs, "max"), f"maximum of shape {shape}")
-        _assert_close(comm.allgather(x), np.stack(xs), f"allgather of shape {shape}")
-        _assert_close(comm.broadcast(x, root=p - 1), xs[p - 1], f"broadcast of shape {shape}")
+        _assert_reduced(comm.allreduce(x), reduced(xs, "sum"), "sum", exact, f"allreduce of shape {shape}")
+        _assert_same(comm.allreduce(x, op="max"), reduced(xs, "max"), f"maximum of shape {shape}")
+        _assert_same(comm.allgather(x), np.stack(xs), f"allgather of shape {shape}")
+        _assert_same(comm.broadcast(x, root=p - 1), xs[p - 1], f"broadcast of shape {shape}")
 
     xs = [sample(r, (4, 6), "float64") for r in range(p)]
+    total, x = reduced(xs, "sum"), put(xs[rank])
     strided = put(np.zeros((8, 6)))[::2]
-    strided[...] = put(xs[rank])
-    _assert_close(comm.allreduce(put(xs[rank].T)), reduced(xs, "sum").T, "allreduce of a transpose")
-    _assert_close(comm.allreduce(put(xs[rank])[:, ::2]), reduced(xs, "sum")[:, ::2], "allreduce of columns")
-    assert comm.allreduce(strided, out=strided) is strided
-    _assert_close(strided.copy(), reduced(xs, "sum"), "allreduce of a strided array")
-    strided[...] = put(xs[rank])
+    strided[...] = x
+    for what, result, expected in (
+        ("a transpose", comm.allreduce(put(xs[rank].T)), total.T),
+        ("columns", comm.allreduce(x[:, ::2]), total[:, ::2]),
+        ("an array that runs backwards", comm.allreduce(x[::-1]), total[::-1]),
+        ("a strided array", comm.allreduce(strided, out=strided).copy(), total),
+    ):
+        _assert_reduced(result, expected, "sum", exact, f"allreduce of {what}")
+    strided[...] = x
     comm.broadcast(strided, root=0)
-    _assert_close(strided.copy(), xs[0], "broadcast of a strided array")
+    _assert_same(strided.copy(), xs[0], "broadcast of a strided array")
 
     xs = [sample(r, (70001,), "float32") for r in range(p)]
     x = put(xs[rank])
     part = comm.allreduce(x, out=put(xs[rank]) if rank else None)
-    _assert_close(part, reduced(xs, "sum"), "allreduce of many elements")
+    _assert_reduced(part, reduced(xs, "sum"), "sum", exact, "allreduce of many elements")
     large = comm.allreduce(x, op="avg")
-    _assert_close(large, reduced(xs, "avg"), "allreduce of many elements")
+    _assert_reduced(large, reduced(xs, "avg"), "avg", exact, "average of many elements")
     comm.check_consistency(large)
+
+
+def _laid_out(values: Array) -> Iterator[tuple[str, Array]]:
+    """Copies of `values`, (n, m), that lie in memory in all the ways that NumPy knows."""
+    yield "in Fortran order", values.copy(order="F")
+    yield "backwards", values[::-1, ::-1].copy()[::-1, ::-1]
+    wide = np.zeros((len(values), 2 * values.shape[1] + 1), values.dtype)
+    wide[:, 1::2] = values
+    yield "with gaps", wide[:, 1::2]
+    packed = np.frombuffer(bytearray(b"\0" + values.tobytes()), values.dtype, offset=1)
+    yield "behind an odd byte", packed.reshape(values.shape)
+    records = np.zeros(values.shape, [("tag", "u1"), ("value", values.dtype)])
+    records["value"] = values
+    yield "in records", records["value"]
+    with tempfile.TemporaryFile() as file:
+        mapped = np.memmap(file, values.dtype, "w+", offset=3, shape=values.shape)
+        mapped[...] = values
+        yield "in a file", mapped
+    yield "read-only", np.frombuffer(values.tobytes(), values.dtype).reshape(values.shape)
+
+
+def _check_layouts(comm: Communicator) -> None:
+    p, rank = comm.size, comm.rank
+    right, left, counts = (rank + 1) % p, (rank - 1) % p, [2] * p
+    for dtype in ("int16", "float64"):
+        xs = [sample(r, (p, 2), dtype, seed=5) for r in range(p)]
+        zeros, stack = np.zeros_like(xs[0]), np.stack(xs)
+        columns = np.stack([x[rank] for x in xs])
+        for where, x in _laid_out(xs[rank]):
+            what = f"of {dtype} {where}"
+            _assert_same(comm.allgather(x), stack, f"allgather {what}")
+            _assert_same(comm.alltoall(x), columns, f"alltoall {what}")
+            gathered = comm.gather(x, root=0)
+            if gathered is not None:
+                _assert_same(gathered, stack, f"gather {what}")
+            row = comm.scatter(x if rank == 0 else None, None if rank == 0 else zeros[0].copy(), root=0)
+            _assert_same(row, xs[0][rank], f"scatter {what}")
+            row = comm.allgatherv(x[rank], np.zeros_like(xs[0]), counts)
+            _assert_same(row, np.stack([xs[r][r] for r in range(p)]), f"allgatherv {what}")
+            row = comm.alltoallv(x, counts, np.zeros_like(xs[0]), counts)
+            _assert_same(row, columns, f"alltoallv {what}")
+            received = comm.sendrecv(x, zeros.copy(), dest=right, source=left)
+            _assert_same(received, xs[left], f"sendrecv {what}")
+            if x.flags.writeable:
+                _check_landings(comm, xs, x, what)
+            x = next(x for name, x in _laid_out(xs[rank]) if name == where)
+            total, exact = reduced(xs, "sum"), _exact(comm, x)
+            _assert_reduced(comm.allreduce(x), total, "sum", exact, f"allreduce {what}")
+            _assert_reduced(
+                comm.reduce_scatter(x), total[rank : rank + 1], "sum", exact, f"reduce_scatter {what}"
+            )
+            at_root = comm.reduce(x, root=p - 1)
+            if at_root is not None:
+                _assert_reduced(at_root, total, "sum", exact, f"reduce {what}")
+            if x.flags.writeable:
+                assert comm.allreduce(x, out=x) is x
+                _assert_reduced(x, total, "sum", exact, f"allreduce in place {what}")
+
+
+def _check_landings(comm: Communicator, xs: Sequence[Array], out: Array, what: str) -> None:
+    """Results land in `out`, which is like one of `xs`."""
+    p, rank = comm.size, comm.rank
+    x, columns = xs[rank], np.stack([x[rank] for x in xs])
+    assert comm.alltoall(x, out=out) is out
+    _assert_same(out, columns, f"alltoall into an array {what}")
+    assert comm.allgather(x[0], out=out) is out
+    _assert_same(out, np.stack([x[0] for x in xs]), f"allgather into an array {what}")
+    comm.allgatherv(x[0], out, [x[0].size] * p)
+    _assert_same(out, np.stack([x[0] for x in xs]), f"allgatherv into an array {what}")
+    out[...] = x
+    assert comm.alltoall(out, out=out) is out
+    _assert_same(out, columns, f"alltoall in place {what}")
+    out[...] = x
+    comm.broadcast(out, root=p - 1)
+    _assert_same(out, xs[p - 1], f"broadcast {what}")
+    comm.sendrecv(x, out, dest=(rank + 1) % p, source=(rank - 1) % p)
+    _assert_same(out, xs[(rank - 1) % p], f"sendrecv into an array {what}")
+    comm.scatter(x if rank == 0 else None, out[0], root=0)
+    _assert_same(out[0], xs[0][rank], f"scatter into an array {what}")
 
 
 def _check_uneven(comm: Communicator, put: Callable[[Array], Array]) -> None:
@@ -410,14 +655,14 @@ def _check_uneven(comm: Communicator, put: Callable[[Array], Array]) -> None:
     counts = [(r * 2 + 1) % 4 for r in range(p)]  # some of them zero
     xs = [sample(r, (counts[r],), "int32") for r in range(p)]
     everything = comm.allgatherv(put(xs[rank]), put(np.zeros(sum(counts), np.int32)), counts)
-    _assert_close(everything, np.concatenate(xs), "allgatherv")
+    _assert_same(everything, np.concatenate(xs), "allgatherv")
 
     sizes = [[(i + 2 * j) % 3 for j in range(p)] for i in range(p)]  # what i sends to j
     ys = [[sample(i * p + j, (sizes[i][j],), "float32") for j in range(p)] for i in range(p)]
     incoming = [sizes[i][rank] for i in range(p)]
     out = put(np.zeros(sum(incoming), np.float32))
     comm.alltoallv(put(np.concatenate(ys[rank])), sizes[rank], out, incoming)
-    _assert_close(out, np.concatenate([ys[i][rank] for i in range(p)]), "alltoallv")
+    _assert_same(out, np.concatenate([ys[i][rank] for i in range(p)]), "alltoallv")
 
 
 def _check_point_to_point(comm: Communicator, put: Callable[[Array], Array]) -> None:
@@ -426,7 +671,7 @@ def _check_point_to_point(comm: Communicator, put: Callable[[Array], Array]) -> 
     for dtype in ("float32", "bfloat16", "bool"):
         x, out = sample(rank, (3, 2), dtype), put(np.zeros((3, 2), dtype_named(dtype)))
         assert comm.sendrecv(put(x), out, dest=right, source=left) is out
-        _assert_close(out, sample(left, (3, 2), dtype), f"sendrecv {dtype}")
+        _assert_same(out, sample(left, (3, 2), dtype), f"sendrecv {dtype}")
 
     first, second = put(np.array([rank])), put(np.array([rank, rank]))
     got_first, got_second = put(np.zeros(1, int)), put(np.zeros((2, 2), int))[:, 0]
@@ -500,16 +745,24 @@ def _check_lane(comm: Communicator, put: Callable[[Array], Array]) -> None:
 
 def _check_refusals(comm: Communicator) -> None:
     x = np.zeros((3 * comm.size, 2), np.float32)
+    wide = np.zeros(3 * comm.size + 1, np.float32)
     for error, call in (
         (ArrayError, lambda: comm.allreduce(x, op="mean")),
         (ArrayError, lambda: comm.allreduce(x, out=np.zeros(3, np.float32))),
         (ArrayError, lambda: comm.allreduce(x, out=np.zeros(x.shape, np.float64))),
         (ArrayError, lambda: comm.allreduce(x[:-1], out=x[1:])),
         (ArrayError, lambda: comm.allreduce(x, out=np.broadcast_to(np.float32(0), x.shape))),
+        (ArrayError, lambda: comm.allreduce(x, out=np.frombuffer(x.tobytes(), x.dtype).reshape(x.shape))),
+        (ArrayError, lambda: comm.alltoall(wide[:-1], out=wide[1:])),
+        (ArrayError, lambda: comm.reduce_scatter(x, out=x[:3] if comm.rank else x[1:4])),
+        (ArrayError, lambda: comm.sendrecv(wide[:-1], wide[1:], dest=0, source=0)),
+        (ArrayError, lambda: comm.recv(np.float32(0), source=0)),
         (TypeError, lambda: comm.allreduce(x, op="bxor")),
         (TypeError, lambda: comm.allreduce([1.0, 2.0])),
         (TypeError, lambda: comm.allreduce(np.array([None]))),
-        (TypeError, lambda: comm.allreduce(x.astype(">f4"))),
+        (TypeError, lambda: comm.allreduce(x.astype(x.dtype.newbyteorder()))),
+        (TypeError, lambda: comm.allgather(np.zeros(3, np.dtype(np.int16).newbyteorder()))),
+        (ArrayError, lambda: comm.allgather(x, out=np.zeros((comm.size, *x.shape), x.dtype.newbyteorder()))),
         (TypeError, lambda: comm.allreduce(np.zeros(2, bool))),
         (ArrayError, lambda: comm.broadcast(x, root=comm.size)),
         (ArrayError, lambda: comm.reduce(x, root=-1)),
@@ -536,8 +789,16 @@ def _assert_raises(error: type[BaseException], call: Callable[[], object]) -> No
 # ---------------------------------------------------------------------------------------------------
 
 
-def check_codec(codec: Codec) -> None:
+def check_codec(codec: Codec, *, error: float = 1 / 64) -> None:
     """Check that a codec keeps the contract of `codecs.base`.
+
+    Args:
+        codec: What to check; `eval(repr(codec))`, with the names of its modules, must give it again.
+        error: The largest error that decoding may leave, as a part of the range of the values: 1/64 is generous
+            for eight bits, 1/16 for four. Sums, which are coded twice, may be off by twice as much.
+
+    Raises:
+        AssertionError: It does not.
 
     >>> check_codec(bagua_comm.MinMaxUInt8(block=64))
     """
@@ -564,8 +825,11 @@ def check_codec(codec: Codec) -> None:
             assert codec.decode(wire, decoded) is decoded
             if m:
                 spread = float(np.ptp(x.astype(np.float64)))
-                error = np.abs(decoded.astype(np.float64) - x.astype(np.float64)).max()
-                assert error <= max(spread / 64, 1e-2), f"error {error} for a range of {spread}"
+                off = np.abs(decoded.astype(np.float64) - x.astype(np.float64)).max()
+                allowed = max(spread * error, 1e-2)
+                assert off <= allowed, (
+                    f"{name}: off by {off}, for a range of {spread}; error={error} allows {allowed}"
+                )
 
             for op in ("sum", "avg"):
                 combined = codec.combine(wire, op=op, count=m, dtype=dtype)
@@ -577,7 +841,7 @@ def check_codec(codec: Codec) -> None:
                     again = codec.decode(combined, np.empty_like(total)).astype(np.float64)
                     spread = float(np.ptp(total.astype(np.float64)))
                     difference = np.abs(again - total.astype(np.float64)).max()
-                    assert difference <= max(spread / 32, 0.1), f"{op} of {name}: off by {difference}"
+                    assert difference <= max(2 * spread * error, 0.1), f"{op} of {name}: off by {difference}"
 
         x = sample(0, (2, 1000), name)
         x[0, 10], x[1, 20] = np.nan, np.inf
@@ -594,8 +858,27 @@ def check_codec(codec: Codec) -> None:
 
 
 def _names_of(value: object) -> dict[str, Any]:
-    """The names that the repr of a value may use: ours, and those of the module that defines its class."""
-    return {**vars(bagua_comm), **vars(sys.modules[type(value).__module__])}
+    """The names that the repr of a value may use: ours, and those of the modules that define its classes.
+
+    Its classes are its own and those of the values it is made of.
+    """
+    classes = list(_classes_of(value))
+    modules = [vars(sys.modules[cls.__module__]) for cls in classes]
+    names = {name: names[name] for names in modules for name in names}
+    return {**vars(bagua_comm), **names, **{cls.__name__: cls for cls in reversed(classes)}}
+
+
+def _classes_of(value: object) -> Iterator[type]:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _classes_of(item)
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from _classes_of(item)
+    elif dataclasses.is_dataclass(value) or type(value).__module__ != "builtins":
+        yield type(value)
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from _classes_of(getattr(value, field.name))
 
 
 def _combined(codec: Codec, wire: Array, op: str, count: int, dtype: np.dtype[Any]) -> Array:
@@ -717,4 +1000,5 @@ __all__ = [
     "reduced",
     "run_ranks",
     "sample",
+    "whole_range",
 ]

@@ -152,6 +152,7 @@ class ProcessGroupTransport(Transport):
     """
 
     name = "torch"
+    adds_in_rank_order = False  # gloo does not, from `RING_CHUNK_BYTES` on
 
     def __init__(
         self,

@@ -153,6 +153,17 @@ def test_contiguous_copies_only_what_is_not():
         assert not np.shares_memory(view, copy)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (5, 2)])
+@pytest.mark.parametrize("dtype", ["int16", "float32", "bfloat16", "complex128"])
+def test_contiguous_copies_what_is_not_aligned(shape, dtype):
+    values = np.ones(shape, arrays.dtype_named(dtype))
+    odd = np.frombuffer(b"\0" + values.tobytes(), values.dtype, offset=1).reshape(shape)
+    assert not arrays.is_contiguous(odd)
+    copy = arrays.contiguous(odd)
+    assert arrays.is_contiguous(copy)
+    assert (copy.shape, copy.dtype, copy.tobytes()) == (shape, values.dtype, values.tobytes())
+
+
 def test_empty_has_the_shape_and_dtype_asked_for():
     x = arrays.empty((2, 3), "float16", like=np.zeros(1))
     assert (type(x), x.shape, x.dtype) == (np.ndarray, (2, 3), np.float16)

@@ -6,9 +6,27 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from bagua_comm import ByteGrad, CommMismatch, CommTimeout, GradientAllReduce, MinMaxUInt8
-from bagua_comm.testing import Recording, check_algorithm, check_codec, check_transport, run_ranks
-from bagua_comm.transports import LocalTransport
+from bagua_comm import (
+    ByteGrad,
+    Codec,
+    CommMismatch,
+    CommTimeout,
+    GradientAllReduce,
+    Hierarchical,
+    MinMaxUInt8,
+    Quantized,
+    after,
+    every,
+)
+from bagua_comm.testing import (
+    Recording,
+    check_algorithm,
+    check_codec,
+    check_transport,
+    reduced,
+    run_ranks,
+    whole_range,
+)
 
 
 def test_results_come_in_rank_order():
@@ -57,17 +75,94 @@ def test_check_transport_notices_a_broken_collective(overrides):
         run_ranks(2, check_transport, wrap=break_transport(**overrides))
 
 
-def test_check_transport_notices_ranks_with_different_bits():
-    class Drifting(LocalTransport):
-        pass
-
+@pytest.mark.parametrize("in_rank_order", [True, False])
+def test_check_transport_notices_ranks_with_different_bits(in_rank_order):
     def allreduce(self, x, out, op):
         self.inner.allreduce(x, out, op)
         if out.dtype == np.float32 and self.rank == 1:
             out[...] = np.nextafter(out, np.float32(np.inf))
 
-    with pytest.raises(Exception, match="check_consistency: x differs"):
-        run_ranks(2, check_transport, wrap=break_transport(allreduce=allreduce))
+    def wrap(inner):
+        transport = break_transport(allreduce=allreduce)(inner)
+        transport.adds_in_rank_order = in_rank_order
+        return transport
+
+    expected = "allreduce .* float32: .* elements are wrong" if in_rank_order else "check_consistency: x differs"
+    with pytest.raises((AssertionError, CommMismatch), match=expected):
+        run_ranks(2, check_transport, wrap=wrap)
+
+
+def saturated(self, x, out, op):
+    """Integer sums as some libraries' vector instructions make them."""
+    self.inner.allreduce(x, out, op)
+    if op == "sum" and x.dtype == np.int8:
+        total = x.astype(np.int64)
+        self.inner.allreduce(total, total, op)
+        whole = x.size // 16 * 16
+        out.reshape(-1)[:whole] = np.clip(total.reshape(-1)[:whole], -128, 127)
+
+
+def added_backwards(self, x, out, op):
+    if op != "sum" or x.dtype != np.float64:
+        return self.inner.allreduce(x, out, op)
+    table = np.empty((self.size, x.size))
+    self.inner.allgather(x, table)
+    out[...] = table[::-1].sum(axis=0).reshape(out.shape)
+    return None
+
+
+def flushed(self, x, out, op):
+    self.inner.allreduce(x, out, op)
+    if x.dtype == np.float32:
+        out[np.abs(out) < np.finfo(np.float32).tiny] = 0
+
+
+def widened(self, x, out, op):
+    """float16 sums that are rounded once each time, not once at the end."""
+    if op != "sum" or x.dtype != np.float16:
+        return self.inner.allreduce(x, out, op)
+    table = np.empty((self.size, x.size), x.dtype)
+    self.inner.allgather(x, table)
+    with np.errstate(all="ignore"):
+        out[...] = ((table[0] + table[1]) + table[2]).reshape(out.shape)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("allreduce", saturated),
+        ("allreduce", added_backwards),
+        ("allreduce", flushed),
+        ("allreduce", widened),
+    ],
+)
+def test_check_transport_notices_what_small_values_hide(name, broken):
+    with pytest.raises(AssertionError, match="elements are wrong"):
+        run_ranks(3, check_transport, wrap=break_transport(**{name: broken}))
+
+
+def test_check_transport_notices_what_goes_wrong_from_a_size_on():
+    def allgather(self, x, out):
+        self.inner.allgather(x, out)
+        if x.nbytes > 65536 and self.rank:
+            out.reshape(-1)[-1:] = 0
+
+    with pytest.raises(AssertionError, match="allgather of 65537 int8"):
+        run_ranks(2, check_transport, wrap=break_transport(allgather=allgather))
+
+
+def test_values_from_the_whole_range_are_what_they_say():
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        x = whole_range(0, (3, 1000), dtype).astype(np.float64)
+        tiny = np.abs(x[x != 0])
+        assert np.isnan(x).any()
+        assert {-np.inf, np.inf} <= set(x.reshape(-1).tolist())
+        assert {True, False} == set(np.signbit(x[x == 0]).tolist())
+        assert np.nanmin(tiny) < {"float16": 6.2e-5, "float64": 2.3e-308}.get(dtype, 1.2e-38)
+    assert whole_range(1, (2, 3), "complex64").shape == (2, 3)
+    assert set(whole_range(1, (50,), "bool").tolist()) == {True, False}
+    assert whole_range(2, (), "uint64").shape == ()
 
 
 @dataclass(frozen=True)
@@ -136,3 +231,75 @@ def test_check_algorithm_notices_a_bucket_left_behind():
 def test_kits_pass_what_keeps_the_contract():
     check_codec(MinMaxUInt8(block=33))
     check_algorithm(ByteGrad(), sizes=(1, 3))
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """An algorithm of somebody's own, made of parts."""
+
+    payload = "grad"
+    window = GradientAllReduce().window
+    average: object = None
+
+    def check(self, dtype):
+        pass
+
+    def init(self, bucket, comm):
+        return None
+
+    def exchange(self, bucket, comm, state):
+        comm.allreduce(bucket.flat, out=bucket.flat, op="avg")
+
+    def commit(self, bucket, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        every(2, Nothing()),
+        after(2, GradientAllReduce(), every(2, Nothing())),
+        GradientAllReduce(Quantized(OfYourOwn(block=9))),
+        GradientAllReduce(Hierarchical(Quantized(OfYourOwn(block=9)))),
+        Nothing((OfYourOwn(), [OfYourOwn(3)], {"a": OfYourOwn(4)})),
+    ],
+    ids=repr,
+)
+def test_check_algorithm_finds_the_classes_of_what_an_algorithm_is_made_of(algorithm):
+    check_algorithm(algorithm, sizes=(1,))
+
+
+@dataclass(frozen=True)
+class FourBits(Codec):
+    """Codes of four bits, one to a byte, behind the least value and the step of a chunk."""
+
+    dtypes = frozenset({"float32"})
+
+    def wire_nbytes(self, count, dtype):
+        return 8 + count
+
+    def _encode(self, chunks, wire):
+        with np.errstate(all="ignore"):
+            for x, row in zip(chunks, wire, strict=True):
+                low, high = (x.min(), x.max()) if x.size else (np.float32(0), np.float32(0))
+                step = np.float32(np.float64(high) / 15 - np.float64(low) / 15)
+                row[:8] = np.array([low, step], np.float32).view(np.uint8)
+                codes = np.rint(x.astype(np.float64) / step - low / np.float64(step))
+                row[8:] = np.nan_to_num(np.clip(codes, 0, 15))
+
+    def _decode(self, wire, out):
+        with np.errstate(all="ignore"):
+            for x, row in zip(out, wire, strict=True):
+                low, step = row[:8].view(np.float32).astype(np.float64)
+                x[...] = low + row[8:] * step
+
+    def _combine(self, wire, out, op, count, dtype):
+        x = np.empty((len(wire), count), np.float32)
+        self._decode(wire, x)
+        self._encode(reduced(list(x), op)[None], out)
+
+
+def test_a_codec_of_four_bits_passes_with_an_error_of_its_own():
+    check_codec(FourBits(), error=1 / 16)
+    with pytest.raises(AssertionError, match="off by"):
+        check_codec(FourBits())

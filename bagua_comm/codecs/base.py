@@ -118,7 +118,7 @@ class Codec(ABC):
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
         where = arrays.library(x)
-        if x.ndim != 2 or not arrays.is_contiguous(x):
+        if x.ndim != 2 or not x.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)")
         self._check_dtype(call, x.dtype)
         if where != "numpy" and arrays.address(x) % x.dtype.itemsize:
@@ -136,7 +136,7 @@ class Codec(ABC):
 
     def _check_wire(self, call: str, name: str, wire: Array, shape: tuple[int, int]) -> None:
         arrays.library(wire)
-        if wire.shape != shape or wire.dtype != np.uint8 or not arrays.is_contiguous(wire):
+        if wire.shape != shape or wire.dtype != np.uint8 or not wire.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")

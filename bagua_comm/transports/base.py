@@ -1,8 +1,8 @@
 """The contract of a transport, and every collective derived from its one primitive.
 
 A transport must have `exchange`, `moves` and `split`; whatever else the library below does better, it
-overrides. Arrays that arrive here are checked and C-contiguous. Unless a method says otherwise, `out`
-and `x` do not overlap. A transport is used by one thread at a time.
+overrides. Arrays that arrive here are checked, C-contiguous and aligned. Unless a method says otherwise,
+`out` and `x` do not overlap. A transport is used by one thread at a time.
 
 A call on host arrays returns when the result is there. Device arrays are read and written in the order of CuPy's
 current stream, and the result is there for what is enqueued on it after the call.
@@ -59,6 +59,10 @@ class Transport(ABC):
     """From which size on sending an array through a codec takes less time than sending it exactly."""
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
+
+    adds_in_rank_order: bool = True
+    """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as those of the derived
+    collectives have; False where the library below adds in an order of its own, be it only from some size on."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()

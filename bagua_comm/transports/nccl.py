@@ -69,6 +69,7 @@ class NcclTransport(Transport):
 
     name = "nccl"
     enqueues = True
+    adds_in_rank_order = False
 
     def __init__(self, comm: Any, rank: int, size: int, *, watchdog: Watchdog) -> None:
         super().__init__()

@@ -40,6 +40,7 @@ class StagedTransport(Transport):
         super().__init__()
         self.rank, self.size, self.timeout_s = host.rank, host.size, host.timeout_s
         self.concurrent = host.concurrent
+        self.adds_in_rank_order = host.adds_in_rank_order
         self._host = host
         self._down = cupy.cuda.Stream(non_blocking=True)
         self._pinned: Array = np.empty(0, np.uint8)

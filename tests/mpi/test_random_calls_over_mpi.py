@@ -1,0 +1,27 @@
+"""Random calls over processes: through memory that they share, without it, and with all thresholds tiny."""
+
+import pytest
+from random_calls import SMALL_SIZES, RandomCalls, shrink_thresholds
+
+import bagua_comm
+from bagua_comm.transports import shared
+
+pytestmark = pytest.mark.mpi
+
+
+def test_random_calls_give_what_numpy_gives(comm):
+    with RandomCalls(comm, seed=comm.size) as calls:
+        calls.run(range(50))
+
+
+@pytest.mark.parametrize("window", [True, False])
+def test_random_calls_with_tiny_thresholds(comm, monkeypatch, window):
+    if comm.size == 1:
+        return  # nothing has a threshold
+    shrink_thresholds(monkeypatch.setattr)
+    if not window:
+        monkeypatch.setattr(shared, "_map", lambda *place: None)
+    with bagua_comm.connect(timeout_s=30) as small:
+        assert (small.transports[0]._window is not None) == window
+        with RandomCalls(small, seed=100 + comm.size, sizes=SMALL_SIZES) as calls:
+            calls.run(range(50 * window, 50 * window + 50))
