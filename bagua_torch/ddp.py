@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -231,17 +231,19 @@ class DistributedDataParallel(nn.Module):
         """Train on unevenly many batches: a rank that has no more takes part in exchanges until all have ended.
 
         Collective: all ranks enter it around their training loops. In it every training step begins with one
-        small allgather. A rank that has ended sends zeros for gradients; at the end all ranks get the weights,
-        buffers and optimizer states of one that trained to the last. With algorithms that exchange weights,
-        it goes on exchanging its own, and keeps them.
+        small allgather. A rank that has ended sends zeros for gradients, and keeps what is in `p.grad`; at the end
+        all ranks get the weights, buffers and optimizer states of one that trained to the last. With algorithms
+        that exchange weights, it goes on exchanging its own, and keeps them.
 
         Args:
             divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
                 of those that still have data.
         """
         self._join = _Join(divide_by_initial_size)
+        began = self.engine.step
         try:
             yield
+            self._join.steps = self.engine.step - began
             self._follow_the_others()
         finally:
             self._join = None
@@ -503,6 +505,8 @@ class DistributedDataParallel(nn.Module):
     @_in_stream_order
     def _before_forward(self) -> None:
         self._check_forward()
+        if self._join is not None:
+            self._join.forwards += 1
         self._sync = self._synchronizing
         if not self._sync:
             return
@@ -729,6 +733,7 @@ class DistributedDataParallel(nn.Module):
         """Take part in the exchanges of ranks that have data left, until none has. Collective."""
         assert self._join is not None
         self._complete_step()
+        before = _Gradients(self._trained, self._gradients)
         last: list[int] = []
         zeroed_in = -1
         while True:
@@ -755,14 +760,24 @@ class DistributedDataParallel(nn.Module):
             self._share_momenta()
             if self.find_unused_parameters and self.engine.payload == "grad":
                 self._forget_unused(list(self._trained))
+        before.put_back()
         self._weights_changed()
-        roots = self.comm.allgather_object(last)
-        self._end_together(next((ranks[0] for ranks in roots if ranks), None))
+        self._end_together(last)
 
-    def _end_together(self, root: int | None) -> None:
-        """Give all ranks what `root`, one that trained to the last, has; None if all did. Collective."""
-        if root is None or self.engine.payload == "weight":
+    def _end_together(self, last: Sequence[int]) -> None:
+        """Give all ranks what one that trained to the last has. Collective.
+
+        Weights may differ even if no rank had to wait for another one: after steps in `no_sync`, say.
+
+        Args:
+            last: The ranks that took part in the last exchange, where this rank had ended before it.
+        """
+        assert self._join is not None
+        if self.engine.payload == "weight":
             return
+        table = self.comm.allgather_object((last, self._join.steps, self._join.forwards))
+        candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)
+        root = max(candidates, key=lambda rank: (*table[rank][1:], -rank))
         broadcast_tensors(self.comm, [*self.module.parameters(), *self.module.buffers()], root=root)
         for optimizer in self.optimizers:
             broadcast_optimizer(self.comm, optimizer, root=root)
@@ -833,6 +848,26 @@ class _Join:
     active: list[int] = field(default_factory=list)
     scale: float = 1.0
     """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
+    steps: int = 0
+    """How many optimizer steps this rank made in it."""
+    forwards: int = 0
+    """How many training forward passes this rank made in it."""
+
+
+class _Gradients:
+    """What `p.grad` is now, to put it back after other values have been in the buckets."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._now = {name: parameters[name].grad for name in views}
+        # The bucket itself is written to.
+        self._values = {name: view.clone() for name, view in views.items() if self._now[name] is view}
+
+    def put_back(self) -> None:
+        for name, gradient in self._now.items():
+            self._parameters[name].grad = gradient
+            if gradient is not None and name in self._values:
+                gradient.copy_(self._values[name])
 
 
 def _as_storage(flats: dict[Payload, list[torch.Tensor]]) -> dict[Payload, list[Any]]:
