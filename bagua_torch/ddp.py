@@ -86,9 +86,9 @@ class DistributedDataParallel(nn.Module):
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
     averaged if it is that of a forward pass of this wrapper, once; `ddp.module(x).backward()`, and a second
-    backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises. Every rank
-    makes the same number of forward and backward passes, or enters `join`. Reentrant checkpoints need all
-    parameters used.
+    backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be accumulated
+    by `backward()`: `torch.autograd.grad` of parameters raises. Every rank makes the same number of forward and
+    backward passes, or enters `join`. Reentrant checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -537,7 +537,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch(self, output: Any) -> None:
-        """See to it that the backward pass of this forward pass is averaged, though another one may come first."""
+        """Average the backward pass of this forward pass, though that of another one may come first."""
         if self._sync:
             once = [True]
             for tensor in _tensors_in(output):
