@@ -51,6 +51,7 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
 from bagua_comm.algorithms.schedule import Every
+from bagua_comm.algorithms.state import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
 from bagua_comm.lane import DeviceClock, DeviceSpan
@@ -61,6 +62,9 @@ from .optim import QAdamOptimizer
 
 ALIGNMENT = 32
 """Elements to whose multiple, times the ranks, buckets are padded."""
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name in a state dict for what `get_extra_state` gives."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -94,9 +98,10 @@ class DistributedDataParallel(nn.Module):
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
     with `find_unused_parameters` and in `join`.
 
-    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank.
-    `module.state_dict()` is that of the plain module. Where an algorithm exchanges weights after the optimizer's
-    step, they are written back when the module next runs, saves or loads.
+    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank. An
+    algorithm that keeps nothing (GradientAllReduce but with ErrorFeedback) adds nothing: all is tensors then, and
+    state dicts of PyTorch's own load. `module.state_dict()` is that of the plain module. Where an algorithm
+    exchanges weights after the optimizer's step, they are written back when the module next runs, saves or loads.
 
     Args:
         module: What to train. Its parameters stay the same objects.
@@ -149,7 +154,8 @@ class DistributedDataParallel(nn.Module):
         self.tuner = tuner
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         # remove_duplicate, the default, names a tied parameter once.
-        self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._wrapped = dict(module.named_parameters())
+        self._trained = {n: p for n, p in self._wrapped.items() if p.requires_grad}
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
         self._check_module()
         self._check_optimizers(algorithm)
@@ -408,6 +414,30 @@ class DistributedDataParallel(nn.Module):
         self.engine.load_state_dict(map_leaves(state, self._to_array))
         if self.algorithm != mine:
             self.replan(algorithm=mine)
+        self._forget_step()
+
+    def _keeps_state(self) -> bool:
+        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters."""
+        plain = isinstance(self.algorithm, GradientAllReduce)
+        return not plain or any(keeps(state) for state in self.engine.states)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._keeps_state():
+            del destination[prefix + EXTRA_STATE]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        key, missing = prefix + EXTRA_STATE, args[2]
+        if key in missing and not self._keeps_state():
+            missing.remove(key)
+        if key not in state_dict:
+            if self._backward.complete:  # of a pass that did not end
+                self.engine.load_state_dict(self.engine.state_dict())
+            self._forget_step()
+
+    def _forget_step(self) -> None:
+        """What comes next is a new step."""
         self._backward = _Backward()
         self._sync = self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
@@ -630,13 +660,22 @@ class DistributedDataParallel(nn.Module):
                 "other ranks"
             )
         self._check_backward_ended()
-        trained = {id(p): name for name, p in self._trained.items()}
+        trained = {id(p) for p in self._trained.values()}
         for name, parameter in self.module.named_parameters():
-            if (id(parameter) in trained) != parameter.requires_grad:
+            if (id(parameter) in trained) == parameter.requires_grad:
+                continue
+            if not isinstance(parameter, nn.Parameter):
+                continue  # lent to the module for this call, by torch.func.functional_call
+            if self._wrapped.get(name, parameter) is not parameter:
                 raise ArrayError(
-                    f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
-                    "wrapped; close this one and wrap the module again"
+                    f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
+                    "close this one and wrap the module again. To torch.func.functional_call give tensors that "
+                    "are no nn.Parameter; their gradients stay on this rank"
                 )
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
+                "wrapped; close this one and wrap the module again"
+            )
         for name, view in self._weights.items():
             if self._trained[name].data_ptr() != view.data_ptr():
                 raise ArrayError(
