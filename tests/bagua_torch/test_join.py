@@ -374,3 +374,130 @@ def test_an_infinity_in_the_last_batch_of_a_rank():
         return ddp.engine.step
 
     assert run_ranks(2, body) == [3, 3]
+
+
+# What a rank that ended early finds afterwards ------------------------------------------------------------
+
+
+def gradients_of(model):
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QAdam(warmup_steps=3)], ids=repr)
+@pytest.mark.parametrize(
+    ("left", "divide_by_initial_size", "find_unused_parameters"),
+    [
+        ("nothing", True, False),
+        ("zeros", False, False),
+        ("averaged", False, True),
+        ("averaged", True, False),
+        ("local", True, True),
+        ("another tensor", False, False),
+    ],
+)
+def test_exchanges_after_a_rank_has_ended_leave_its_gradients_as_they_were(
+    algorithm, left, divide_by_initial_size, find_unused_parameters
+):
+    def body(comm):
+        model = make_model()
+        optimizer = optimizer_for(algorithm, model.parameters())
+        ddp = DistributedDataParallel(
+            model,
+            optimizer,
+            algorithm,
+            comm=comm,
+            bucket_bytes=100,
+            find_unused_parameters=find_unused_parameters,
+        )
+        for epoch in range(2):
+            with ddp.join(divide_by_initial_size=divide_by_initial_size):
+                for step in range((1, 3)[comm.rank]):
+                    optimizer.zero_grad(set_to_none=left != "zeros")
+                    loss_of(ddp, batch(comm.rank, 10 * epoch + step)).backward()
+                    optimizer.step()
+                if left in ("nothing", "zeros"):
+                    optimizer.zero_grad(set_to_none=left == "nothing")
+                elif left == "local":
+                    with ddp.no_sync():
+                        loss_of(ddp, batch(comm.rank, 10 * epoch + 9)).backward()
+                elif left == "another tensor":
+                    for parameter in model.parameters():
+                        parameter.grad = torch.full_like(parameter, 3.0)
+                objects, values = [p.grad for p in model.parameters()], gradients_of(model)
+            assert all(p.grad is g for p, g in zip(model.parameters(), objects, strict=True))
+            for actual, expected in zip(gradients_of(model), values, strict=True):
+                assert actual is None if expected is None else torch.equal(actual, expected)
+            if left == "nothing":
+                assert values[0] is None
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=10)
+
+
+@DIVIDE
+def test_a_second_epoch_of_uneven_batches_begins_without_gradients_of_the_first(divide_by_initial_size):
+    def body(comm):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        seen = []
+        for _ in range(3):
+            with ddp.join(divide_by_initial_size=divide_by_initial_size):
+                for _ in range((1, 2)[comm.rank]):
+                    ddp(torch.ones(1, 1)).sum().backward()
+                    seen.append(model.weight.grad.item())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        ddp.close()
+        return seen
+
+    alone = 0.5 if divide_by_initial_size else 1.0
+    assert run_ranks(2, body) == [[1.0] * 3, [1.0, alone] * 3]
+
+
+@pytest.mark.parametrize("gives_optimizer", [True, False])
+@pytest.mark.parametrize(
+    ("synchronized", "local", "last"),
+    [
+        ((1, 1), (0, 2), 1),
+        ((2, 1), (0, 5), 0),
+        ((1, 1, 2), (3, 0, 1), 2),
+        ((1, 1), (2, 2), 0),
+        ((0, 0), (1, 0), 0),
+    ],
+)
+def test_all_ranks_end_with_equal_weights_where_the_last_steps_were_not_synchronized(
+    synchronized, local, last, gives_optimizer
+):
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer if gives_optimizer else (), comm=comm)
+        with ddp.join():
+            for step in range(synchronized[comm.rank]):
+                train_step(ddp, optimizer, batch(comm.rank, step))
+            with ddp.no_sync():
+                for step in range(local[comm.rank]):
+                    train_step(ddp, optimizer, batch(comm.rank, 10 + step))
+            mine = weights(model).clone()
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+        return mine, weights(model)
+
+    results = run_ranks(len(synchronized), body, timeout_s=10)
+    assert torch.equal(results[last][0], results[0][1])
+
+
+def test_all_ranks_end_with_equal_weights_where_one_trained_the_plain_module():
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        with ddp.join():
+            train_step(ddp, optimizer, batch(comm.rank, 0))
+            if comm.rank == 1:
+                train_step(ddp.module, optimizer, batch(1, 1))
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=10)
