@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -24,7 +25,8 @@ DType: TypeAlias = np.dtype[Any]
 INTEGERS = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)})
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 REDUCED_PRECISION = frozenset({"float16", "bfloat16"})
-MOVABLE = INTEGERS | FLOATS | {"bool", "complex64", "complex128"}
+COMPLEX = frozenset({"complex64", "complex128"})
+MOVABLE = INTEGERS | FLOATS | COMPLEX | {"bool"}
 
 _NAMES = {np.dtype(name): name for name in sorted(MOVABLE - {"bfloat16"})}
 
@@ -96,6 +98,11 @@ def as_array(x: Any) -> Array:
     if cupy is not None and isinstance(x, cupy.ndarray):
         return x
     kind = f"{type(x).__module__}.{type(x).__qualname__}"
+    if hasattr(x, "toarray") and hasattr(x, "nnz"):
+        raise UnsupportedError(
+            f"a sparse matrix ({kind}) is several arrays; pass x.toarray(), or its arrays one by one: data, "
+            "indices and indptr of a CSR or CSC matrix, data, row and col of a COO matrix"
+        )
     if not hasattr(x, "__dlpack__"):
         raise UnsupportedError(
             f"expected a NumPy or CuPy array or something with __dlpack__, got {kind}"
@@ -171,6 +178,27 @@ def rows(x: Array, n: int) -> Array:
     return x.reshape(n, x.size // n)
 
 
+def parts(x: Array, counts: Sequence[int]) -> list[Array]:
+    """View contiguous `x` as consecutive parts of these sizes."""
+    flat, ends = x.reshape(-1), itertools.accumulate(counts)
+    return [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+
+def extent(x: Array) -> tuple[int, int]:
+    """Where the memory of `x` begins and ends; gaps in it count."""
+    steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
+    start = address(x)
+    low, high = start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps)
+    return low, high + (x.itemsize if x.size else 0)
+
+
+def as_real(x: Array, op: str) -> Array:
+    """View complex numbers as real and imaginary parts if `op` works on these apart; else `x` itself."""
+    if x.dtype.kind != "c" or op == "prod":
+        return x
+    return x.reshape(-1).view(np.float32 if x.dtype.itemsize == 8 else np.float64)
+
+
 def check_reduction(call: str, op: str, dtype: DType) -> None:
     """Raise unless `op` is a reduction that exists for `dtype`.
 
@@ -184,8 +212,10 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     name = dtype_name(dtype)
     if name in INTEGERS or (name in FLOATS and op in ARITHMETIC_OPS):
         return
-    if name in ("complex64", "complex128"):
-        hint = "; reduce a view of its real and imaginary parts"
+    if name in COMPLEX:
+        if op in ("sum", "avg", "prod"):
+            return
+        hint = "; reduce magnitudes, or a view of its real and imaginary parts" if op in ("min", "max") else ""
     elif name == "bool":
         hint = "; reduce a view of it as uint8"
     else:

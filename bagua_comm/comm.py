@@ -10,28 +10,26 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from . import arrays, trace
-from .arrays import Array, Scratch, as_array, check_reduction
+from . import arrays, objects, trace
+from .agreement import Messages, compare_calls, compare_counts
+from .arrays import Array, Scratch, as_array, as_real, check_reduction, parts
 from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
-
-_SIGNATURE_BYTES = 256
 
 _POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
 """Calls that two ranks make, and not all."""
@@ -69,8 +67,9 @@ class Communicator:
             host arrays, which barriers, objects and checks go through.
         nodes: A label (a host name, say) for the node of every rank; None if all share one.
         device: The index of this rank's GPU, if it has one.
-        check: Compare every collective call among the ranks before it runs, and raise `CommMismatch`
-            naming both calls where they differ. Costs a small allgather a call.
+        check: Compare every call among the ranks before it runs, and raise `CommMismatch` naming both calls
+            where they don't fit together: in dtype, shape, counts, op, root or codec. Costs a small allgather a
+            call, and a small message before each message between two ranks.
         tracer: Where spans go; by default a `Recorder` of this communicator's own.
     """
 
@@ -97,6 +96,7 @@ class Communicator:
         self.scratch = Scratch()
         self._nodes: Nodes | None = None
         self._closed = False
+        self._messages = Messages()
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._user = 0
@@ -116,7 +116,7 @@ class Communicator:
             out: Where to put the result.
             op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. The average
                 of integers is added in 64 bits and truncated towards zero. float16 and bfloat16 are reduced in
-                float32.
+                float32. Complex numbers have "sum", "avg" and, in host arrays, "prod".
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
@@ -128,11 +128,11 @@ class Communicator:
         """
         call = "allreduce"
         send, transport = self.accept(call, "x", x)
-        check_reduction(call, op, send.dtype)
+        _check_reduction(call, op, send)
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
         with Operation(self, call, transport, send, {"op": op}):
-            transport.allreduce(arrays.contiguous(send), target, op)
+            transport.allreduce(as_real(arrays.contiguous(send), op), as_real(target, op), op)
         return finished(out, target)
 
     def reduce(self, x: Array, out: Array | None = None, *, root: int, op: str = "sum") -> Array | None:
@@ -148,15 +148,15 @@ class Communicator:
         call = "reduce"
         send, transport = self.accept(call, "x", x)
         self._check_peer(call, "root", root)
-        check_reduction(call, op, send.dtype)
+        _check_reduction(call, op, send)
         if self.rank != root:
             with Operation(self, call, transport, send, {"op": op, "root": root}):
-                transport.reduce(arrays.contiguous(send), None, root, op)
+                transport.reduce(as_real(arrays.contiguous(send), op), None, root, op)
             return None
         out, target = self.landing(call, out, send.shape, send)
         send = self.in_place(call, send, target)
         with Operation(self, call, transport, send, {"op": op, "root": root}):
-            transport.reduce(arrays.contiguous(send), target, root, op)
+            transport.reduce(as_real(arrays.contiguous(send), op), as_real(target, op), root, op)
         return finished(out, target)
 
     def broadcast(self, x: Array, *, root: int) -> Array:
@@ -203,18 +203,24 @@ class Communicator:
             transport.allgather(send, target)
         return finished(out, target)
 
-    def reduce_scatter(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
+    def reduce_scatter(
+        self, x: Array, out: Array | None = None, *, op: str = "sum", counts: Sequence[int] | None = None
+    ) -> Array:
         """Reduce `x` over all ranks and keep this rank's chunk.
 
-        Collective. `x` has shape (p * m, ...) on every rank; the result, (m, ...), is chunk `rank`.
+        Collective. `x` has shape (p * m, ...) on every rank; the result, (m, ...), is chunk `rank`. With `counts`
+        the chunks may differ: `x` has sum(counts) elements, and the result, (counts[rank],), is chunk `rank`.
 
         Args:
             x: The array of this rank.
-            out: Where to put the result. May be this rank's chunk of `x`.
+            out: Where to put the result. May be this rank's chunk of `x`. With `counts`, any shape of as many
+                elements will do.
             op: See `allreduce`.
+            counts: How many elements each rank keeps, the same on every rank; as many each if None.
 
         Raises:
-            ArrayError: `x` does not split evenly, `out` does not fit, or `op` is unknown.
+            ArrayError: `x` does not split evenly or is not as long as `counts` say, `out` does not fit, or `op`
+                is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
         >>> from bagua_comm.testing import run_ranks
@@ -223,40 +229,207 @@ class Communicator:
         """
         call = "reduce_scatter"
         send, transport = self.accept(call, "x", x)
-        check_reduction(call, op, send.dtype)
-        m = self._even_chunk(call, send)
-        out, target = self.landing(call, out, (m, *send.shape[1:]), send)
+        _check_reduction(call, op, send)
+        if counts is None:
+            shape = (self._even_chunk(call, send), *send.shape[1:])
+            chunks = [math.prod(shape)] * self.size
+        else:
+            chunks = self._check_counts(call, "counts", counts, send)
+            shape = (chunks[self.rank],)
+        out, target = self.landing(call, out, shape, send, any_shape=counts is not None)
         send = arrays.contiguous(send)
-        self._check_overlap(call, send, target, arrays.rows(send, self.size)[self.rank])
-        with Operation(self, call, transport, send, {"op": op}):
-            transport.reduce_scatter(send, target, op)
+        self._check_overlap(call, send, target, parts(send, chunks)[self.rank])
+        real, result = as_real(send, op), as_real(target, op)
+        with Operation(
+            self, call, transport, send, {"op": op} if counts is None else {"op": op, "counts": chunks}
+        ):
+            if counts is None:
+                transport.reduce_scatter(real, result, op)
+            else:
+                width = 1 if real is send else 2
+                transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
         return finished(out, target)
+
+    def scan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
+        """Reduce `x` of ranks 0 to `rank`: each rank gets what the ranks up to itself come to.
+
+        Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
+        "avg" is the average of rank + 1 arrays.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
+        [array([1, 0]), array([2, 1]), array([3, 3])]
+        """
+        return self._prefix("scan", x, out, op)
+
+    def exscan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array | None:
+        """Reduce `x` of the ranks before this one, 0 to rank - 1.
+
+        Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
+        "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` as it is, None if
+        none is given. An `out` of zeros, as below, makes a sum of nothing zero.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
+        [array(0), array(10), array(21)]
+        """
+        return self._prefix("exscan", x, out, op)
+
+    def _prefix(self, call: str, x: Array, out: Array | None, op: str) -> Any:
+        """What `scan` and `exscan` share."""
+        send, transport = self.accept(call, "x", x)
+        _check_reduction(call, op, send)
+        result, target = self.landing(call, out, send.shape, send)
+        send, exclusive = arrays.contiguous(self.in_place(call, send, target)), call == "exscan"
+        with Operation(self, call, transport, send, {"op": op}):
+            transport.scan(as_real(send, op), as_real(target, op), op, exclusive=exclusive)
+        return out if exclusive and self.rank == 0 else finished(result, target)
+
+    def allreduce_many(
+        self, xs: Sequence[Array], outs: Sequence[Array | None] | None = None, *, op: str = "sum"
+    ) -> list[Array]:
+        """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype: for many small arrays.
+
+        Collective. The results have the bytes that `allreduce` of each array would give; over NCCL, which adds
+        in an order that depends on the size, sums of floats may be rounded otherwise, alike on all ranks. Every
+        array is copied to the message and back.
+
+        Args:
+            xs: Arrays of the same shapes and dtypes, in the same order, on every rank. They may have several
+                dtypes, and some may be host arrays and some device arrays.
+            outs: Where to put the results, in the order of `xs`; may be `xs`.
+            op: See `allreduce`.
+
+        Raises:
+            ArrayError: There are more or fewer `outs` than `xs`, one does not fit or overlaps another array than
+                its own, or `op` is unknown.
+            UnsupportedError: No such reduction for a dtype, or no transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.allreduce_many([np.ones(2), np.array(comm.rank)]))[0]
+        [array([2., 2.]), array(1)]
+        """
+        call = "allreduce_many"
+        sends = [self.accept(call, f"xs[{i}]", x) for i, x in enumerate(xs)]
+        for send, _ in sends:
+            _check_reduction(call, op, send)
+        wanted = list(outs) if outs is not None else [None] * len(sends)
+        if len(wanted) != len(sends):
+            raise ArrayError(f"{call}: there are {len(wanted)} outs, expected {len(sends)}, one for each of xs")
+        landings = [
+            self.landing(call, out, send.shape, send, name=f"outs[{i}]")
+            for i, (out, (send, _)) in enumerate(zip(wanted, sends, strict=True))
+        ]
+        written = [as_array(out) for out, _ in landings]
+        read = [x for (x, _), out in zip(sends, written, strict=True) if not _is_same(x, out)]
+        _check_apart(call, written, read)
+        for transport, members in _alike(sends):
+            with self._together(call, transport, [sends[i][0] for i in members], {"op": op}) as flat:
+                transport.allreduce(as_real(flat, op), as_real(flat, op), op)
+                _unpack(flat, [written[i] for i in members])
+        return [out for out, _ in landings]
+
+    def broadcast_many(self, xs: Sequence[Array], *, root: int) -> list[Array]:
+        """Copy each of `xs` of `root` into that of every other rank, in one message for all arrays of a dtype.
+
+        Collective. The same as `broadcast` of each, for many small arrays, which are copied to the message and
+        back; returns them. `xs` have the same shapes and dtypes, in the same order, on every rank. They may have
+        several dtypes, and some may be host arrays and some device arrays.
+
+        Raises:
+            ArrayError: `root` is no rank, or an array cannot be written to or overlaps another one.
+            UnsupportedError: No transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     return comm.broadcast_many([np.array(comm.rank), np.full(2, 0.5 * comm.rank)], root=1)
+        >>> run_ranks(2, body)[0]
+        [array(1), array([0.5, 0.5])]
+        """
+        call = "broadcast_many"
+        self._check_peer(call, "root", root)
+        values = [self.accept(call, f"xs[{i}]", x) for i, x in enumerate(xs)]
+        if self.rank != root:
+            for i, (value, _) in enumerate(values):
+                _check_writable(call, f"xs[{i}]", xs[i], value)
+        _check_apart(call, [value for value, _ in values], [])
+        for transport, members in _alike(values):
+            each = [values[i][0] for i in members]
+            with self._together(call, transport, each, {"root": root}) as flat:
+                transport.broadcast(flat, root)
+                if self.rank != root:
+                    _unpack(flat, each)
+        return list(xs)
 
     def gather(self, x: Array, out: Array | None = None, *, root: int) -> Array | None:
         """Collect `x` of every rank on `root`, where row r of the result is rank r's; None elsewhere.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape (p, *x.shape).
-        `out` matters on `root` alone; any shape with as many elements will do.
+        `out` matters on `root` alone; any shape with as many elements will do. `x` may be its row of `out`.
 
         Raises:
             ArrayError: `out` does not fit, or `root` is no rank.
             UnsupportedError: No transport takes such an array.
         """
-        call = "gather"
+        send, transport = self.accept("gather", "x", x)
+        return self._gather("gather", send, transport, out, [send.size] * self.size, root)
+
+    def gatherv(
+        self, x: Array, out: Array | None = None, counts: Sequence[int] | None = None, *, root: int
+    ) -> Array | None:
+        """Collect arrays of different lengths on `root`, one behind the other in rank order; None elsewhere.
+
+        Collective. Rank r gives counts[r] elements, in any shape; the result has shape (sum(counts),). `out` and
+        `counts` matter on `root` alone, which must give `counts`; an `out` of any shape with as many elements
+        will do. `x` may be its own part of `out`.
+
+        Raises:
+            ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`, or `root` is no rank.
+            CommMismatch: A rank gives another number of elements than `counts` says.
+            UnsupportedError: No transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.gatherv(np.full(comm.rank, comm.rank), counts=[0, 1, 2], root=0))[0]
+        array([1, 2, 2])
+        """
+        call = "gatherv"
         send, transport = self.accept(call, "x", x)
-        self._check_peer(call, "root", root)
-        send = arrays.contiguous(send)
         if self.rank != root:
-            with Operation(self, call, transport, send, {"root": root}):
+            return self._gather(call, send, transport, None, [], root)
+        if counts is None:
+            raise ArrayError(f"{call}: counts is None; root must give it")
+        counts = self._check_counts(call, "counts", counts, send, own=True)
+        return self._gather(call, send, transport, out, counts, root)
+
+    def _gather(
+        self, call: str, send: Array, transport: Transport, out: Array | None, counts: Sequence[int], root: int
+    ) -> Array | None:
+        """What `gather` and `gatherv` share; `counts` matter on `root`."""
+        self._check_peer(call, "root", root)
+        is_even = call == "gather"
+        send, target = arrays.contiguous(send), None
+        if self.rank == root:
+            shape = (self.size, *send.shape) if is_even else (sum(counts),)
+            out, target = self.landing(call, out, shape, send, any_shape=True)
+            chunks = parts(target, counts)
+            self._check_overlap(call, send, target, chunks[root])
+        with Operation(self, call, transport, send, {"root": root}, compare=is_even):
+            if not is_even:
+                self._compare_counts(call, send, root, self._only(root, send.size), counts)
+            if target is None:
                 transport.exchange([(root, send)], [], tag=COLLECTIVE)
-            return None
-        out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
-        table = arrays.rows(target, self.size)
-        self._check_overlap(call, send, target, table[root])
-        with Operation(self, call, transport, send, {"root": root}):
-            if not arrays.same_memory(send, table[root]):
-                table[root] = send.reshape(-1)
-            transport.exchange([], [(r, table[r]) for r in self._others()], tag=COLLECTIVE)
+                return None
+            if not arrays.same_memory(send, chunks[root]):
+                chunks[root][...] = send.reshape(-1)
+            transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
         return finished(out, target)
 
     def scatter(self, x: Array | None, out: Array | None = None, *, root: int) -> Array:
@@ -269,29 +442,70 @@ class Communicator:
             ArrayError: `x` does not have p rows, `out` is missing or does not fit, `root` is no rank.
             UnsupportedError: No transport takes such an array.
         """
-        call = "scatter"
+        return self._scatter("scatter", x, None, out, root)
+
+    def scatterv(
+        self, x: Array | None, counts: Sequence[int] | None, out: Array | None = None, *, root: int
+    ) -> Array:
+        """Deal parts of `x` of `root` to the ranks, counts[r] elements to rank r.
+
+        Collective. The parts lie one behind the other in `x`, in rank order. `x` and `counts` matter on `root`
+        alone and are None elsewhere, where `out` gives the number of elements and the dtype to expect. On `root`,
+        `out` may be None or that part of `x`; an `out` of any shape will do.
+
+        Raises:
+            ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`; `x` or `out` is missing;
+                `root` is no rank.
+            CommMismatch: A rank expects another number of elements than `counts` says.
+            UnsupportedError: No transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     x, counts = (np.arange(3), [1, 2]) if comm.rank == 0 else (None, None)
+        ...     return comm.scatterv(x, counts, np.empty(1 + comm.rank, int), root=0)
+        >>> run_ranks(2, body)
+        [array([0]), array([1, 2])]
+        """
+        return self._scatter("scatterv", x, counts, out, root)
+
+    def _scatter(
+        self, call: str, x: Array | None, counts: Sequence[int] | None, out: Array | None, root: int
+    ) -> Array:
+        """What `scatter` and `scatterv` share."""
         self._check_peer(call, "root", root)
+        is_even, detail = call == "scatter", {"root": root}
         if self.rank != root:
             if out is None:
-                raise ArrayError("scatter: out is None; ranks other than root must give it")
+                raise ArrayError(f"{call}: out is None; ranks other than root must give it")
             like, transport = self.accept(call, "out", out)
             out, target = self.landing(call, out, like.shape, like)
-            with Operation(self, call, transport, target, {"root": root}):
+            with Operation(self, call, transport, target, detail, compare=is_even):
+                if not is_even:
+                    self._compare_counts(call, target, root, [], self._only(root, target.size))
                 transport.exchange([], [(root, target)], tag=COLLECTIVE)
             return finished(out, target)
         if x is None:
-            raise ArrayError("scatter: x is None; root must give it")
+            raise ArrayError(f"{call}: x is None; root must give it")
         send, transport = self.accept(call, "x", x)
-        if send.ndim == 0 or send.shape[0] != self.size:
-            raise ArrayError(f"scatter: x has shape {send.shape}, expected ({self.size}, ...)")
-        out, target = self.landing(call, out, send.shape[1:], send)
+        if is_even:
+            if send.ndim == 0 or send.shape[0] != self.size:
+                raise ArrayError(f"{call}: x has shape {send.shape}, expected ({self.size}, ...)")
+            counts = [send.size // self.size] * self.size
+            out, target = self.landing(call, out, send.shape[1:], send)
+        elif counts is None:
+            raise ArrayError(f"{call}: counts is None; root must give it")
+        else:
+            counts = self._check_counts(call, "counts", counts, send)
+            out, target = self.landing(call, out, (counts[root],), send, any_shape=True)
         send = arrays.contiguous(send)
-        table, mine = arrays.rows(send, self.size), target.reshape(-1)
-        self._check_overlap(call, send, mine, table[root])
-        with Operation(self, call, transport, target, {"root": root}):
-            if not arrays.same_memory(table[root], mine):
-                mine[...] = table[root]
-            transport.exchange([(r, table[r]) for r in self._others()], [], tag=COLLECTIVE)
+        chunks, mine = parts(send, counts), target.reshape(-1)
+        self._check_overlap(call, send, mine, chunks[root])
+        with Operation(self, call, transport, target, detail, compare=is_even):
+            if not is_even:
+                self._compare_counts(call, target, root, counts, self._only(root, target.size))
+            if not arrays.same_memory(chunks[root], mine):
+                mine[...] = chunks[root]
+            transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
         return finished(out, target)
 
     def alltoall(self, x: Array, out: Array | None = None) -> Array:
@@ -324,20 +538,16 @@ class Communicator:
         """
         call = "allgatherv"
         send, transport = self.accept(call, "x", x)
-        self._check_counts(call, "counts", counts)
-        if send.size != counts[self.rank]:
-            raise ArrayError(
-                f"{call}: x has {send.size} elements, expected counts[{self.rank}] = {counts[self.rank]}"
-            )
+        counts = self._check_counts(call, "counts", counts, send, own=True)
         out, target = self.landing(call, out, (sum(counts),), send, any_shape=True)
-        send = arrays.contiguous(send).reshape(-1)
-        parts = _parts(target, counts)
-        self._check_overlap(call, send, target, parts[self.rank])
-        with Operation(self, call, transport, target, {"counts": list(counts)}, payload=send.nbytes):
-            if not arrays.same_memory(send, parts[self.rank]):
-                parts[self.rank][...] = send
+        send, whole = arrays.contiguous(send).reshape(-1), target.reshape(-1)
+        chunks = parts(whole, counts)
+        self._check_overlap(call, send, target, chunks[self.rank])
+        with Operation(self, call, transport, whole, {"counts": counts}, payload=send.nbytes):
+            if not arrays.same_memory(send, chunks[self.rank]):
+                chunks[self.rank][...] = send
             others = self._others()
-            transport.exchange([(r, send) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE)
+            transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
         return finished(out, target)
 
     def alltoallv(self, x: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int]) -> Array:
@@ -353,10 +563,8 @@ class Communicator:
         """
         call = "alltoallv"
         send, transport = self.accept(call, "x", x)
-        self._check_counts(call, "counts", counts)
-        self._check_counts(call, "out_counts", out_counts)
-        if send.size != sum(counts):
-            raise ArrayError(f"{call}: x has {send.size} elements, counts add up to {sum(counts)}")
+        counts = self._check_counts(call, "counts", counts, send)
+        out_counts = self._check_counts(call, "out_counts", out_counts)
         if counts[self.rank] != out_counts[self.rank]:
             raise ArrayError(
                 f"{call}: counts[{self.rank}] is {counts[self.rank]}, but out_counts[{self.rank}] is "
@@ -366,11 +574,12 @@ class Communicator:
         send = arrays.contiguous(send).reshape(-1)
         if arrays.overlap(send, target):
             raise ArrayError(f"{call}: out overlaps x")
-        source, parts = _parts(send, counts), _parts(target, out_counts)
+        source, chunks = parts(send, counts), parts(target, out_counts)
         with Operation(self, call, transport, send, {}, compare=False):
-            parts[self.rank][...] = source[self.rank]
+            self._compare_counts(call, send, None, counts, out_counts)
+            chunks[self.rank][...] = source[self.rank]
             others = self._others()
-            transport.exchange([(r, source[r]) for r in others], [(r, parts[r]) for r in others], tag=COLLECTIVE)
+            transport.exchange([(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
         return finished(out, target)
 
     def barrier(self) -> None:
@@ -381,6 +590,8 @@ class Communicator:
         with Operation(self, "barrier", self._host_transport(), _NOTHING, {}):
             self._host_transport().barrier()
 
+    # Objects ----------------------------------------------------------------------------------------
+
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
         """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
 
@@ -388,41 +599,153 @@ class Communicator:
 
         Raises:
             ArrayError: `root` is no rank.
+            UnsupportedError: The object cannot be pickled; on all ranks.
         """
-        self._check_peer("broadcast_object", "root", root)
-        data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == root else _NOTHING
-        nbytes = np.array([data.size], np.int64)
-        self.broadcast(nbytes, root=root)
-        if self.rank != root:
-            data = np.empty(int(nbytes[0]), np.uint8)
-        self.broadcast(data, root=root)
-        return obj if self.rank == root else pickle.loads(data.tobytes())
+        call, host = "broadcast_object", self._host_transport()
+        self._check_peer(call, "root", root)
+        mine = objects.pack(call, obj) if self.rank == root else objects.NOTHING
+        with Operation(self, call, host, _NOTHING, {"root": root}, payload=mine.data.nbytes):
+            parcel = objects.broadcast(host, mine, root)
+        return obj if mine.size > 0 else parcel.open()
 
     def allgather_object(self, obj: Any) -> list[Any]:
         """The objects of all ranks in rank order, by pickle.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
+
+        Raises:
+            UnsupportedError: An object cannot be pickled; on all ranks.
         """
-        data = np.frombuffer(pickle.dumps(obj), np.uint8)
-        counts = [int(n) for n in self.allgather(np.array(data.size, np.int64))]
-        everything = self.allgatherv(data, np.empty(sum(counts), np.uint8), counts)
-        return [pickle.loads(part.tobytes()) for part in _parts(everything, counts)]
+        call, host = "allgather_object", self._host_transport()
+        mine = objects.pack(call, obj)
+        with Operation(self, call, host, _NOTHING, {}, payload=mine.data.nbytes):
+            parcels = objects.allgather(host, mine)
+        failed = [parcel for parcel in parcels if parcel.size < 0]
+        return [parcel.open() for parcel in failed or parcels]
+
+    def gather_object(self, obj: Any, *, root: int) -> list[Any] | None:
+        """The objects of all ranks in rank order, by pickle, on `root`; None elsewhere.
+
+        Collective. Unpickling runs code chosen by the sender: ranks trust each other.
+
+        Raises:
+            ArrayError: `root` is no rank.
+            UnsupportedError: An object cannot be pickled; on all ranks.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.gather_object({"rank": comm.rank}, root=0))
+        [[{'rank': 0}, {'rank': 1}], None]
+        """
+        call, host = "gather_object", self._host_transport()
+        self._check_peer(call, "root", root)
+        mine = objects.pack(call, obj)
+        with Operation(self, call, host, _NOTHING, {"root": root}, payload=mine.data.nbytes):
+            parcels = objects.gather(host, mine, root)
+        found = [parcel.open() for parcel in parcels]
+        return found if self.rank == root else None
+
+    def scatter_object(self, objs: Iterable[Any] | None, *, root: int) -> Any:
+        """Deal the objects of `root` to the ranks, by pickle: the result is the one of number `rank`.
+
+        Collective. There are p of them; they matter on `root` alone and are None elsewhere. Unpickling runs
+        code chosen by the sender: ranks trust each other.
+
+        Raises:
+            ArrayError: `root` is no rank, or gives more or fewer than p objects; the latter on all ranks.
+            UnsupportedError: An object cannot be pickled; on all ranks.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.scatter_object(["a", 2.5] if comm.rank == 0 else None, root=0))
+        ['a', 2.5]
+        """
+        call, host = "scatter_object", self._host_transport()
+        self._check_peer(call, "root", root)
+        parcels = objects.pack_each(call, objs, self.size) if self.rank == root else []
+        payload = sum(parcel.data.nbytes for parcel in parcels)
+        with Operation(self, call, host, _NOTHING, {"root": root}, payload=payload):
+            parcel = objects.scatter(host, parcels, root)
+        return parcel.open()
+
+    def send_object(self, obj: Any, *, dest: int) -> None:
+        """Send an object, by pickle, to `dest`, which calls `recv_object`.
+
+        Returns when `obj` may be changed again, which can be before or after it is received. Objects never match
+        the arrays of `send` and `recv`; receive both in the order in which they are sent.
+
+        Raises:
+            ArrayError: `dest` is no rank.
+            UnsupportedError: The object cannot be pickled; nothing is sent then.
+        """
+        call, host = "send_object", self._host_transport()
+        self._check_peer(call, "dest", dest)
+        parcel = objects.pack(call, obj)
+        if parcel.size < 0:
+            parcel.open()
+        with Operation(self, call, host, _NOTHING, {"dest": dest}, compare=False, payload=parcel.size):
+            if self.check:
+                self._messages.compare(host, call, [(dest, None)], [])
+            objects.send(host, parcel, dest)
+
+    def recv_object(self, *, source: int) -> Any:
+        """The object that `source` sends to this rank next, by `send_object`.
+
+        Unpickling runs code chosen by the sender: ranks trust each other.
+
+        Raises:
+            ArrayError: `source` is no rank.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     comm.send_object({"from": comm.rank}, dest=1 - comm.rank)
+        ...     return comm.recv_object(source=1 - comm.rank)
+        >>> run_ranks(2, body)
+        [{'from': 1}, {'from': 0}]
+        """
+        call, host = "recv_object", self._host_transport()
+        self._check_peer(call, "source", source)
+        with Operation(self, call, host, _NOTHING, {"source": source}, compare=False):
+            if self.check:
+                (wrong,) = self._messages.compare(host, call, [], [(source, None)])
+                if wrong is not None:
+                    # Taken all the same, so that the next message is the next.
+                    if wrong.kind == arrays.library(_NOTHING):
+                        host.exchange([], [(source, np.empty(wrong.nbytes, np.uint8))])
+                    raise wrong.error
+            parcel = objects.receive(host, source)
+        return parcel.open()
 
     # Point to point ---------------------------------------------------------------------------------
 
     def send(self, x: Array, *, dest: int) -> None:
         """Send `x` to `dest`, which calls `recv`.
 
-        Returns when `x` may be changed again, which can be before or after it is received.
+        Returns when `x` may be changed again, which can be before or after it is received. On a lane, a send or a
+        recv goes on while the caller works (MPI's isend and irecv). Tasks of a lane run one after the other, so a
+        long send waits there for its recv: where two ranks send to each other, submit `sendrecv` or `exchange`.
 
         Raises:
             ArrayError: `dest` is no rank.
             UnsupportedError: No transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     x = np.arange(2) if comm.rank == 0 else np.zeros(2, int)
+        ...     with comm.lane() as lane:
+        ...         if comm.rank == 0:
+        ...             request = lane.submit(lane.comm.send, x, dest=1)     # isend: returns at once
+        ...         else:
+        ...             request = lane.submit(lane.comm.recv, x, source=0)   # irecv
+        ...         request.result()                                         # wait; until then, leave x alone
+        ...     return x
+        >>> run_ranks(2, body)
+        [array([0, 1]), array([0, 1])]
         """
         self._exchange("send", [(dest, x)], [], dest=dest)
 
     def recv(self, out: Array, *, source: int) -> Array:
         """Receive into `out` what `source` sends to this rank next; returns `out`.
+
+        On a lane it goes on while the caller works; see `send`.
 
         Raises:
             ArrayError: `source` is no rank, or `out` cannot be written to.
@@ -432,21 +755,33 @@ class Communicator:
         self._exchange("recv", [], [(source, out)], source=source)
         return out
 
-    def sendrecv(self, x: Array, out: Array, *, dest: int, source: int) -> Array:
+    def sendrecv(self, x: Array, out: Array, *, dest: int | None, source: int | None) -> Array:
         """Send `x` to `dest` and receive `out` from `source` at once; returns `out`.
+
+        Where `dest` is None nothing is sent, and where `source` is None `out` is left as it is (MPI's PROC_NULL):
+        at the ends of a row of ranks, say.
 
         Raises:
             ArrayError: `dest` or `source` is no rank, or `out` cannot be written to or overlaps `x`.
             CommMismatch: The message has another size than `out`.
             UnsupportedError: No transport takes such an array.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):   # everybody's left neighbour
+        ...     right = comm.rank + 1 if comm.rank + 1 < comm.size else None
+        ...     left = comm.rank - 1 if comm.rank > 0 else None
+        ...     return comm.sendrecv(np.array(comm.rank), np.array(-1), dest=right, source=left)
+        >>> run_ranks(3, body)
+        [array(-1), array(0), array(1)]
         """
         self._exchange("sendrecv", [(dest, x)], [(source, out)], dest=dest, source=source)
         return out
 
-    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    def exchange(self, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage]) -> None:
         """Send and receive many messages at once: lists of (peer, array).
 
-        Between two ranks, messages match in the order of the lists; `send` and `recv` match as well.
+        Between two ranks, messages match in the order of the lists; `send` and `recv` match as well. Where a peer
+        is None nothing is sent or received, and the array is left as it is.
 
         Raises:
             ArrayError: A peer is no rank, an array to receive into cannot be written to or overlaps
@@ -456,20 +791,25 @@ class Communicator:
         """
         self._exchange("exchange", sends, recvs)
 
-    def _exchange(self, call: str, sends: Sequence[Message], recvs: Sequence[Message], **peers: int) -> None:
+    def _exchange(
+        self, call: str, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], **peers: int | None
+    ) -> None:
         outgoing: list[Message] = []
         incoming: list[Message] = []
         landings: list[tuple[Array, Array]] = []
         transports: list[Transport] = []
         for name, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
-            self._check_peer(call, f"a peer in {name}" if not peers else "peer", peer)
             value, transport = self.accept(call, name, x)
+            if name == "recvs":
+                _check_writable(call, name, x, value)
+            if peer is None and call in ("sendrecv", "exchange"):
+                continue
+            peer = self._check_peer(call, f"a peer in {name}" if not peers else "peer", peer)
             transports.append(transport)
             target = arrays.contiguous(value)
             if name == "sends":
                 outgoing.append((peer, target))
                 continue
-            _check_writable(call, name, x, value)
             if any(arrays.overlap(target, other) for _, other in outgoing + incoming):
                 raise ArrayError(f"{call}: an array to receive into overlaps another array")
             incoming.append((peer, target))
@@ -481,9 +821,35 @@ class Communicator:
         first = outgoing[0][1] if outgoing else incoming[0][1]
         payload = sum(x.nbytes for _, x in outgoing)
         with Operation(self, call, transports[0], first, dict(peers), compare=False, payload=payload):
-            transports[0].exchange(outgoing, incoming)
+            if self.check:
+                self._exchange_what_fits(call, transports[0], outgoing, incoming)
+            else:
+                transports[0].exchange(outgoing, incoming)
         for value, target in landings:
             finished(value, target)
+
+    def _exchange_what_fits(
+        self, call: str, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> None:
+        """Exchange, and raise if a message is not what was expected.
+
+        Such a message is taken all the same, so that the next one is the next.
+        """
+        host = self._host_transport()
+        unfit = self._messages.compare(host, call, sends, recvs)
+        incoming = []
+        for (peer, out), wrong in zip(recvs, unfit, strict=True):
+            if wrong is None:
+                incoming.append((peer, out))
+            elif wrong.kind == arrays.library(out):
+                incoming.append((peer, arrays.empty((wrong.nbytes,), np.uint8, like=out)))
+        transport.exchange(sends, incoming)
+        for (peer, _), wrong in zip(recvs, unfit, strict=True):
+            if wrong is not None and wrong.kind == "object":
+                objects.receive(host, peer)
+        for wrong in unfit:
+            if wrong is not None:
+                raise wrong.error
 
     # Groups and lanes -------------------------------------------------------------------------------
 
@@ -594,15 +960,15 @@ class Communicator:
         Collective. Rank 0 writes; a process in the picture is a rank, a row one of its threads.
 
         Raises:
-            OSError: The file cannot be written.
+            OSError: The file cannot be written. This, and whatever else writing raises, is raised on all ranks.
         """
         recorded = self.tracer.spans() if isinstance(self.tracer, Recorder) else []
         spans = self.allgather_object(recorded)
-        failure = None
+        failure: Exception | None = None
         if self.rank == 0:
             try:
                 Path(path).write_text(json.dumps(trace.chrome_trace(spans), default=str))
-            except OSError as exc:
+            except Exception as exc:
                 failure = exc
         failure = self.broadcast_object(failure, root=0)
         if failure is not None:
@@ -701,22 +1067,25 @@ class Communicator:
         like: Array,
         *,
         any_shape: bool = False,
+        name: str = "out",
     ) -> tuple[Any, Array]:
         """What `call` returns, and the contiguous array it fills; `finished` makes one of the two."""
         if out is None:
             target = arrays.empty(shape, like.dtype, like=like)
             return target, target
         # An array of the same kind as the input needs no closer look than its dtype below.
-        value = out if type(out) is type(like) else self.accept(call, "out", out)[0]
+        value = out if type(out) is type(like) else self.accept(call, name, out)[0]
         fits = value.size == math.prod(shape) if any_shape else value.shape == shape
         if not fits:
             wanted = f"{math.prod(shape)} elements" if any_shape else f"{shape}"
-            raise ArrayError(f"{call}: out has shape {value.shape}, expected {wanted}")
+            raise ArrayError(f"{call}: {name} has shape {value.shape}, expected {wanted}")
         if value.dtype != like.dtype:
-            raise ArrayError(f"{call}: out has dtype {value.dtype}, expected {like.dtype}")
+            raise ArrayError(f"{call}: {name} has dtype {value.dtype}, expected {like.dtype}")
         if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
-            raise ArrayError(f"{call}: out is a {arrays.library(value)} array, expected {arrays.library(like)}")
-        _check_writable(call, "out", out, value)
+            raise ArrayError(
+                f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}"
+            )
+        _check_writable(call, name, out, value)
         if arrays.is_contiguous(value):
             return out, value
         return out, arrays.empty(value.shape, value.dtype, like=value)
@@ -736,13 +1105,25 @@ class Communicator:
         if not (arrays.same_memory(x, allowed) or arrays.same_memory(target, allowed)):
             raise ArrayError(f"{call}: out overlaps x other than in this rank's own chunk")
 
-    def _check_peer(self, call: str, name: str, peer: object) -> None:
+    def _check_peer(self, call: str, name: str, peer: object) -> int:
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size:
             raise ArrayError(f"{call}: {name} is {peer!r}, expected a rank from 0 to {self.size - 1}")
+        return int(peer)
 
-    def _check_counts(self, call: str, name: str, counts: Sequence[int]) -> None:
-        if len(counts) != self.size or any(count < 0 for count in counts):
-            raise ArrayError(f"{call}: {name} is {list(counts)}, expected {self.size} numbers of elements")
+    def _check_counts(
+        self, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
+    ) -> list[int]:
+        """`counts` as integers, one for each rank; `x` has as many elements as all of them, or as its `own`."""
+        found = list(counts)
+        if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
+            raise ArrayError(f"{call}: {name} is {found}, expected {self.size} numbers of elements")
+        if own and x is not None and x.size != found[self.rank]:
+            raise ArrayError(
+                f"{call}: x has {x.size} elements, expected {name}[{self.rank}] = {found[self.rank]}"
+            )
+        if not own and x is not None and x.size != sum(found):
+            raise ArrayError(f"{call}: x has {x.size} elements, {name} add up to {sum(found)}")
+        return [int(n) for n in found]
 
     def _even_chunk(self, call: str, x: Array) -> int:
         if x.ndim == 0 or x.shape[0] % self.size:
@@ -761,15 +1142,41 @@ class Communicator:
 
     def compare_calls(self, call: str) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make the same call. Collective."""
-        mine = np.zeros(_SIGNATURE_BYTES, np.uint8)
-        text = call.encode()[:_SIGNATURE_BYTES]
-        mine[: len(text)] = np.frombuffer(text, np.uint8)
-        table = np.empty((self.size, _SIGNATURE_BYTES), np.uint8)
-        self._host_transport().allgather(mine, table)
-        calls = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in table]
-        for rank, other in enumerate(calls):
-            if other != calls[0]:
-                raise CommMismatch(f"rank 0 called {calls[0]}, but rank {rank} called {other}")
+        compare_calls(self._host_transport(), call)
+
+    def _compare_counts(
+        self, call: str, x: Array, root: int | None, sends: Sequence[int], recvs: Sequence[int]
+    ) -> None:
+        """With `check`, compare a call whose arrays differ among the ranks, and their sizes. Collective.
+
+        `sends` and `recvs` say how many elements go to each rank and come from each; nothing if empty.
+        """
+        if not self.check:
+            return
+        at = "" if root is None else f", root={root}"
+        self.compare_calls(f"{call}({arrays.dtype_name(x.dtype)}{at})")
+        nothing = [0] * self.size
+        compare_counts(self._host_transport(), sends or nothing, recvs or nothing)
+
+    def _only(self, rank: int, count: int) -> list[int]:
+        """`count` for one rank, zero for the others."""
+        return [count if r == rank else 0 for r in range(self.size)]
+
+    @contextmanager
+    def _together(
+        self, call: str, transport: Transport, xs: Sequence[Array], detail: dict[str, Any]
+    ) -> Iterator[Array]:
+        """One call on all of `xs`, of one dtype, copied into one array."""
+        first, shapes = xs[0], [list(x.shape) for x in xs]
+        outermost = self.take_turn(call)  # from here on, scratch is in use
+        try:
+            flat = self.scratch.take("many", (sum(x.size for x in xs),), first.dtype, like=first)
+            with Operation(self, call, transport, flat, {**detail, "shapes": shapes}):
+                for x, part in zip(xs, parts(flat, [x.size for x in xs]), strict=True):
+                    part.reshape(x.shape)[...] = x
+                yield flat
+        finally:
+            self.end_turn(outermost)
 
     def take_turn(self, name: str) -> bool:
         """Begin a call, or a call within one; True if it is the outermost, which `end_turn` must end.
@@ -899,6 +1306,47 @@ class Operation:
 
 _NOTHING: Array = np.empty(0, np.uint8)
 
+MaybeMessage: TypeAlias = tuple[int | None, Array]
+"""A message, or none if the peer is None."""
+
+
+def _check_reduction(call: str, op: str, x: Array) -> None:
+    check_reduction(call, op, x.dtype)
+    if op == "prod" and x.dtype.kind == "c" and not isinstance(x, np.ndarray):
+        raise UnsupportedError(
+            f"{call}: there is no op='prod' for {x.dtype} on a device; reduce a copy on the host, x.get()"
+        )
+
+
+def _is_same(a: Array, b: Array) -> bool:
+    return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)
+
+
+def _check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:
+    """Raise if what is written overlaps anything else."""
+    extents = [(*arrays.extent(x), True) for x in written if x.size]
+    extents += [(*arrays.extent(x), False) for x in read if x.size]
+    end_of_all = end_of_written = 0
+    for start, end, is_written in sorted(extents):
+        if start < (end_of_all if is_written else end_of_written):
+            raise ArrayError(f"{call}: an array that is written to overlaps another array")
+        end_of_all = max(end_of_all, end)
+        end_of_written = max(end_of_written, end) if is_written else end_of_written
+
+
+def _alike(xs: Sequence[tuple[Array, Transport]]) -> list[tuple[Transport, list[int]]]:
+    """Group arrays that go in one message: transports, and the indices of arrays of one library and dtype."""
+    groups: dict[Hashable, tuple[Transport, list[int]]] = {}
+    for i, (x, transport) in enumerate(xs):
+        key = id(transport), arrays.library(x), x.dtype
+        groups.setdefault(key, (transport, []))[1].append(i)
+    return list(groups.values())
+
+
+def _unpack(flat: Array, xs: Sequence[Array]) -> None:
+    for x, part in zip(xs, parts(flat, [x.size for x in xs]), strict=True):
+        x[...] = part.reshape(x.shape)
+
 
 def _check_writable(call: str, name: str, x: object, value: Array) -> None:
     if isinstance(x, np.generic):
@@ -914,9 +1362,3 @@ def finished(out: Any, target: Array) -> Any:
         if not arrays.same_memory(value, target):
             value[...] = target
     return out
-
-
-def _parts(x: Array, counts: Sequence[int]) -> list[Array]:
-    """Cut `x` into consecutive parts of these sizes."""
-    flat, ends = x.reshape(-1), np.cumsum(counts)
-    return [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]

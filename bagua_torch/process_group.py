@@ -73,8 +73,8 @@ UNSENT_FRAMES = 64
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
 
-_REST_TAG, _SWAP_TAG, _ABORT_TAG = 2, 4, 5
-"""Frames have our tags 0 and 1, what follows one way these plus 2."""
+_REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
+"""Frames have our tags, 0 to 3; what follows one way, these plus 4."""
 
 _NOTHING: Array = np.empty(0, np.uint8)
 

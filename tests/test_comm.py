@@ -111,9 +111,9 @@ def test_scatter_needs_its_arguments():
         ),
         (lambda comm: comm.allreduce(np.zeros(2), op="bor"), UnsupportedError, "no op='bor' for float64"),
         (
-            lambda comm: comm.allreduce(np.zeros(2, complex)),
+            lambda comm: comm.allreduce(np.zeros(2, complex), op="max"),
             UnsupportedError,
-            "complex128; reduce a view of its real",
+            "no op='max' for complex128; reduce magnitudes, or a view of its real",
         ),
         (
             lambda comm: comm.broadcast(np.zeros(2), root=2),
@@ -328,6 +328,12 @@ def test_a_trace_can_hold_any_argument_and_every_rank_hears_of_a_bad_path(tmp_pa
         comm.trace(tmp_path / "trace.json")
         with pytest.raises(OSError, match="no_such_folder"):
             comm.trace(tmp_path / "no_such_folder" / "trace.json")
+        with pytest.raises(ValueError, match="null byte"):
+            comm.trace("a\0b")
+        comm.tracer.add("odd", 0, 1, {"shapes": {(1, 2): 3}})
+        with pytest.raises(TypeError, match="keys must be str"):
+            comm.trace(tmp_path / "odd.json")
+        comm.barrier()
 
     run_ranks(2, body)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -20,7 +20,7 @@ LAYERS = [
     {"errors", "arrays", "trace", "lane"},
     {"kernels"},
     {"codecs", "transports"},
-    {"comm", "topology"},
+    {"comm", "topology", "agreement", "objects"},
     {"collectives", "bucket"},
     {"algorithms", "optim"},
     {"engine"},
@@ -130,8 +130,16 @@ COLLECTIVE = [
     "allgatherv",
     "alltoallv",
     "barrier",
+    "gatherv",
+    "scatterv",
+    "scan",
+    "exscan",
+    "allreduce_many",
+    "broadcast_many",
     "broadcast_object",
     "allgather_object",
+    "gather_object",
+    "scatter_object",
     "split",
     "dup",
     "by_node",
@@ -149,7 +157,7 @@ def test_collective_methods_say_so_on_the_second_line_of_their_docstring(name):
     assert lines[1].startswith("Collective")
 
 
-@pytest.mark.parametrize("name", ["send", "recv", "sendrecv", "exchange", "abort"])
+@pytest.mark.parametrize("name", ["send", "recv", "sendrecv", "exchange", "send_object", "recv_object", "abort"])
 def test_other_methods_do_not(name):
     assert "Collective" not in inspect.getdoc(getattr(Communicator, name))
 

@@ -23,14 +23,15 @@ from typing import ClassVar
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import Array, Scratch
+from ..arrays import REDUCED_PRECISION, Array, Scratch
 from ..errors import UnsupportedError
 
 Message = tuple[int, Array]
 """A peer, and the contiguous array sent to it or received from it."""
 
-POINT_TO_POINT, COLLECTIVE = 0, 1
-"""Tags: messages of collectives never match those of `send` and `recv`."""
+POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
+"""Tags: messages never match those of another tag. Arrays of `send` and `recv`, what collectives send, pickled
+objects, and the descriptions that `agreement` sends ahead of messages."""
 
 Wait = Callable[[], None]
 """Returns when an exchange that was begun has ended."""
@@ -151,9 +152,34 @@ class Transport(ABC):
         """
         self._reduce(list(arrays.rows(x, self.size)), out.reshape(-1), op)
 
+    def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
+        """Reduce `x` over all ranks and keep part `rank`, of counts[rank] elements, in `out`.
+
+        Collective. `out` may be that part of `x`.
+        """
+        self._reduce(arrays.parts(x, counts), out.reshape(-1), op)
+
+    def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
+        """Reduce `x` of all ranks up to this one into `out`, which may be `x`; of those before it if `exclusive`.
+
+        Collective. Every rank reduces its chunk of the array for all of them. Rank 0, before which there is no
+        rank, then leaves `out` as it is.
+        """
+        # (p, m) each: chunk r of this rank's array, and this rank's chunk of rank r's.
+        chunks, mine = self._scratch.take("scan", (2, self.size, -(-x.size // self.size)), x.dtype, like=x)
+        chunks.reshape(-1)[: x.size] = x.reshape(-1)
+        self.alltoall(chunks, mine)
+        _accumulate(mine, op)
+        if exclusive:
+            chunks[1:] = mine[:-1]
+            mine, chunks = chunks, mine
+        self.alltoall(mine, chunks)
+        if self.rank > 0 or not exclusive:
+            out.reshape(-1)[...] = chunks.reshape(-1)[: x.size]
+
     def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
         """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
-        rank, others, like = self.rank, self.others(), chunks[0]
+        rank, others, like = self.rank, self.others(), max(chunks, key=lambda chunk: chunk.size)
         pieces = cut(like.size, like.nbytes, self.piece_bytes)
         shape = (min(LAG + 1, len(pieces)), self.size * pieces[0].stop)
         tables = self._scratch.take("parts", shape, like.dtype, like=like)
@@ -327,6 +353,17 @@ class Transport(ABC):
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+def _accumulate(table: Array, op: str) -> None:
+    """Reduce in place, so that row r becomes what rows 0 to r come to."""
+    reduce_rows = kernels.of(table).reduce_rows
+    if op == "avg" or arrays.dtype_name(table.dtype) in REDUCED_PRECISION:
+        for r in reversed(range(1, len(table))):  # each from the rows themselves, so that it is rounded once
+            reduce_rows(table[: r + 1], table[r], op)
+    else:
+        for r in range(1, len(table)):
+            reduce_rows(table[r - 1 : r + 1], table[r], op)
 
 
 def chunk_bounds(count: int, chunks: int) -> list[slice]:

@@ -32,7 +32,7 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, DType, dtype_name, overlap, rows, same_memory
+from ..arrays import Array, DType, dtype_name, overlap, parts, rows, same_memory
 from ..errors import (
     CommAborted,
     CommError,
@@ -459,6 +459,27 @@ class MPITransport(Transport):
             self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
         else:
             self._watched(super().reduce_scatter, x, out, op)
+
+    def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
+        """Small arrays gathered and reduced here; see `Transport`."""
+        call = f"reduce_scatter {op} by {list(counts)}"
+        if self._is_small(x):
+            table = self._gather_small(call, x)
+            host.reduce_rows([parts(row, counts)[self.rank] for row in table], out.reshape(-1), op)
+            return
+        self.agree_on_call(call, x)
+        self._watched(super().reduce_scatterv, x, out, counts, op)
+
+    def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
+        """Small arrays gathered and reduced here; see `Transport`."""
+        call = f"{'exscan' if exclusive else 'scan'} {op}"
+        if self._is_small(x):
+            before = self._gather_small(call, x)[: self.rank + (not exclusive)]
+            if len(before):
+                host.reduce_rows(before, out.reshape(-1), op)
+            return
+        self.agree_on_call(call, x)
+        super().scan(x, out, op, exclusive=exclusive)
 
     def allgather(self, x: Array, out: Array) -> None:
         """Small arrays behind the number of their call, others by MPI up to a size; see `Transport`."""

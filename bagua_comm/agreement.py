@@ -1,0 +1,142 @@
+"""What `connect(check=True)` compares before a call moves a byte.
+
+All of it goes over the transport of host arrays. Where all ranks make a call, each tells all others what it is
+about to do. A message from one rank to another is preceded by its description, which the receiver compares with
+what it expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from .arrays import Array, dtype_name, dtype_named, library
+from .errors import CommError, CommMismatch
+from .transports.base import DESCRIPTION, Transport
+
+TEXT_BYTES = 256
+"""What a call, or a message, is described in."""
+
+_DIGEST = 16
+
+
+def compare_calls(host: Transport, call: str) -> None:
+    """Raise `CommMismatch` on all ranks unless all give the same text.
+
+    Collective.
+    """
+    table = np.empty((host.size, TEXT_BYTES), np.uint8)
+    try:
+        host.allgather(_packed(call), table)
+    except CommError as exc:
+        exc.args = (f"{call}, which ranks compare first: {exc}",)
+        raise
+    calls = [_unpacked(row) for row in table]
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
+            raise CommMismatch(f"rank 0 called {calls[0]}, but rank {rank} called {other}")
+
+
+def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) -> None:
+    """Raise `CommMismatch` on all ranks unless every rank sends each other one what that one expects.
+
+    Collective.
+
+    Args:
+        host: Moves host arrays.
+        sends: How many elements this rank sends to each rank, (p,).
+        recvs: How many it expects from each, (p,).
+    """
+    table = np.empty((host.size, 2, host.size), np.int64)
+    host.allgather(np.array([sends, recvs], np.int64), table)
+    sent, expected = table[:, 0], table[:, 1].T  # (p, p): from row to column
+    for source, dest in np.argwhere(sent != expected).tolist():
+        raise CommMismatch(
+            f"rank {source} sends {sent[source, dest]} elements to rank {dest}, "
+            f"which expects {expected[source, dest]}"
+        )
+
+
+class Unfit(NamedTuple):
+    """A message that is not what its receiver expects."""
+
+    error: CommMismatch
+    kind: str
+    """The library of its array, or "object"."""
+    nbytes: int
+
+
+class Messages:
+    """The messages between this rank and each other one: what they are, and how many there were."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def compare(
+        self,
+        host: Transport,
+        call: str,
+        sends: Sequence[tuple[int, Array | None]],
+        recvs: Sequence[tuple[int, Array | None]],
+    ) -> list[Unfit | None]:
+        """Describe what is about to be sent, and compare what is about to come with what is expected.
+
+        Args:
+            host: Moves host arrays.
+            call: What this rank calls.
+            sends: Peers, and the arrays that go to them; None in place of an object.
+            recvs: Peers, and the arrays to fill; None where an object is expected.
+
+        Returns:
+            For each of `recvs` what is wrong with it, None if it fits.
+        """
+        outgoing = [(peer, _packed(self._describe(call, self._sent, peer, x))) for peer, x in sends]
+        incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
+        host.exchange(outgoing, incoming, tag=DESCRIPTION)
+        return [
+            _misfit(host.rank, peer, self._describe(call, self._received, peer, x), _unpacked(text))
+            for (peer, x), (_, text) in zip(recvs, incoming, strict=True)
+        ]
+
+    def _describe(self, call: str, count: Counter[int], peer: int, x: Array | None) -> str:
+        """Number, library, dtype, elements, and the call with the shape: all but the last must be alike."""
+        count[peer] += 1
+        if x is None:
+            return f"{count[peer]} object object 0 {call}"
+        name = dtype_name(x.dtype)
+        return f"{count[peer]} {library(x)} {name} {x.size} {call} of {name}{list(x.shape)}"
+
+
+def _misfit(rank: int, peer: int, expected: str, found: str) -> Unfit | None:
+    *wanted, my_call = expected.split(" ", 4)
+    *came, its_call = found.split(" ", 4)
+    if wanted == came:
+        return None
+    number, kind, dtype, count = came
+    reason = "" if wanted[1] == kind else f" ({kind}, where {wanted[1]} is expected)"
+    numbers = f"message {number}" if number == wanted[0] else f"message {number}, instead of message {wanted[0]},"
+    return Unfit(
+        CommMismatch(f"{numbers} from rank {peer} is its {its_call}, but rank {rank} called {my_call}{reason}"),
+        kind,
+        0 if kind == "object" else int(count) * dtype_named(dtype).itemsize,
+    )
+
+
+def _packed(text: str) -> Array:
+    """`text` as bytes; a long one keeps its beginning, and a digest of all of it."""
+    data = text.encode()
+    if len(data) > TEXT_BYTES:
+        digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()
+        data = data[: TEXT_BYTES - _DIGEST - 4] + b"... " + digest
+    out = np.zeros(TEXT_BYTES, np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return out
+
+
+def _unpacked(row: Array) -> str:
+    return str(row.tobytes().rstrip(b"\0").decode(errors="replace"))

@@ -1,0 +1,406 @@
+"""What the calls of a Communicator must give beyond its conformance kit: bodies that any world of ranks runs.
+
+`put` copies a NumPy array to where the ranks' arrays are. References are NumPy's.
+"""
+
+import numpy as np
+import pytest
+
+from bagua_comm import ArrayError, CommMismatch, UnsupportedError
+from bagua_comm.arrays import dtype_named
+from bagua_comm.kernels import host
+from bagua_comm.testing import sample
+
+REDUCTIONS = [
+    ("int32", "sum"),
+    ("int8", "avg"),
+    ("uint8", "bxor"),
+    ("float32", "sum"),
+    ("float64", "prod"),
+    ("float16", "sum"),
+    ("bfloat16", "avg"),
+    ("float32", "max"),
+    ("complex64", "sum"),
+    ("complex128", "avg"),
+]
+
+
+def sized(put, count):
+    """So many elements; few where a thread of a stand-in for a GPU works on each."""
+    return count if put is np.copy else -(-count // 50)
+
+
+def reductions(put):
+    """All, or on a stand-in for a device, which compiles them, some."""
+    return REDUCTIONS if put is np.copy else REDUCTIONS[::3]
+
+
+def back(x):
+    return x if isinstance(x, np.ndarray) else x.get()
+
+
+def reference(xs, op):
+    """What `xs` come to, in rank order: that of the specification; of complex numbers, NumPy's."""
+    with np.errstate(all="ignore"):
+        if xs[0].dtype.kind == "c":
+            total = {"prod": np.multiply}.get(op, np.add).reduce(np.stack(xs), axis=0)
+            return total / len(xs) if op == "avg" else total
+        out = np.empty(xs[0].size, xs[0].dtype)
+        host.reduce_rows([x.reshape(-1) for x in xs], out, op)
+        return out.reshape(xs[0].shape)
+
+
+def same(actual, expected):
+    actual = back(actual)
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    if expected.dtype.kind == "c":
+        np.testing.assert_allclose(actual, expected, rtol=1e-5 if expected.dtype == np.complex64 else 1e-12)
+    else:
+        assert actual.tobytes() == expected.tobytes()
+
+
+def close(actual, expected):
+    """For what NCCL adds in an order of its own."""
+    actual = back(actual)
+    assert actual.dtype == expected.dtype
+    wide = np.complex128 if expected.dtype.kind == "c" else np.float64
+    np.testing.assert_allclose(actual.astype(wide), expected.astype(wide), rtol=2e-2, atol=1e-2)
+
+
+def gatherv_and_scatterv(comm, put):
+    p, rank, counts = comm.size, comm.rank, [(3 * r + 1) % 5 * 700 for r in range(comm.size)]
+    for root, dtype in ((0, "float32"), (p - 1, "bfloat16")):
+        xs = [sample(r, (counts[r],), dtype) for r in range(p)]
+        everything = np.concatenate(xs)
+
+        gathered = comm.gatherv(put(xs[rank]), counts=counts if rank == root else None, root=root)
+        if rank == root:
+            same(gathered, everything)
+            out = put(np.zeros((1, everything.size, 1), dtype_named(dtype)))
+            assert comm.gatherv(put(xs[rank]), out, counts, root=root) is out
+            same(back(out).reshape(-1), everything)
+        else:
+            assert gathered is None
+            comm.gatherv(put(xs[rank]), root=root)
+
+        mine = put(np.zeros((counts[rank], 1), dtype_named(dtype)))
+        whole, parts = (put(everything), np.array(counts)) if rank == root else (None, None)
+        assert comm.scatterv(whole, parts, mine, root=root) is mine
+        same(back(mine).reshape(-1), xs[rank])
+        if rank == root:
+            same(comm.scatterv(whole, parts, root=root), xs[rank])
+        else:
+            comm.scatterv(None, None, mine, root=root)
+
+
+def scatters_and_gathers_in_place(comm, put):
+    """The root's own part may be where it belongs already."""
+    p, rank, counts = comm.size, comm.rank, [r + 1 for r in range(comm.size)]
+    end = sum(counts[: rank + 1])
+    expected = np.repeat(np.arange(p), counts)
+    whole = put(np.where(expected == rank, rank, -1))
+    own = whole[end - counts[rank] : end]
+    comm.gatherv(own, whole if rank == 0 else None, counts if rank == 0 else None, root=0)
+    if rank == 0:
+        same(whole, expected)
+    comm.scatterv(whole if rank == 0 else None, counts if rank == 0 else None, own, root=0)
+    same(own, np.full(counts[rank], rank))
+
+
+def reduce_scatter_with_counts(comm, put):
+    p, rank = comm.size, comm.rank
+    for unit in (3, sized(put, 3000)):
+        counts = [(2 * r + 1) % 4 * unit for r in range(p)]  # some of them zero
+        ends = np.cumsum(counts)
+        mine = slice(ends[rank] - counts[rank], ends[rank])
+        for dtype, op in reductions(put):
+            xs = [sample(r, (sum(counts),), dtype) for r in range(p)]
+            expected = reference(xs, op)[mine]
+            x = put(xs[rank])
+            same(comm.reduce_scatter(x, op=op, counts=counts), expected)
+            own = x[mine]
+            assert comm.reduce_scatter(x, own, op=op, counts=counts) is own
+            same(own, expected)
+
+
+def prefixes(comm, put):
+    """Scan and exscan, in place and not."""
+    p, rank = comm.size, comm.rank
+    for shape in ((2, 3), (), (0,), (sized(put, 5001),)):
+        for dtype, op in reductions(put):
+            xs = [sample(r, shape, dtype) for r in range(p)]
+            x = put(xs[rank])
+            expected = reference(xs[: rank + 1], op)
+            same(comm.scan(x, op=op), expected)
+            same(x, xs[rank])
+            assert comm.scan(x, out=x, op=op) is x
+            same(x, expected)
+
+            x, before = put(xs[rank]), xs[rank] if rank == 0 else reference(xs[:rank], op)
+            result = comm.exscan(x, op=op)
+            if rank == 0:
+                assert result is None
+            else:
+                same(result, before)
+            assert comm.exscan(x, out=x, op=op) is x
+            same(x, before)
+
+
+def complex_numbers(comm, put):
+    """Sums and averages, in every reduction, at every size."""
+    p, rank = comm.size, comm.rank
+    for dtype in ("complex64", "complex128"):
+        for count in (1, sized(put, 10_000)):
+            xs = [sample(r, (p, count), dtype) for r in range(p)]
+            for op in ("sum", "avg"):
+                x, expected = put(xs[rank]), reference(xs, op)
+                close(comm.allreduce(x, op=op), expected)
+                at_root = comm.reduce(x, root=p - 1, op=op)
+                if rank == p - 1:
+                    close(at_root, expected)
+                close(comm.reduce_scatter(x, op=op), expected[rank : rank + 1])
+                assert comm.allreduce(x, out=x, op=op) is x
+                close(x, expected)
+        total = comm.allreduce(put(np.array(1 + 2j * rank, dtype_named(dtype))))
+        assert back(total) == p + 1j * p * (p - 1)
+        for op in ("min", "max"):
+            raises(UnsupportedError, f"no op='{op}' for {dtype}; reduce magnitudes", comm.scan, total, op=op)
+        raises(UnsupportedError, f"no op='band' for {dtype}$", comm.allreduce, total, op="band")
+
+
+def products_of_complex_numbers(comm, put):
+    p, rank = comm.size, comm.rank
+    for count in (3, 30_000):
+        xs = [sample(r, (p, count), "complex128") for r in range(p)]
+        x, expected = put(xs[rank]), reference(xs, "prod")
+        np.testing.assert_allclose(comm.allreduce(x, op="prod"), expected, rtol=1e-9)
+        np.testing.assert_allclose(comm.reduce_scatter(x, op="prod"), expected[rank : rank + 1], rtol=1e-9)
+        np.testing.assert_allclose(comm.scan(x, op="prod"), reference(xs[: rank + 1], "prod"), rtol=1e-9)
+
+
+def many_at_once(comm, put, same=same):
+    """Coalesced calls give the bytes of single ones."""
+    p, rank = comm.size, comm.rank
+    kinds = [
+        ("float32", (3, 2)),
+        ("int64", ()),
+        ("float32", (0,)),
+        ("bfloat16", (sized(put, 20_000),)),
+        ("float32", (sized(put, 9001),)),
+    ]
+    kinds += [("float32", (sized(put, 9001),)), ("complex64", (5,))]
+
+    def arrays():
+        return [put(sample(rank, shape, dtype, seed=i)) for i, (dtype, shape) in enumerate(kinds)]
+
+    xs = arrays()
+    for op in ("sum", "avg"):
+        one_by_one = [back(comm.allreduce(x, op=op)) for x in xs]
+        together = comm.allreduce_many(xs, op=op)
+        for actual, expected in zip(together, one_by_one, strict=True):
+            same(actual, expected)
+    for i, (x, (dtype, shape)) in enumerate(zip(xs, kinds, strict=True)):
+        same(x, sample(rank, shape, dtype, seed=i))  # as it was
+    outs = comm.allreduce_many(xs, xs, op="avg")
+    assert all(out is x for out, x in zip(outs, xs, strict=True))
+    for x, expected in zip(xs, one_by_one, strict=True):
+        same(x, expected)
+
+    xs = arrays()
+    for x, given in zip(xs, comm.broadcast_many(xs, root=p - 1), strict=True):
+        assert x is given
+    for i, (x, (dtype, shape)) in enumerate(zip(xs, kinds, strict=True)):
+        np.testing.assert_array_equal(back(x), sample(p - 1, shape, dtype, seed=i))
+
+    column = put(np.full((4, 2), rank))[:, 0]  # not contiguous
+    comm.allreduce_many([column, xs[0]], [column, None])
+    assert back(column.copy()).tolist() == [sum(range(p))] * 4
+    assert comm.allreduce_many([]) == []
+
+
+def a_row_of_ranks(comm, put):
+    """None at its ends: nothing is sent, and nothing is written."""
+    rank, end = comm.rank, comm.size - 1
+    left, right = rank - 1 if rank else None, rank + 1 if rank < end else None
+    out = put(np.array([-1]))
+    assert comm.sendrecv(put(np.array([rank])), out, dest=right, source=left) is out
+    assert back(out).tolist() == [rank - 1]
+
+    halo = put(np.array([-1, -1]))
+    mine = put(np.array([rank]))
+    comm.exchange([(left, mine), (right, mine)], [(left, halo[:1]), (right, halo[1:])])
+    assert back(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
+    comm.exchange([(None, mine)], [(None, halo)])
+    assert back(halo).tolist() == [rank - 1, rank + 1 if rank < end else -1]
+    for call in (lambda: comm.send(mine, dest=None), lambda: comm.recv(mine, source=None)):
+        raises(ArrayError, "peer is None, expected a rank", call)
+    raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
+
+
+def objects_of_every_kind(comm, put):
+    p, rank = comm.size, comm.rank
+    mine = {"rank": rank, "array": np.full(rank * 3000, rank), "text": "x" * rank}
+    for root in (0, p - 1):
+        found = comm.gather_object(mine, root=root)
+        if rank == root:
+            assert [each["rank"] for each in found] == list(range(p))
+            assert all(
+                (each["array"] == r).all() and each["array"].size == 3000 * r for r, each in enumerate(found)
+            )
+        else:
+            assert found is None
+        objs = (("for", r, "y" * 5000 * r) for r in range(p)) if rank == root else None
+        assert comm.scatter_object(objs, root=root) == ("for", rank, "y" * 5000 * rank)
+    assert comm.scatter_object([None] * p if rank == 0 else None, root=0) is None
+
+    right, left = (rank + 1) % p, (rank - 1) % p
+    comm.send_object(mine["text"], dest=right)
+    comm.send_object(("second", rank), dest=right)
+    out = put(np.zeros(1))
+    assert comm.recv_object(source=left) == "x" * left
+    assert comm.recv_object(source=left) == ("second", left)
+    comm.sendrecv(put(np.ones(1)), out, dest=right, source=left)
+    assert back(out)[0] == 1
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise RuntimeError("not me")
+
+
+def objects_that_cannot_be_pickled(comm, put):
+    """All ranks hear of it, by the same error, and go on."""
+    p, rank = comm.size, comm.rank
+    bad = Unpicklable() if rank == p - 1 else rank
+    message = "this Unpicklable cannot be pickled: RuntimeError: not me"
+    raises(UnsupportedError, f"broadcast_object: {message}", comm.broadcast_object, bad, root=p - 1)
+    raises(UnsupportedError, f"allgather_object: {message}", comm.allgather_object, bad)
+    raises(UnsupportedError, f"gather_object: {message}", comm.gather_object, bad, root=0)
+    objs = [0] * (p - 1) + [Unpicklable()] if rank == 0 else None
+    raises(UnsupportedError, f"scatter_object: {message}", comm.scatter_object, objs, root=0)
+    for wrong, what in ((None, "None"), ([1] * (p + 1), f"{p + 1} objects"), (5, "no list: TypeError")):
+        objs = wrong if rank == p - 1 else None
+        raises(ArrayError, f"scatter_object: objs is {what}", comm.scatter_object, objs, root=p - 1)
+    raises(UnsupportedError, f"send_object: {message}", comm.send_object, Unpicklable(), dest=rank)
+    assert comm.allgather_object(rank) == list(range(p))
+
+
+def raises(error, message, call, *arguments, **named):
+    with pytest.raises(error, match=message):
+        call(*arguments, **named)
+
+
+# `comm` compares every call
+
+
+def counts_that_differ(comm, put):
+    """Each is a mismatch on all ranks, and does no harm."""
+    p, rank = comm.size, comm.rank
+    x = put(np.zeros(p))
+    incoming = [1] * p
+    incoming[0] = 2 if rank == 1 else 1
+    wrong = "rank 0 sends 1 elements to rank 1, which expects 2"
+    out = put(np.zeros(sum(incoming)))
+    raises(CommMismatch, wrong, comm.alltoallv, x, [1] * p, out, incoming)
+    y = put(np.zeros(p, np.int64 if rank == 1 else np.uint64))
+    raises(
+        CommMismatch, r"alltoallv\(uint64\), but rank 1 called alltoallv\(int64\)", alltoallv_of_one_each, comm, y
+    )
+    if rank == 1:
+        raises(CommMismatch, r"alltoallv\(float64\), but rank 1 called barrier", comm.barrier)
+    else:
+        raises(CommMismatch, r"alltoallv\(float64\), but rank 1 called barrier", alltoallv_of_one_each, comm, x)
+    alltoallv_of_one_each(comm, x)
+
+    x = put(np.zeros(rank + 1))
+    counts = [3, *range(2, p + 1)] if rank else [1, 7, *range(3, p + 1)]
+    wrong = "rank 1 sends 2 elements to rank 0, which expects 7"
+    raises(CommMismatch, wrong, comm.gatherv, x, None, counts if rank == 0 else None, root=0)
+    raises(
+        CommMismatch, r"gatherv\(float64, root=0\), but rank 1", comm.gatherv, x, None, range(1, p + 1), root=rank
+    )
+    whole = put(np.zeros(sum(counts)))
+    wrong = "rank 0 sends 7 elements to rank 1, which expects 2"
+    raises(CommMismatch, wrong, comm.scatterv, whole if rank == 0 else None, counts, x, root=0)
+    wrong = r"rank 0 called reduce_scatter\(float64\[7\], op=sum, counts=.* but rank 1 called reduce_scatter"
+    counts = [7, *[0] * (p - 1)] if rank == 0 else [0, 7, *[0] * (p - 2)]
+    raises(CommMismatch, wrong, comm.reduce_scatter, put(np.zeros(7)), counts=counts)
+
+
+def alltoallv_of_one_each(comm, x):
+    counts = [1] * comm.size
+    comm.alltoallv(x, counts, x.copy(), counts)
+
+
+def messages_that_differ(comm, put):
+    """The receiver names both calls, takes the message all the same, and goes on."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    floats = put(np.ones(40_000))
+
+    def both(x, out, message):
+        raises(CommMismatch, message, comm.sendrecv, x, out, dest=right, source=left)
+
+    which = (
+        rf"message 1 from rank {left} is its sendrecv of float64\[40000\], but rank {comm.rank} called sendrecv"
+    )
+    both(floats, put(np.zeros(40_000, np.int64)), which + r" of int64\[40000\]")
+    both(floats, put(np.zeros((2, 2))), r"message 2 .* sendrecv of float64\[2, 2\]")
+    out = put(np.zeros((200, 200)))
+    comm.sendrecv(floats, out, dest=right, source=left)  # another shape of as many elements
+    assert back(out).all()
+
+    comm.send(floats[:3], dest=right) if comm.rank == 0 else None
+    if comm.rank == 1:
+        message = r"from rank 0 is its send of float64\[3\], but rank 1 called recv of float32\[3\]"
+        raises(CommMismatch, message, comm.recv, put(np.zeros(3, np.float32)), source=0)
+    halves = put(np.zeros(6)), put(np.zeros(2, np.uint8))
+    sends = [(right, floats[:6]), (right, floats[6:8])]
+    raises(CommMismatch, r"its exchange of float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
+    assert back(halves[0]).all()  # what fits has come
+    assert not back(halves[1]).any()
+
+    for small in (comm, comm.dup()):
+        small.sendrecv(floats, out, dest=right, source=left)
+        small.send_object("text", dest=right)
+        raises(CommMismatch, "is its send_object, but .* called recv of", small.recv, out, source=left)
+        assert back(out).all()
+        small.send_object("more", dest=right)
+        assert small.recv_object(source=left) == "more"
+
+
+def groups_and_lanes_are_compared(comm, put):
+    """Barriers, groups, and what runs on a lane."""
+    for call in (comm.dup, comm.lane):
+        if comm.rank == 0:
+            raises(CommMismatch, r"rank 0 called split\(\), but rank 1 called dup\(\)", comm.split, 0)
+        else:
+            raises(CommMismatch, r"rank 0 called split\(\), but rank 1 called dup\(\)", call)
+    with comm.lane() as lane, comm.split(0) as group:
+        for world in (lane.comm, group):
+            x = put(np.zeros(2 + (comm.rank == 1)))
+            raises(
+                CommMismatch,
+                r"float64\[2\], op=sum\), but rank 1 called allreduce\(float64\[3\]",
+                world.allreduce,
+                x,
+            )
+        x = put(np.zeros(2, np.int32))
+        request = lane.submit(lane.comm.sendrecv, put(np.zeros(2)), x, dest=comm.rank, source=comm.rank)
+        raises(CommMismatch, "its sendrecv of float64", request.result, timeout=30)
+        raises(CommMismatch, "its sendrecv of float64", lane.wait)
+    comm.barrier()
+
+
+WITHOUT_CHECK = [
+    gatherv_and_scatterv,
+    scatters_and_gathers_in_place,
+    reduce_scatter_with_counts,
+    prefixes,
+    complex_numbers,
+    many_at_once,
+    a_row_of_ranks,
+    objects_of_every_kind,
+    objects_that_cannot_be_pickled,
+]
+WITH_CHECK = [counts_that_differ, messages_that_differ, groups_and_lanes_are_compared]

@@ -1,0 +1,98 @@
+"""The calls of tests/calls.py over MPI, and beside mpi4py's own."""
+
+import calls
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import bagua_comm
+from bagua_comm import CommMismatch
+from bagua_comm.testing import run_ranks, sample
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.mark.parametrize("check", [*calls.WITHOUT_CHECK, calls.products_of_complex_numbers])
+def test_calls(comm, check):
+    check(comm, np.copy)
+
+
+def test_calls_that_differ_are_found(comm):
+    if comm.size == 1:
+        return  # nobody to differ from
+    with bagua_comm.connect(timeout_s=30, check=True) as checked:
+        for check in calls.WITH_CHECK:
+            check(checked, np.copy)
+
+
+@pytest.mark.parametrize("count", [3, 2000, 100_000])
+def test_uneven_calls_are_those_of_mpi(comm, count):
+    world, p, rank = MPI.COMM_WORLD, comm.size, comm.rank
+    counts = [count * (r + 1) for r in range(p)]
+    mine = sample(rank, (counts[rank],), "float64")
+    root = p - 1
+
+    theirs = np.zeros(sum(counts)) if rank == root else None
+    world.Gatherv(mine, [theirs, counts] if rank == root else None, root=root)
+    ours = comm.gatherv(mine, counts=counts, root=root)
+    np.testing.assert_array_equal(ours, theirs) if rank == root else None
+
+    part = np.zeros(counts[rank])
+    world.Scatterv([ours, counts] if rank == root else None, part, root=root)
+    np.testing.assert_array_equal(comm.scatterv(ours, counts, np.empty_like(part), root=root), part)
+
+    x = sample(rank, (sum(counts),), "int64")
+    part = np.zeros(counts[rank], np.int64)
+    world.Reduce_scatter(x, part, recvcounts=counts)
+    np.testing.assert_array_equal(comm.reduce_scatter(x, counts=counts), part)
+
+
+@pytest.mark.parametrize("count", [1, 2000, 100_000])
+@pytest.mark.parametrize(("op", "mpi_op"), [("sum", MPI.SUM), ("max", MPI.MAX), ("bxor", MPI.BXOR)])
+def test_prefixes_are_those_of_mpi(comm, count, op, mpi_op):
+    world = MPI.COMM_WORLD
+    x = sample(comm.rank, (count,), "int64")
+    for theirs, ours in ((world.Scan, comm.scan), (world.Exscan, comm.exscan)):
+        expected, out = np.full(count, -7), np.full(count, -7)  # MPI, too, leaves it on rank 0
+        theirs(x, expected, mpi_op)
+        np.testing.assert_array_equal(ours(x, out, op=op), expected)
+
+
+def test_sums_of_complex_numbers_are_those_of_mpi(comm):
+    x, total = sample(comm.rank, (1000,), "complex128"), np.zeros(1000, complex)
+    MPI.COMM_WORLD.Allreduce(x, total)
+    np.testing.assert_allclose(comm.allreduce(x), total, rtol=1e-12)
+
+
+def test_objects_travel_as_those_of_mpi(comm):
+    world, p, rank = MPI.COMM_WORLD, comm.size, comm.rank
+    objs = [{"for": r} for r in range(p)] if rank == 0 else None
+    assert comm.scatter_object(objs, root=0) == world.scatter(objs, root=0)
+    assert comm.gather_object(rank, root=0) == world.gather(rank, root=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prefixes_and_uneven_sums_have_the_bytes_that_threads_give(comm, dtype):
+    counts = [70_000 * (r % 2 + 1) for r in range(comm.size)]
+
+    def body(world):
+        x = sample(world.rank, (sum(counts),), dtype)
+        return [world.scan(x, op="avg").tobytes(), world.reduce_scatter(x, counts=counts).tobytes()]
+
+    assert run_ranks(comm.size, body)[comm.rank] == body(comm)
+
+
+@pytest.mark.parametrize("count", [10, 10_000])
+def test_other_operations_and_counts_are_found_without_being_asked_to(comm, count):
+    if comm.size == 1:
+        return  # nobody to differ from
+    x = np.zeros((comm.size, count))
+    for call in (
+        lambda world: world.scan(x, op="sum" if comm.rank == 0 else "max"),
+        lambda world: world.scan(x) if comm.rank == 0 else world.exscan(x),
+        lambda world: world.reduce_scatter(
+            x.reshape(-1), counts=[x.size, 0, *[0] * (comm.size - 2)][:: 1 if comm.rank == 0 else -1]
+        ),
+    ):
+        with bagua_comm.connect(timeout_s=30) as world, pytest.raises(CommMismatch, match="different calls"):
+            call(world)

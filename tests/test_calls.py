@@ -1,0 +1,230 @@
+"""Calls of a Communicator that its conformance kit leaves out, over threads, devices and gloo. mpi/ has MPI."""
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import calls
+import numpy as np
+import pytest
+from device_ranks import run_on_devices
+
+from bagua_comm import (
+    ArrayError,
+    CommMismatch,
+    CommTimeout,
+    Communicator,
+    Float16,
+    MinMaxUInt8,
+    UnsupportedError,
+    quantized_allreduce,
+)
+from bagua_comm.arrays import as_array
+from bagua_comm.testing import run_ranks
+from bagua_comm.transports import LocalTransport
+
+name = {"ids": lambda value: getattr(value, "__name__", None)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("check", calls.WITHOUT_CHECK, **name)
+def test_calls_over_threads(ranks, check):
+    run_ranks(ranks, lambda comm: check(comm, np.copy))
+
+
+@pytest.mark.parametrize("check", calls.WITHOUT_CHECK, **name)
+def test_calls_over_threads_with_every_call_checked(check):
+    run_ranks(3, lambda comm: check(comm, np.copy), check=True)
+
+
+@pytest.mark.parametrize("check", calls.WITH_CHECK, **name)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_that_differ_are_found(ranks, check):
+    run_ranks(ranks, lambda comm: check(comm, np.copy), check=True)
+
+
+def test_products_of_complex_numbers():
+    run_ranks(3, lambda comm: calls.products_of_complex_numbers(comm, np.copy))
+
+
+def test_an_object_is_never_taken_for_an_array():
+    def body(comm):
+        comm.send_object("text", dest=1 - comm.rank)
+        out = comm.sendrecv(np.ones(1), np.zeros(1), dest=1 - comm.rank, source=1 - comm.rank)
+        return out[0], comm.recv_object(source=1 - comm.rank)
+
+    assert run_ranks(2, body) == [(1, "text")] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "device"),
+    [("local", 2, "lazy"), ("nccl", 3, "side-first"), ("staged", 2, "main-first")],
+    indirect=["device"],
+)
+def test_calls_on_device_arrays(device, kind, ranks):
+    import cupy
+
+    def body(comm):
+        for check in calls.WITHOUT_CHECK:
+            if kind == "nccl" and check is calls.many_at_once:
+                check(comm, cupy.asarray, same=calls.close)
+            else:
+                check(comm, cupy.asarray)
+        x = cupy.asarray(np.ones(2, complex))
+        with pytest.raises(UnsupportedError, match=r"no op='prod' for complex128 on a device; .*x.get\(\)"):
+            comm.scan(x, op="prod")
+        mixed = comm.allreduce_many([x, np.ones(2, complex)])
+        assert [type(each) for each in mixed] == [cupy.ndarray, np.ndarray]
+
+    run_on_devices(device, ranks, kind, body)
+
+
+@pytest.mark.parametrize(("kind", "device"), [("nccl", "lazy"), ("staged", "lazy")], indirect=["device"])
+def test_calls_on_device_arrays_that_differ_are_found(device, kind):
+    import cupy
+
+    def body(comm):
+        with Communicator(comm.transports, device=comm.device, check=True) as checked:
+            for check in calls.WITH_CHECK:
+                check(checked, cupy.asarray)
+
+    run_on_devices(device, 2, kind, body)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_calls_over_gloo(check, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    from torch.distributed import HashStore
+
+    from bagua_torch.process_group import Meeting, ProcessGroupTransport
+
+    store = HashStore()
+
+    def run(rank):
+        transport = ProcessGroupTransport(timeout_s=30, meeting=Meeting(store, "calls", rank, 3))
+        comm = Communicator([transport], check=check)
+        for each in calls.WITH_CHECK if check else calls.WITHOUT_CHECK:
+            each(comm, np.copy)
+        comm.close()
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(rank.result(timeout=60) for rank in [pool.submit(run, rank) for rank in range(3)])
+
+
+def test_wrong_arguments_of_new_calls_are_named():
+    x, p = np.zeros(3), 2
+    cases = [
+        (lambda comm: comm.gatherv(x, root=comm.rank), ArrayError, "gatherv: counts is None; root must give it"),
+        (lambda comm: comm.gatherv(x, counts=[1, 1], root=comm.rank), ArrayError, r"expected counts\[[01]\] = 1"),
+        (lambda comm: comm.gatherv(x, root=5), ArrayError, "gatherv: root is 5"),
+        (lambda comm: comm.scatterv(x, None, root=comm.rank), ArrayError, "scatterv: counts is None; root must"),
+        (lambda comm: comm.scatterv(None, [1, 2], root=comm.rank), ArrayError, "scatterv: x is None; root must"),
+        (
+            lambda comm: comm.scatterv(x, [1, 1], root=comm.rank),
+            ArrayError,
+            "x has 3 elements, counts add up to 2",
+        ),
+        (lambda comm: comm.scatterv(x, [1, 2], root=1 - comm.rank), ArrayError, "out is None; ranks other than"),
+        (lambda comm: comm.reduce_scatter(x, counts=[1, 1]), ArrayError, "x has 3 elements, counts add up to 2"),
+        (
+            lambda comm: comm.reduce_scatter(x, counts=[1.5, 1.5]),
+            ArrayError,
+            r"counts is \[1.5, 1.5\], expected 2",
+        ),
+        (lambda comm: comm.reduce_scatter(x, counts=[4, -1]), ArrayError, r"counts is \[4, -1\], expected 2"),
+        (lambda comm: comm.reduce_scatter(x, x[:2], counts=[3, 0]), ArrayError, "out has shape|own chunk"),
+        (lambda comm: comm.scan(x, op="mean"), ArrayError, "scan: op is 'mean'"),
+        (lambda comm: comm.exscan(x, np.zeros(2)), ArrayError, r"exscan: out has shape \(2,\), expected \(3,\)"),
+        (lambda comm: comm.scan(x[:2], x[1:]), ArrayError, "scan: out overlaps x"),
+        (lambda comm: comm.allreduce_many([x, [1]]), UnsupportedError, r"allreduce_many: xs\[1\]: .*list"),
+        (lambda comm: comm.allreduce_many([x], [x, x]), ArrayError, "there are 2 outs, expected 1, one for each"),
+        (lambda comm: comm.allreduce_many([x, x], [None, x[:1]]), ArrayError, r"outs\[1\] has shape \(1,\)"),
+        (lambda comm: comm.allreduce_many([x, x[:1]], [x, None]), ArrayError, "written to overlaps another"),
+        (lambda comm: comm.allreduce_many([x[:2], x[2:]], [x[1:], None]), ArrayError, "written to overlaps"),
+        (lambda comm: comm.broadcast_many([x, x[:1]], root=0), ArrayError, "written to overlaps another array"),
+        (lambda comm: comm.send_object(1, dest=None), ArrayError, "send_object: dest is None"),
+        (lambda comm: comm.recv_object(source=7), ArrayError, "recv_object: source is 7"),
+        (lambda comm: comm.gather_object(1, root="a"), ArrayError, "gather_object: root is 'a'"),
+    ]
+
+    def body(comm):
+        for call, error, message in cases:
+            with pytest.raises(error, match=message):
+                call(comm)
+        return comm.allreduce(np.array(1))
+
+    assert run_ranks(p, body) == [p, p]
+
+
+def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
+    class csr_matrix:
+        nnz = 3
+
+        def toarray(self):
+            return np.eye(3)
+
+    with pytest.raises(
+        UnsupportedError, match=r"csr_matrix\) is several arrays; pass x.toarray\(\), or .*indptr"
+    ):
+        as_array(csr_matrix())
+    with pytest.raises(UnsupportedError, match="allreduce: x: a sparse matrix"):
+        Communicator([LocalTransport()]).allreduce(csr_matrix())
+
+
+def test_isend_and_irecv_are_tasks_of_a_lane():
+    """What MPI programs do: begin to receive, begin to send, work, wait for both."""
+
+    def body(comm):
+        peer, out = 1 - comm.rank, np.zeros(100_000)
+        with comm.lane() as lane:
+            receives = lane.submit(lane.comm.recv, out, source=0) if comm.rank else None
+            sends = lane.submit(lane.comm.send, np.full(100_000, 7.0), dest=1) if not comm.rank else None
+            comm.barrier()  # beside them
+            for request in filter(None, (receives, sends)):
+                request.result(timeout=30)
+            swap = lane.submit(
+                lane.comm.sendrecv, np.full(9, comm.rank), np.empty(9, int), dest=peer, source=peer
+            )
+            lane.wait()
+        return out[0], swap.result()[0]
+
+    assert run_ranks(2, body) == [(0, 1), (7, 0)]
+
+
+def test_codecs_are_compared():
+    def body(comm):
+        codec = MinMaxUInt8() if comm.rank == 0 else Float16()
+        with pytest.raises(CommMismatch, match=r"codec=MinMaxUInt8.*codec=Float16"):
+            quantized_allreduce(comm, np.ones(4, np.float32), codec=codec)
+
+    run_ranks(2, body, check=True)
+
+
+def test_what_stands_at_the_end_of_a_long_call_is_compared():
+    def body(comm):
+        counts = [1] * comm.size
+        if comm.rank == 1:
+            counts[-2:] = 2, 0
+        with pytest.raises(CommMismatch, match="rank 0 called allgatherv"):
+            comm.allgatherv(np.ones(counts[comm.rank]), np.ones(sum(counts)), counts)
+
+    run_ranks(100, body, check=True)
+
+
+def test_arrays_of_another_shape_that_take_as_much_are_no_other_call():
+    def body(comm):
+        shape = (4,) if comm.rank == 0 else (2, 2)
+        comm.allgather(np.ones(2), np.empty(shape))
+        return comm.allgatherv(np.ones(2), np.empty(shape), [2, 2]).sum()
+
+    assert run_ranks(2, body, check=True) == [4, 4]
+
+
+def test_a_message_that_meets_a_collective_says_so_on_both_ranks():
+    def body(comm):
+        call = comm.barrier if comm.rank == 0 else functools.partial(comm.recv, np.zeros(2), source=0)
+        name = r"barrier\(\)" if comm.rank == 0 else r"recv\(float64\[2\], source=0\)"
+        with pytest.raises(CommTimeout, match=name):
+            call()
+
+    run_ranks(2, body, check=True, timeout_s=0.5)
