@@ -89,6 +89,10 @@ class Draw:
             return (rows, 1, columns)
         return (rows, columns) if columns > 1 else (rows,)
 
+    def counts(self):
+        """How many elements each rank has, some of them none."""
+        return [self.count() * self.one_of((0, 1, 1)) for _ in range(self.comm.size)]
+
     def op(self, dtype):
         return self.one_of(arrays.ARITHMETIC_OPS + (BITWISE_OPS if dtype in INTEGERS else ()))
 
@@ -206,6 +210,76 @@ def reduce_scatter(draw):
     return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op), check)
 
 
+def reduce_scatter_by_counts(draw):
+    rank, dtype = draw.comm.rank, draw.one_of(REDUCED)
+    counts, op = draw.counts(), draw.op(dtype)
+    xs = draw.operands((sum(counts),), dtype, op)
+    x, out = draw.laid_out(xs[rank], writable=False), draw.out((counts[rank],), dtype)
+    text = f"reduce_scatter of {dtype}, counts={counts}, op={op}"
+    chunk = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+
+    def check(result):
+        _assert_reduced(result, reduced(xs, op)[chunk], op, draw.exact, text)
+
+    return Call(text, lambda comm: comm.reduce_scatter(x, out, op=op, counts=counts), check)
+
+
+def scan(draw, exclusive=False):
+    rank, dtype, shape = draw.comm.rank, draw.one_of(REDUCED), draw.shape()
+    op = draw.op(dtype)
+    xs = draw.operands(shape, dtype, op)
+    x = draw.laid_out(xs[rank])
+    out = draw.out(shape, dtype, x)
+    text = f"{'exscan' if exclusive else 'scan'} of {dtype}{shape}, op={op}"
+    before = None if out is None else host(out).copy()
+
+    def check(result):
+        if exclusive and rank == 0:
+            assert result is out
+            if out is not None:
+                _assert_same(result, before, text)
+        else:
+            _assert_reduced(result, reduced(xs[: rank + (not exclusive)], op), op, draw.exact, text)
+
+    return Call(text, lambda comm: (comm.exscan if exclusive else comm.scan)(x, out, op=op), check)
+
+
+def exscan(draw):
+    return scan(draw, exclusive=True)
+
+
+def complex_sum(draw):
+    dtype, shape, op = draw.one_of(sorted(arrays.COMPLEX)), draw.shape(), draw.one_of(("sum", "avg"))
+    xs = draw.operands(shape, dtype, op)
+    x = draw.laid_out(xs[draw.comm.rank])
+    out = draw.out(shape, dtype, x)
+    text = f"allreduce of {dtype}{shape}, op={op}"
+    parts = [each.reshape(-1).view(each.real.dtype) for each in xs]
+
+    def check(result):
+        found = host(result)
+        assert (found.shape, found.dtype) == (shape, dtype)
+        found = np.ascontiguousarray(found).reshape(-1).view(parts[0].dtype)
+        _assert_reduced(found, reduced(parts, op), op, draw.exact, text)
+
+    return Call(text, lambda comm: comm.allreduce(x, out, op=op), check, alike=True)
+
+
+def allreduce_many(draw):
+    rank, op = draw.comm.rank, draw.one_of(arrays.ARITHMETIC_OPS)
+    kinds = [(draw.one_of(REDUCED), draw.shape()) for _ in range(int(draw.shared.integers(0, 6)))]
+    xs = [draw.operands(shape, dtype, op) for dtype, shape in kinds]
+    mine = [draw.laid_out(each[rank]) for each in xs]
+    outs = [draw.out(shape, dtype, x) for (dtype, shape), x in zip(kinds, mine, strict=True)]
+    text = f"allreduce_many of {kinds}, op={op}"
+
+    def check(results):
+        for result, each in zip(results, xs, strict=True):
+            _assert_reduced(result, reduced(each, op), op, draw.exact, text)
+
+    return Call(text, lambda comm: comm.allreduce_many(mine, outs, op=op), check)
+
+
 # ---------------------------------------------------------------------------------------------------
 # Movement
 # ---------------------------------------------------------------------------------------------------
@@ -283,9 +357,8 @@ def scatter(draw):
 
 
 def allgatherv(draw):
-    p, rank = draw.comm.size, draw.comm.rank
-    dtype = draw.one_of(MOVED)
-    counts = [draw.count() * draw.one_of((0, 1, 1)) for _ in range(p)]
+    rank, dtype = draw.comm.rank, draw.one_of(MOVED)
+    counts = draw.counts()
     xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(counts),), dtype)
     text = f"allgatherv of {dtype}, counts={counts}"
@@ -311,6 +384,51 @@ def alltoallv(draw):
         lambda comm: comm.alltoallv(x, counts[rank], out, incoming),
         lambda result: _assert_same(result, np.concatenate(parts), text),
     )
+
+
+def gatherv(draw):
+    rank, dtype, root = draw.comm.rank, draw.one_of(MOVED), draw.rank()
+    counts = draw.counts()
+    xs = [draw.operands((count,), dtype)[r] for r, count in enumerate(counts)]
+    x, out = draw.laid_out(xs[rank], writable=False), draw.out((sum(counts),), dtype)
+    text = f"gatherv of {dtype}, counts={counts}, root={root}"
+
+    def check(result):
+        if rank != root:
+            assert result is None
+        else:
+            _assert_same(result, np.concatenate(xs), text)
+
+    return Call(text, lambda comm: comm.gatherv(x, out, counts if rank == root else None, root=root), check)
+
+
+def scatterv(draw):
+    rank, dtype, root = draw.comm.rank, draw.one_of(MOVED), draw.rank()
+    counts = draw.counts()
+    whole = draw.operands((sum(counts),), dtype)[root]
+    x = draw.laid_out(whole, writable=False) if rank == root else None
+    out = draw.out((counts[rank],), dtype) if rank == root else draw.place((counts[rank],), dtype)
+    text = f"scatterv of {dtype}, counts={counts}, root={root}"
+    expected = whole[sum(counts[:rank]) :][: counts[rank]]
+    return Call(
+        text,
+        lambda comm: comm.scatterv(x, counts if rank == root else None, out, root=root),
+        lambda result: _assert_same(result, expected, text),
+    )
+
+
+def broadcast_many(draw):
+    rank, root = draw.comm.rank, draw.rank()
+    kinds = [(draw.one_of(MOVED), draw.shape()) for _ in range(int(draw.shared.integers(0, 6)))]
+    xs = [draw.operands(shape, dtype) for dtype, shape in kinds]
+    mine = [draw.laid_out(each[rank]) for each in xs]
+    text = f"broadcast_many of {kinds}, root={root}"
+
+    def check(results):
+        for result, each in zip(results, xs, strict=True):
+            _assert_same(result, each[root], text)
+
+    return Call(text, lambda comm: comm.broadcast_many(mine, root=root), check)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -485,6 +603,14 @@ CASES = {
     recv_of_another_size: 1,
     barrier: 1,
     objects: 1,
+    reduce_scatter_by_counts: 1,
+    scan: 1,
+    exscan: 1,
+    complex_sum: 1,
+    allreduce_many: 1,
+    gatherv: 1,
+    scatterv: 1,
+    broadcast_many: 1,
     consistency: 1,
     wrong: 3,
 }
