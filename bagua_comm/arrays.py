@@ -161,6 +161,16 @@ def overlap(a: Array, b: Array) -> bool:
     return bool(namespace(a).may_share_memory(a, b))
 
 
+def share_elements(a: Array, b: Array) -> bool:
+    """Whether two arrays have an element in common; on a device, and where that is hard to tell, as `overlap`."""
+    if not overlap(a, b) or not isinstance(a, np.ndarray):
+        return overlap(a, b)
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
 def same_memory(a: Array, b: Array) -> bool:
     """Whether two contiguous arrays start at one address and have one size."""
     return a is b or (address(a) == address(b) and a.nbytes == b.nbytes)

@@ -295,7 +295,9 @@ def quantized_allreduce(
         target[...] = send
         return finished(out, target)
 
-    outermost = comm.take_turn(call)  # from here on, scratch is in use
+    outermost = comm.take_turn(
+        call, lambda: f"{call}({send.dtype}, codec={codec}, op={op})"
+    )  # from here on, scratch is in use
     try:
         _quantize_and_reduce(comm, transport, codec, send, target, op, residual)
     finally:

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -797,6 +797,7 @@ class Communicator:
         outgoing: list[Message] = []
         incoming: list[Message] = []
         landings: list[tuple[Array, Array]] = []
+        values: list[Array] = []
         transports: list[Transport] = []
         for name, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
             value, transport = self.accept(call, name, x)
@@ -807,11 +808,12 @@ class Communicator:
             peer = self._check_peer(call, f"a peer in {name}" if not peers else "peer", peer)
             transports.append(transport)
             target = arrays.contiguous(value)
+            if name == "recvs" and any(arrays.share_elements(value, other) for other in values):
+                raise ArrayError(f"{call}: an array to receive into overlaps another array")
+            values.append(value)
             if name == "sends":
                 outgoing.append((peer, target))
                 continue
-            if any(arrays.overlap(target, other) for _, other in outgoing + incoming):
-                raise ArrayError(f"{call}: an array to receive into overlaps another array")
             incoming.append((peer, target))
             landings.append((value, target))
         if not transports:
@@ -1180,7 +1182,9 @@ class Communicator:
     ) -> Iterator[Array]:
         """One call on all of `xs`, of one dtype, copied into one array."""
         first, shapes = xs[0], [list(x.shape) for x in xs]
-        outermost = self.take_turn(call)  # from here on, scratch is in use
+        outermost = self.take_turn(
+            call, lambda: f"{call}({first.dtype}, {detail})"
+        )  # from here on, scratch is in use
         try:
             flat = self.scratch.take("many", (sum(x.size for x in xs),), first.dtype, like=first)
             with Operation(self, call, transport, flat, {**detail, "shapes": shapes}):
@@ -1190,7 +1194,7 @@ class Communicator:
         finally:
             self.end_turn(outermost)
 
-    def take_turn(self, name: str) -> bool:
+    def take_turn(self, name: str, describe: Callable[[], str]) -> bool:
         """Begin a call, or a call within one; True if it is the outermost, which `end_turn` must end.
 
         Raises:
@@ -1209,7 +1213,7 @@ class Communicator:
         self._user = me
         collective = name not in _POINT_TO_POINT
         for transport in self.transports:
-            transport.begin_call(name, collective=collective)
+            transport.begin_call(name, collective=collective, describe=describe)
         return True
 
     def end_turn(self, outermost: bool) -> None:
@@ -1274,7 +1278,7 @@ class Operation:
 
     def __enter__(self) -> None:
         comm = self._comm
-        self._outermost = comm.take_turn(self._name)
+        self._outermost = comm.take_turn(self._name, self.signature)
         comm._calls += 1
         if comm.check and self._compare:
             try:
@@ -1308,6 +1312,14 @@ class Operation:
             call = str(self)
             before = f"{comm._last_call} #{comm._calls - 1}" if comm._calls > 1 else "nothing"
             error.args = (f"{call} #{comm._calls}: {error.args[0]}; before it: {before}",)
+
+    def signature(self) -> str:
+        """What must be alike on all ranks, if they all make this call."""
+        op, root = self._detail.get("op"), self._detail.get("root")
+        parts = [arrays.dtype_name(self._x.dtype) if self._x is not _NOTHING else ""]
+        parts += [f"op={op}"] if op is not None else []
+        parts += [f"root={root}"] if root is not None else []
+        return f"{self._name}({', '.join(parts)})"
 
     def __str__(self) -> str:
         hidden = ("dtype", "bytes", "wire_bytes", "error")

@@ -42,7 +42,7 @@ from .algorithms import (
     Window,
     every,
 )
-from .algorithms.base import phases_of
+from .algorithms.base import check_dtype, phases_of
 from .algorithms.schedule import Every
 from .arrays import FLOATS, dtype_named
 from .bucket import DEFAULT_BUCKET_BYTES
@@ -347,7 +347,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
 def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
     if isinstance(method, TorchDDP):
         return
-    method.check(job.dtype)
+    check_dtype(method, job.dtype)
     for phase in phases_of(method):
         if hasattr(phase, "check_size"):
             phase.check_size(cluster.size)

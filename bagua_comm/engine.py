@@ -21,7 +21,15 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from . import arrays
-from .algorithms.base import Algorithm, Payload, Point, check_algorithm_argument, phase_of, phases_of
+from .algorithms.base import (
+    Algorithm,
+    Payload,
+    Point,
+    check_algorithm_argument,
+    check_dtype,
+    phase_of,
+    phases_of,
+)
 from .algorithms.state import (
     check_movable,
     check_names,
@@ -585,9 +593,9 @@ def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
         ArrayError: It cannot do with so many ranks.
         UnsupportedError: It cannot exchange the dtype of a tensor; it is named.
     """
-    for bucket in plan.buckets if hasattr(algorithm, "check") else ():
+    for bucket in plan.buckets:
         try:
-            algorithm.check(bucket.dtype)
+            check_dtype(algorithm, bucket.dtype)
         except TypeError as exc:
             names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
             raise type(exc)(f"tensor {names}: {exc}") from exc

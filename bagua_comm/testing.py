@@ -138,9 +138,9 @@ class Recording(Transport):
         """What the recorded transport counts."""
         return self.inner.sent_bytes
 
-    def begin_call(self, name: str, *, collective: bool) -> None:
+    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`; the recorded transport is the one that waits."""
-        self.inner.begin_call(name, collective=collective)
+        self.inner.begin_call(name, collective=collective, describe=describe)
 
     def end_call(self) -> None:
         """See `Transport.end_call`."""

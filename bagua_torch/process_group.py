@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -55,9 +56,9 @@ from .arrays import as_tensor
 FRAME_BYTES = 4096
 """What is sent ahead of every message, and holds all of a short one. Takes no longer than 256 bytes would."""
 
-HEADER_BYTES = 24
-"""The head of a frame: how many bytes its message has, how many are expected in return in a swap (else -1), and
-how many the array has that the call is about (0 if that is not said)."""
+HEADER_BYTES = 32
+"""The head of a frame: how many bytes its message has, how many are expected in return in a swap (else -1),
+how many the array has that the call is about (0 if that is not said), and the number of the collective call."""
 
 BODY_BYTES = FRAME_BYTES - HEADER_BYTES
 
@@ -171,6 +172,7 @@ class ProcessGroupTransport(Transport):
         self._splits = 0
         self._children: WeakSet[ProcessGroupTransport] = WeakSet()
         self._about = 0  # bytes of the array that the call in progress is about
+        self._number = 0  # of what all ranks must have in common in a collective call
         self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): for what comes next
         self._sent: dict[tuple[int, int], deque[_Frame]] = {}  # by (peer, tag): perhaps still under way
         self._free: list[_Frame] = []
@@ -193,6 +195,7 @@ class ProcessGroupTransport(Transport):
         """All messages at once; see `Transport.exchange`."""
         if self._broken is not None:
             self._check_usable()
+        self._number = zlib.crc32(self.signature().encode()) if tag == COLLECTIVE else 0
         try:
             self._exchange(sends, recvs, tag)
         except CommError:
@@ -225,7 +228,7 @@ class ProcessGroupTransport(Transport):
                 continue
             self._wait(peer, frame.work)
             x = swaps[peer][0] if peer in swaps else None
-            head = [out.nbytes, -1 if x is None else x.nbytes, self._about]
+            head = [out.nbytes, -1 if x is None else x.nbytes, self._about, self._number]
             if frame.head.tolist() != head:
                 last = tag == POINT_TO_POINT and i + 1 == len(recvs) and not works
                 raise self._mismatch(peer, tag, frame, head, last)
@@ -270,7 +273,7 @@ class ProcessGroupTransport(Transport):
 
     def _send_frame(self, peer: int, tag: int, x: Array, in_return: int) -> None:
         frame = self._take_frame()
-        frame.head[:] = x.nbytes, in_return, self._about
+        frame.head[:] = x.nbytes, in_return, self._about, self._number
         if x.nbytes:
             begin = _bytes(x)[:BODY_BYTES]
             frame.body[: begin.size] = begin
@@ -303,7 +306,7 @@ class ProcessGroupTransport(Transport):
 
     def _mismatch(self, peer: int, tag: int, frame: _Frame, expected: list[int], last: bool) -> CommMismatch:
         """What to raise for a frame with another head; its message is received if nothing else is under way."""
-        nbytes, in_return, about = frame.head.tolist()
+        nbytes, in_return, about, number = frame.head.tolist()
         if last:
             if nbytes > BODY_BYTES:
                 self._wait(peer, self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8)))
@@ -317,6 +320,10 @@ class ProcessGroupTransport(Transport):
             text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
         elif nbytes == expected[0]:
             text += " in another call"
+            if number != self._number:
+                text = (
+                    f"rank {self.rank} called {self.signature()}, but rank {peer} another call, dtype, op or root"
+                )
         return CommMismatch(text)
 
     # Collectives that are better than those derived from `exchange` ---------------------------------

@@ -49,10 +49,10 @@ class Window:
 class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
-    It may have four more methods. `check_size(size)` raises if it cannot do with so many ranks. `begin(bucket,
-    state)` prepares an exchange when the window opens, and `commit(bucket, state)` writes back what was
-    communicated when it closes; both run on the caller's thread. `phase(step)` gives the algorithm to use in a
-    training step, if that is not always the same, and the property `phases` all of them.
+    It need not have `check`, and may have four more methods. `check_size(size)` raises if it does not support
+    this number of ranks. `begin(bucket, state)` prepares an exchange when the window opens, and `commit(bucket,
+    state)` writes back what was communicated when it closes; both run on the caller's thread. `phase(step)` gives
+    the algorithm to use in a training step, if that is not always the same, and the property `phases` all of them.
     """
 
     @property
@@ -124,6 +124,12 @@ def check_average(average: Any, dtype: str) -> None:
     """Raise `UnsupportedError` unless `average` takes this dtype; one without `check` takes every one."""
     if hasattr(average, "check"):
         average.check(dtype)
+
+
+def check_dtype(algorithm: Any, dtype: str) -> None:
+    """Raise `UnsupportedError` unless `algorithm` takes this dtype; one without `check` takes every one."""
+    if hasattr(algorithm, "check"):
+        algorithm.check(dtype)
 
 
 def check_floating(algorithm: object, dtype: str) -> None:

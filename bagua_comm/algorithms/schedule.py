@@ -18,6 +18,7 @@ from .base import (
     State,
     Window,
     check_algorithm_argument,
+    check_dtype,
     check_integer,
     phase_of,
     phases_of,
@@ -72,7 +73,7 @@ class Every:
 
     def check(self, dtype: str) -> None:
         """What its algorithm takes."""
-        self.algorithm.check(dtype)
+        check_dtype(self.algorithm, dtype)
 
     def check_size(self, size: int) -> None:
         """What its algorithm takes."""
@@ -140,7 +141,7 @@ class After:
     def check(self, dtype: str) -> None:
         """What both take."""
         for phase in self.phases:
-            phase.check(dtype)
+            check_dtype(phase, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """See `Algorithm.init`. Collective."""

@@ -67,21 +67,30 @@ class Transport(ABC):
     def __init__(self) -> None:
         self._scratch = Scratch()
         self._call: str | None = None
+        self._describe: Callable[[], str] | None = None
         self._in_collective = False
         self._deadline_s: float | None = None
 
-    def begin_call(self, name: str, *, collective: bool) -> None:
+    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """A call of the user begins: all its waits together may take `timeout_s`, from the first on.
 
         Args:
             name: Of the call.
             collective: Whether all ranks make it, in the same order.
+            describe: Says all that must be alike on all ranks then: its dtype, op and root, say.
         """
         self._call, self._in_collective, self._deadline_s = name, collective, None
+        self._describe = describe
 
     def end_call(self) -> None:
         """The call has ended. What is done outside of calls may take `timeout_s` a wait."""
         self._call, self._in_collective = None, False
+
+    def signature(self) -> str:
+        """What all ranks must have in common in the collective call in progress; empty outside of one."""
+        if not self._in_collective or self._describe is None:
+            return ""
+        return self._describe()
 
     def deadline_s(self) -> float:
         """Until when a wait that begins now may last, by `time.monotonic`."""

@@ -29,8 +29,8 @@ class Hub:
     def __init__(self, size: int) -> None:
         self.size = size
         self.changed = threading.Condition()
-        self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any]]] = {}
-        """By (source, dest, tag): copies, and for device arrays the event behind the copying."""
+        self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any, str]]] = {}
+        """By (source, dest, tag): copies, for device arrays the event behind the copying; the sender's call."""
         self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
         """Groups that some of their members have not joined yet, and how many have: by (splits before, color)."""
         self.groups: WeakSet[Hub] = WeakSet()
@@ -83,16 +83,17 @@ class LocalTransport(Transport):
         while self._read and self._read[0][1].done:
             self._read.popleft()
         copies = [x.copy() for _, x in sends]
+        signature = self.signature() if tag != POINT_TO_POINT else ""
         with hub.changed:
             self._check_alive()
             for (peer, x), copy in zip(sends, copies, strict=True):
-                hub.mail.setdefault((self.rank, peer, tag), deque()).append((copy, mark(copy)))
+                hub.mail.setdefault((self.rank, peer, tag), deque()).append((copy, mark(copy), signature))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             hub.changed.notify_all()
         deadline_s = self.deadline_s()
         for i, (peer, out) in enumerate(recvs):
             try:
-                self._receive(peer, out, tag, deadline_s)
+                self._receive(peer, out, tag, signature, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
                     self._broken = str(exc)  # what its peers send next would be taken for something else
@@ -101,7 +102,7 @@ class LocalTransport(Transport):
                 self._broken = str(exc)
                 raise
 
-    def _receive(self, peer: int, out: Array, tag: int, deadline_s: float) -> None:
+    def _receive(self, peer: int, out: Array, tag: int, signature: str, deadline_s: float) -> None:
         hub = self._hub
         with hub.changed:
             box = hub.mail.setdefault((peer, self.rank, tag), deque())
@@ -113,7 +114,9 @@ class LocalTransport(Transport):
                         f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes from rank {peer}"
                     )
                 hub.changed.wait(remaining)
-            message, copied = box.popleft()
+            message, copied, other = box.popleft()
+        if signature != other:
+            raise CommMismatch(f"rank {self.rank} called {signature}, but rank {peer} called {other}")
         if message.nbytes != out.nbytes:
             raise CommMismatch(
                 f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}"

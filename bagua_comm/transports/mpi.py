@@ -288,7 +288,7 @@ class MPITransport(Transport):
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return _World(comm, places, sound)
 
-    def begin_call(self, name: str, *, collective: bool) -> None:
+    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`."""
         self._call, self._in_collective, self._deadline_s = name, collective, None
         if collective:
@@ -693,7 +693,7 @@ class MPITransport(Transport):
             self._break("a call was interrupted")
         if self._broken is None and not MPI.Is_finalized():
             self._break("closed")
-            self._comm.Free()
+            in_time(self._comm.Free, self.timeout_s, "MPI_Comm_free")
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""

@@ -12,7 +12,7 @@ otherwise than if the array went whole, alike on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -52,9 +52,9 @@ class StagedTransport(Transport):
         """What the host transport counts."""
         return self._host.sent_bytes
 
-    def begin_call(self, name: str, *, collective: bool) -> None:
+    def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`; the host transport is the one that waits."""
-        self._host.begin_call(name, collective=collective)
+        self._host.begin_call(name, collective=collective, describe=describe)
 
     def end_call(self) -> None:
         """See `Transport.end_call`."""

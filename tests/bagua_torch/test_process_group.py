@@ -655,3 +655,22 @@ def test_the_example_trains_under_torchrun():
     measured = json.loads(last.removeprefix("result: "))
     assert measured["ranks"] == 2
     assert measured["wire_bytes"] == measured["exact_bytes"] > 0
+
+
+@pytest.mark.parametrize("count", [4, 4000, 1_000_000])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda comm, x: comm.allreduce(x.view("i4" if comm.rank else "f4")),
+        lambda comm, x: comm.allreduce(x, op="max" if comm.rank else "min"),
+        lambda comm, x: comm.allgather(x) if comm.rank else comm.alltoall(np.repeat(x, 2)),
+    ],
+    ids=["dtype", "op", "call"],
+)
+def test_calls_that_differ_raise_where_their_sizes_agree(call, count):
+    def body(transport):
+        with pytest.raises((CommMismatch, CommAborted, RankFailed)) as caught:
+            call(Communicator([transport]), np.zeros(count, np.float32))
+        return caught.type
+
+    assert CommMismatch in run_threads(2, body)

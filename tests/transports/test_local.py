@@ -183,3 +183,24 @@ def test_a_call_of_many_waits_has_one_deadline():
         assert time.monotonic() - start < 1.5
 
     run_ranks(2, body, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda comm: comm.allreduce(np.ones(4, "i4" if comm.rank else "f4")),
+            r"called allreduce\(\w+, op=sum\), but rank \d called",
+        ),
+        (lambda comm: comm.reduce(np.ones(4), root=comm.rank), "reduce.float64, op=sum, root="),
+        (lambda comm: comm.allreduce(np.ones(4), op="max" if comm.rank else "min"), "op=m.*op=m"),
+        (lambda comm: comm.alltoall(np.ones(4)) if comm.rank else comm.allgather(np.ones(2)), "all.*, but rank"),
+        (lambda comm: comm.gather(np.ones(4), root=comm.rank), "gather|waited"),
+    ],
+)
+def test_calls_that_differ_raise(call, text):
+    def body(comm):
+        with pytest.raises((CommMismatch, CommTimeout), match=text):
+            call(comm)
+
+    run_ranks(2, body, timeout_s=0.5)
