@@ -52,7 +52,7 @@ class Algorithm(Protocol):
     It need not have `check`, and may have four more methods. `check_size(size)` raises if it does not support
     this number of ranks. `begin(bucket, state)` prepares an exchange when the window opens, and `commit(bucket,
     state)` writes back what was communicated when it closes; both run on the caller's thread. `phase(step)` gives
-    the algorithm to use in a training step, if that is not always the same, and the property `phases` all of them.
+    the algorithm to use in a training step, if it is not always the same, and the property `phases` all of them.
     """
 
     @property
