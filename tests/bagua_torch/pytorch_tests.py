@@ -1,0 +1,460 @@
+"""PyTorch's own tests of DistributedDataParallel, run on ours, on a CPU.
+
+    python tests/bagua_torch/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
+    python tests/bagua_torch/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
+    python tests/bagua_torch/pytorch_tests.py --mode pytorch     # on PyTorch's alone: what can be run here at all
+    python tests/bagua_torch/pytorch_tests.py -v test_ddp_inference    # chosen tests, with what went wrong
+
+The tests are those in `torch.testing._internal.distributed.distributed_test` that reach DistributedDataParallel.
+Most ask for GPUs, though what they are about is the same on a CPU: here the conditions under which PyTorch leaves a
+test out are ignored, and whatever goes to a GPU stays on the CPU (`OnCpu`). Each test runs on ranks of its own,
+forked from a process that has imported everything; a rank that has not ended after `LIMIT_S` is killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.nn.functional import all_reduce as differentiable_allreduce
+from torch.overrides import TorchFunctionMode
+
+import bagua_comm
+import bagua_torch
+from bagua_comm import Exact
+
+RANKS = 2
+LIMIT_S = 60.0
+GRACE_S = 1.0
+"""How long the other ranks have to tell what went wrong, once one has failed."""
+
+PyTorchs = nn.parallel.DistributedDataParallel
+
+
+# ---------------------------------------------------------------------------------------------------
+# What stands in for PyTorch's class
+# ---------------------------------------------------------------------------------------------------
+
+
+class Plain(PyTorchs):
+    """PyTorch's class, whose module is on the CPU and not where the test says."""
+
+    def __init__(self, module, device_ids=None, output_device=None, **settings):
+        super().__init__(module, **settings)
+
+
+class Hooked(Plain):
+    """PyTorch's class, averaging by `bagua_torch.comm_hook`."""
+
+    def __init__(self, module, device_ids=None, output_device=None, **settings):
+        super().__init__(module, **settings)
+        self.register_comm_hook(None, bagua_torch.comm_hook(Exact()))
+
+
+class Ours(bagua_torch.DistributedDataParallel):
+    """Our class, under the names that PyTorch gives to its arguments.
+
+    Settings without effect on results are left out: views of buckets and the order of buckets are ours to choose.
+    """
+
+    # What tests ask for on the way to what they are about.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        PyTorchs._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(PyTorchs._get_data_parallel_params)
+    parameters_to_ignore: frozenset[str] = frozenset()
+    broadcast_bucket_size = 2**28
+
+    def __init__(
+        self,
+        module,
+        device_ids=None,
+        output_device=None,
+        *,
+        process_group=None,
+        bucket_cap_mb=25,
+        broadcast_buffers=True,
+        forward_sync_buffers=None,
+        find_unused_parameters=False,
+        gradient_as_bucket_view=False,
+        static_graph=False,
+    ):
+        self.process_group = process_group if process_group is not None else dist.group.WORLD
+        super().__init__(
+            module,
+            bucket_bytes=int(bucket_cap_mb * 2**20),
+            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+            find_unused_parameters=find_unused_parameters,
+        )
+
+        self.static_graph = static_graph
+
+    def join(self, *, divide_by_initial_world_size=True, **settings):
+        return super().join(divide_by_initial_size=divide_by_initial_world_size, **settings)
+
+    @property
+    def forward_sync_buffers(self):
+        return self.broadcast_buffers
+
+    @property
+    def _authoritative_rank(self):
+        """Whose weights all ranks have after `join`; tests let the last rank have the most data."""
+        return RANKS - 1
+
+    def _get_ddp_logging_data(self):
+        return {"join_uneven_inputs": True, "has_rebuilt_buckets": self.static_graph}
+
+    def _set_ddp_sink_clone(self, clone):
+        assert not clone
+
+    def _remove_autograd_hooks(self):
+        self.close()
+
+
+CLASSES = {"bagua": Ours, "hook": Hooked, "pytorch": Plain}
+
+
+# ---------------------------------------------------------------------------------------------------
+# GPUs that are not there
+# ---------------------------------------------------------------------------------------------------
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors made on a GPU, or moved there, stay on the CPU."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = dict(keywords or {})
+        if function is torch.Tensor.cuda:
+            return arguments[0]
+        if function is torch.device and _is_gpu(arguments[0]):
+            return torch.device("cpu")
+        if _is_gpu(keywords.get("device")):
+            keywords["device"] = "cpu"
+        if function is torch.Tensor.to and len(arguments) > 1 and _is_gpu(arguments[1]):
+            arguments = (arguments[0], "cpu", *arguments[2:])
+        return function(*arguments, **keywords)
+
+
+def _is_gpu(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return str(device).startswith("cuda") or (isinstance(device, int) and not isinstance(device, bool))
+
+
+def _module_to(module, *arguments, **keywords):
+    if arguments and _is_gpu(arguments[0]):
+        arguments = ("cpu", *arguments[1:])
+    return MODULE_TO(module, *arguments, **keywords)
+
+
+def _init_device_mesh(device_type, *arguments, **keywords):
+    return INIT_DEVICE_MESH("cpu", *arguments, **keywords)
+
+
+def _sync_batch_norm(self, x):
+    """What SyncBatchNorm does on a GPU."""
+    batch = self.training or self.running_mean is None
+    if not batch or not self.training:
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, batch, 0.0, self.eps
+        )
+    wide, others = x.float(), [0, *range(2, x.dim())]
+    count = torch.full((1,), x.numel() / x.size(1))
+    count, total = differentiable_allreduce(torch.cat([count, wide.sum(others)])).split([1, x.size(1)])
+    mean = total / count
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    centered = wide - mean.view(shape)
+    variance = differentiable_allreduce((centered**2).sum(others)) / count
+    if self.track_running_stats:
+        self.num_batches_tracked.add_(1)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * count / (count - 1), self.momentum)
+    normal = centered * (variance.view(shape) + self.eps).rsqrt()
+    if self.affine:
+        normal = normal * self.weight.view(shape) + self.bias.view(shape)
+    return torch.empty_like(x).copy_(normal)
+
+
+def _compile(model):
+    """torch.compile, without minutes of a C++ compiler."""
+    return COMPILE(model, backend="eager")
+
+
+COMPILE = torch.compile
+MODULE_TO = nn.Module.to
+INIT_DEVICE_MESH = dist.device_mesh.init_device_mesh
+
+
+@contextlib.contextmanager
+def gpus_on_the_cpu():
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in [
+            (nn.Module, "cuda", lambda module, device=None: module),
+            (nn.Module, "to", _module_to),
+            (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "current_device", lambda: 0),
+            (torch.cuda, "synchronize", lambda device=None: None),
+            (dist.device_mesh, "init_device_mesh", _init_device_mesh),
+            (nn.SyncBatchNorm, "forward", _sync_batch_norm),
+            (PyTorchs, "_passing_sync_batchnorm_handle", lambda ddp, module: None),
+            (torch, "compile", _compile),
+        ]:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        stack.enter_context(OnCpu())
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------
+# PyTorch's tests
+# ---------------------------------------------------------------------------------------------------
+
+
+def load() -> tuple[ModuleType, dict[str, Any]]:
+    """PyTorch's module of tests, and those of them that reach DistributedDataParallel."""
+    os.environ.update(
+        BACKEND="gloo",
+        WORLD_SIZE=str(RANKS),
+        MASTER_ADDR="127.0.0.1",
+        GLOO_SOCKET_IFNAME="lo",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    for name in ("cupy", "numba"):  # what ranks would import, each for itself
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    from torch.testing._internal import common_distributed, common_utils
+
+    with contextlib.ExitStack() as stack:
+        always = mock.Mock(side_effect=lambda *_, **__: lambda test: test)
+        for owner, names in {
+            common_distributed: ["skip_if_lt_x_gpu", "require_n_gpus_for_nccl_backend"],
+            common_utils: ["skip_but_pass_in_sandcastle", "skip_but_pass_in_sandcastle_if"],
+            unittest: ["skip", "skipIf"],
+        }.items():
+            for name in names:
+                stack.enter_context(mock.patch.object(owner, name, always))
+        for name in ["skip_if_no_gpu", "skip_if_odd_worldsize", "skip_if_rocm_multiprocess"]:
+            stack.enter_context(mock.patch.object(common_distributed, name, lambda test: test))
+        stack.enter_context(
+            mock.patch.object(
+                common_distributed, "init_multigpu_helper", lambda size, _: {rank: [rank] for rank in range(size)}
+            )
+        )
+        from torch.testing._internal.distributed import distributed_test as module
+    tests = vars(module.DistributedTest._DistTestBase)
+    return module, {name: test for name, test in tests.items() if name.startswith("test_") and _reaches(tests, name)}
+
+
+def _reaches(functions, name) -> bool:
+    """Whether a method names DistributedDataParallel, or one that does."""
+    seen, todo = set(), [name]
+    while todo:
+        name = todo.pop()
+        if name in seen or not inspect.isfunction(functions.get(name)):
+            continue
+        seen.add(name)
+        names = _names(inspect.unwrap(functions[name]).__code__)
+        if "DistributedDataParallel" in names:
+            return True
+        todo += names
+    return False
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Running them
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One test, under way or done."""
+
+    name: str
+    mode: str
+    folder: Path
+    began: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+    ranks: list[Any] = field(default_factory=list)
+    pipes: dict[Connection, int] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    """What went wrong on each rank; empty where all went well."""
+    deadline: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.errors
+
+    @property
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.began
+
+    @property
+    def message(self) -> str:
+        """The last error in what each rank printed."""
+        return "\n".join(f"rank {rank}: {_last_error(text)}" for rank, text in sorted(self.errors.items()))
+
+
+def _last_error(text: str) -> str:
+    errors = re.findall(r"^(?:[\w.]*(?:Error|Mismatch|Failed|Timeout|Aborted|Warning|Skip\w*)\b.*|killed.*|passed)", text, re.MULTILINE)
+    return errors[-1] if errors else text.strip()[-200:]
+
+
+def start(module: ModuleType, name: str, mode: str) -> Run:
+    run = Run(name, mode, Path(tempfile.mkdtemp(prefix="pytorch-tests-")))
+    (run.folder / "barrier").mkdir()
+    run.deadline = run.began + LIMIT_S
+    fork = multiprocessing.get_context("fork")
+    for rank in range(RANKS):
+        ours, theirs = fork.Pipe(duplex=False)
+        process = fork.Process(target=_run_rank, args=(module, name, mode, rank, run.folder, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        run.ranks.append(process)
+        run.pipes[ours] = rank
+    return run
+
+
+def _run_rank(module: ModuleType, name: str, mode: str, rank: int, folder: Path, pipe: Connection) -> None:
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    try:
+        os.chdir(folder)
+        os.environ.update(TEMP_DIR=str(folder))
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=LIMIT_S / 2),
+        )
+        _run_test(module, name, mode, rank)
+        pipe.send("")
+    except BaseException:
+        pipe.send(traceback.format_exc())
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _run_test(module: ModuleType, name: str, mode: str, rank: int) -> None:
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    replacement = CLASSES[mode]
+    for owner in (nn.parallel, nn.parallel.distributed, module):
+        owner.DistributedDataParallel = replacement
+
+    class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):
+        def _run_uneven_inputs_test(self, test_case, *arguments, **keywords):
+            if test_case.name == "large_conv_model":  # as large as is well for a GPU
+                test_case = test_case._replace(inp=test_case.inp[..., :20, :20])
+            super()._run_uneven_inputs_test(test_case, *arguments, **keywords)
+
+    case = Case(name)
+    case.rank, case.file_name = rank, f"{os.environ['TEMP_DIR']}/store"
+    if mode != "pytorch":
+        bagua_torch.connect(timeout_s=LIMIT_S / 2)
+    case._barrier()
+    set_rng_seed()
+    with gpus_on_the_cpu():
+        getattr(case, name)()
+    case._barrier()
+    if mode != "pytorch":
+        bagua_comm.default().close()
+
+
+def finish(run: Run) -> None:
+    """End a run whose ranks have told how they ended, or have not in time."""
+    for pipe, rank in run.pipes.items():
+        run.errors.setdefault(rank, "killed: did not end in time, or waited for a rank that had failed")
+        pipe.close()
+    run.pipes.clear()
+    for process in run.ranks:
+        process.kill()
+        process.join(10)
+    if run.errors:
+        for rank in range(RANKS):
+            with contextlib.suppress(OSError):
+                run.errors[rank] = (run.folder / f"output-{rank}").read_text(errors="replace") + run.errors.get(rank, "passed")
+    shutil.rmtree(run.folder, ignore_errors=True)
+    run.ended = time.monotonic()
+
+
+def collect(run: Run, ready: list[Connection]) -> None:
+    for pipe in [each for each in run.pipes if each in ready]:
+        rank = run.pipes.pop(pipe)
+        try:
+            error = pipe.recv()
+        except EOFError:
+            error = "the process died"
+        pipe.close()
+        if error:
+            run.errors[rank] = error
+            run.deadline = min(run.deadline, time.monotonic() + GRACE_S)
+
+
+def run_all(module: ModuleType, names: list[str], mode: str, *, at_once: int = 2):
+    """Run tests, and yield each `Run` when it is over."""
+    todo, running = list(names), list[Run]()
+    while todo or running:
+        while todo and len(running) < at_once:
+            running.append(start(module, todo.pop(0), mode))
+        pipes = [pipe for run in running for pipe in run.pipes]
+        ready = wait(pipes, timeout=max(0.0, min(run.deadline for run in running) - time.monotonic()))
+        for run in list(running):
+            collect(run, ready)
+            if not run.pipes or time.monotonic() >= run.deadline:
+                finish(run)
+                running.remove(run)
+                yield run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mode", choices=CLASSES, default="bagua")
+    parser.add_argument("-v", action="store_true", help="show all that a failing test printed")
+    parser.add_argument("names", nargs="*", help="these tests; all if none is given")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    module, tests = load()
+    names = [name for name in tests if not arguments.names or name in arguments.names]
+    passed = 0
+    for run in run_all(module, names, arguments.mode):
+        passed += run.passed
+        print(f"{'passed' if run.passed else 'FAILED'} {run.seconds:5.1f} s  {run.name}", flush=True)
+        if run.errors:
+            print("\n".join(run.errors.values()) if arguments.v else run.message)
+    print(f"{passed} of {len(names)} passed with {arguments.mode}, {time.monotonic() - began:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
