@@ -18,12 +18,14 @@ so whatever comes in from PyTorch is put in the order of its current stream (`to
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,10 +84,11 @@ class DistributedDataParallel(nn.Module):
     Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled;
     buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
 
-    `module` is the wrapped module; attributes that are missing here are looked up there. As with PyTorch's
-    own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises. Every rank
-    makes the same number of forward and backward passes, or enters `join`. Reentrant checkpoints need all
-    parameters used.
+    `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
+    averaged if it is that of a forward pass of this wrapper, once; `ddp.module(x).backward()`, and a second
+    backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be accumulated
+    by `backward()`: `torch.autograd.grad` of parameters raises. Every rank makes the same number of forward and
+    backward passes, or enters `join`. Reentrant checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -171,7 +174,8 @@ class DistributedDataParallel(nn.Module):
         self._start(algorithm)
 
         self._backward = _Backward()
-        self._sync = True  # whether the next backward pass is to be averaged; no_sync() says no
+        self._without_gradient: set[str] = set()  # parameters between their two hooks
+        self._sync = False  # whether the next backward pass is to be averaged: a forward pass says so
         self._synchronizing = True
         self._opened = False  # a forward pass since the last backward pass has been told to the other ranks
         self._forwarded = self._averaged = False  # since the last optimizer step
@@ -183,9 +187,12 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
-        if self.training and torch.is_grad_enabled():
-            self._before_forward()
-        return self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._before_forward()
+        output = self.module(*args, **kwargs)
+        self._watch(output)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the wrapped module, where this one has none of that name."""
@@ -231,9 +238,9 @@ class DistributedDataParallel(nn.Module):
         """Train on unevenly many batches: a rank that has no more takes part in exchanges until all have ended.
 
         Collective: all ranks enter it around their training loops. In it every training step begins with one
-        small allgather. A rank that has ended sends zeros for gradients, and keeps what is in `p.grad`; at the end
-        all ranks get the weights, buffers and optimizer states of one that trained to the last. With algorithms
-        that exchange weights, it goes on exchanging its own, and keeps them.
+        small allgather. A rank that has ended sends zeros for gradients, and keeps what is in `p.grad`; at the
+        end all ranks get the weights, buffers and optimizer states of one that trained to the last. With
+        algorithms that exchange weights, it goes on exchanging its own, and keeps them.
 
         Args:
             divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
@@ -356,7 +363,7 @@ class DistributedDataParallel(nn.Module):
         if self.algorithm != mine:
             self.replan(algorithm=mine)
         self._backward = _Backward()
-        self._opened = self._forwarded = self._averaged = False
+        self._sync = self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
         self._weights_changed()
 
@@ -497,18 +504,19 @@ class DistributedDataParallel(nn.Module):
             self.module.register_state_dict_pre_hook,
             self.module.register_load_state_dict_pre_hook,
         ):
-            self._hooks.append(register(_Settle(self)))
+            self._hooks.append(register(_Weak(self._settle)))
 
     # A training step, in the order in which it comes here -----------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @_in_stream_order
     def _before_forward(self) -> None:
-        self._check_forward()
-        if self._join is not None:
-            self._join.forwards += 1
+        if self.training:
+            self._check_forward()
+            if self._join is not None:
+                self._join.forwards += 1
         self._sync = self._synchronizing
-        if not self._sync:
+        if not self._sync or not self.training:
             return
         if not self._opened:
             # Once per backward pass: what an earlier forward pass saved for it must not change.
@@ -526,6 +534,22 @@ class DistributedDataParallel(nn.Module):
         self._forwarded = True
         self.engine.at(Point.FORWARD)
         self._weights_changed()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch(self, output: Any) -> None:
+        """Average the backward pass of this forward pass, though that of another one may come first."""
+        if self._sync:
+            once = [True]
+            for tensor in _tensors_in(output):
+                if tensor.grad_fn is not None:
+                    hooked: Any = tensor  # torch leaves this method untyped
+                    hooked.register_hook(_Weak(self._output_reached, once))
+
+    def _output_reached(self, once: list[bool], _: object) -> None:
+        """A backward pass begins at an output of a forward pass that was to be averaged."""
+        if once[0]:
+            once[0] = False
+            self._sync = True
 
     def _tune(self) -> None:
         """Tell the tuner how long the step that ends here took, and do what it says. Collective."""
@@ -569,7 +593,7 @@ class DistributedDataParallel(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @_in_stream_order
-    def _settle(self) -> None:
+    def _settle(self, *_: Any) -> None:
         """Before the module runs, saves or loads: what was exchanged since the last step is written back."""
         if not self.module.training:
             self._complete_step()
@@ -582,13 +606,16 @@ class DistributedDataParallel(nn.Module):
             self._end_step()
 
     def _before_accumulation(self, name: str) -> Any:
-        def attach_gradient(gradient: torch.Tensor) -> None:
+        def attach_gradient(gradient: torch.Tensor | None) -> None:
             """Make `p.grad` the view, so that autograd accumulates into the bucket."""
             if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
                 self._backward.expected = None
                 if not self._backward.start_ns:
                     self._begin_backward()
-            self._attach_view(name)
+            if gradient is None:  # a Function may make none; what follows runs all the same
+                self._without_gradient.add(name)
+            else:
+                self._attach_view(name)
 
         return attach_gradient
 
@@ -602,6 +629,9 @@ class DistributedDataParallel(nn.Module):
     def _after_accumulation(self, name: str) -> Any:
         def gradient_is_complete(parameter: torch.Tensor) -> None:
             """Tell the engine; after the last one, the backward pass has ended."""
+            if name in self._without_gradient:
+                self._without_gradient.remove(name)
+                return
             self._attach_view(name)  # create_graph=True replaces p.grad
             if self._sync:
                 self._backward.complete.add(name)
@@ -640,6 +670,7 @@ class DistributedDataParallel(nn.Module):
 
     def _end_backward(self) -> None:
         done, self._backward = self._backward, _Backward()
+        self._sync = _inside_a_pass()  # what contains this pass goes on
         if done.start_ns:
             detail = {"parameters": len(done.complete)}
             self.comm.tracer.add("backward", done.start_ns, time.perf_counter_ns(), detail)
@@ -795,8 +826,9 @@ def _watch_gradients(
     def hide(index: int, parameter: nn.Parameter) -> Any:
         nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
-        def stand_in(gradient: torch.Tensor) -> torch.Tensor | None:
-            if gradient.layout is not torch.strided:  # autograd refuses another layout in its place
+        def stand_in(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            # There may be none; and autograd refuses another layout in a gradient's place.
+            if gradient is None or gradient.layout is not torch.strided:
                 gradients.pop(index, None)  # of a pass that failed
                 return None
             gradients[index] = gradient
@@ -813,19 +845,47 @@ def _watch_gradients(
     return [*handles, *(p.register_hook(show(index)) for index, p in enumerate(hooked))]
 
 
-class _Settle:
-    """A hook of the module that calls its wrapper, without being part of it: a module's copy has an idle one."""
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of what a module returned, as far as they can be found."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors_in(value)
+    elif is_dataclass(output):
+        for part in fields(output):
+            yield from _tensors_in(getattr(output, part.name))
 
-    def __init__(self, wrapper: DistributedDataParallel | None = None) -> None:
-        self._wrapper = weakref.ref(wrapper) if wrapper is not None else None
 
-    def __call__(self, *_: Any) -> None:
-        wrapper = self._wrapper() if self._wrapper is not None else None
-        if wrapper is not None:
-            wrapper._settle()
+def _inside_a_pass() -> bool:
+    """Whether this backward pass was started by another one, as reentrant checkpoints do."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals is vars(torch.autograd.function):  # it runs the backward() of a Function
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Weak:
+    """A hook that calls a method of a wrapper and holds it weakly: once that is gone, the hook does nothing.
+
+    A copy of it does nothing either, as that of a module's hook in a copy of the module.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, *args: Any) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+        self._args = args
+
+    def __call__(self, *given: Any) -> Any:
+        method = self._method() if self._method is not None else None
+        return method(*self._args, *given) if method is not None else None
 
     def __reduce__(self) -> Any:
-        return _Settle, ()
+        return _Weak, ()
 
 
 @dataclass

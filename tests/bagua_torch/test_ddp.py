@@ -1,5 +1,6 @@
 """DistributedDataParallel on threads, against models trained side by side in a plain loop."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bagua_comm
-from bagua_comm import ArrayError, CommError, CommMismatch, Exact, GradientAllReduce, Point, UnsupportedError
+from bagua_comm import ArrayError, CommError, CommMismatch, Exact, GradientAllReduce, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array
 
@@ -173,13 +174,23 @@ def test_the_first_bucket_leaves_before_the_backward_pass_ends():
         assert any(p.start_ns < e[0].start_ns < p.end_ns for p, e in zip(passes, steps, strict=True))
 
 
+class Layers(nn.ModuleList):
+    """Scalar layers; a call says which of them to use."""
+
+    def __init__(self, count=2):
+        super().__init__(nn.Linear(1, 1, bias=False) for _ in range(count))
+
+    def forward(self, x, *used):
+        for index in used:
+            x = self[index](x)
+        return x
+
+
 def test_unused_parameters_get_the_mean_of_the_ranks_that_use_them():
     def body(comm):
-        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        model = Layers()
         ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
-        used = model[comm.rank % 2]  # another one on every other rank
-        ddp.engine.at(Point.FORWARD)
-        used(torch.ones(1, 1)).sum().backward()
+        ddp(torch.ones(1, 1), comm.rank % 2).sum().backward()  # another one on every other rank
         ddp.close()
         return [layer.weight.grad.item() for layer in model]
 
@@ -202,10 +213,10 @@ def test_parameters_that_no_rank_uses(find_unused):
 
 def test_gradients_accumulated_before_are_kept_for_parameters_unused_later():
     def body(comm):
-        model = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
+        model = Layers()
         ddp = DistributedDataParallel(model, comm=comm)
-        model[0](torch.full((1, 1), 1.0 + comm.rank)).sum().backward()
-        model[1](torch.full((1, 1), 3.0 + comm.rank)).sum().backward()
+        ddp(torch.full((1, 1), 1.0 + comm.rank), 0).sum().backward()
+        ddp(torch.full((1, 1), 3.0 + comm.rank), 1).sum().backward()
         ddp.close()
         return [layer.weight.grad.item() for layer in model]
 
@@ -329,17 +340,234 @@ def test_checkpointed_layers(reentrant, last):
 
 def test_reentrant_checkpoints_with_unused_parameters_are_refused_before_the_step():
     def body(comm):
-        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(4)])
+        class Checkpointed(Layers):
+            def forward(self, x):
+                return self[2](checkpoint(self[1], self[0](x), use_reentrant=True))
+
+        model = Checkpointed(4)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         ddp = DistributedDataParallel(model, optimizer, comm=comm)
-        hidden = model[0](torch.full((1, 1), 1.0 + comm.rank))
-        model[2](checkpoint(model[1], hidden, use_reentrant=True)).sum().backward()
+        ddp(torch.full((1, 1), 1.0 + comm.rank)).sum().backward()
         for call in (optimizer.step, lambda: ddp(torch.ones(1, 1))):
             with pytest.raises(CommError, match=r"did not end.*use_reentrant=False"):
                 call()
         ddp.close()
 
     run_ranks(2, body)
+
+
+def test_reentrant_checkpoints_of_all_layers_are_averaged():
+    """Each is a backward pass of its own, inside one that makes the last gradients or none."""
+
+    class Model(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.first, self.layers = first, Layers(3)
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 0.5)
+
+        def forward(self, x, reentrant=True):
+            x = self.first(x)
+            for layer in self.layers:
+                x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
+            return x
+
+    def body(comm, first):
+        model, plain = Model(first()), Model(first())
+        ddp = DistributedDataParallel(model, comm=comm, bucket_bytes=1)
+        for _ in range(2):
+            model.zero_grad()
+            ddp(torch.full((1, 1), 1.0 + comm.rank, requires_grad=True)).sum().backward()
+        ddp.close()
+        sum(plain(torch.full((1, 1), 1.0 + rank), reentrant=False).sum() / 2 for rank in range(2)).backward()
+        for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad, expected.grad)
+
+    for first in (nn.Identity, lambda: nn.Linear(1, 1)):
+        run_ranks(2, lambda comm, first=first: body(comm, first))
+
+
+# What is averaged: the backward passes of forward passes of the wrapper -----------------------------------
+
+
+def averaged_calls(body, ranks=2):
+    """`body(comm, ddp)` with a model of one weight; its results on all ranks."""
+
+    def with_model(comm):
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False), comm=comm)
+        result = body(comm, ddp)
+        ddp.close()
+        return result
+
+    return run_ranks(ranks, with_model, timeout_s=5)
+
+
+def mine(comm):
+    return torch.full((1, 1), 1.0 + comm.rank)
+
+
+def test_a_backward_pass_of_the_plain_module_stays_on_its_rank():
+    """On one rank alone, before and after steps of all."""
+
+    def body(comm, ddp):
+        seen = []
+        for _ in range(2):
+            ddp.module.zero_grad()
+            if comm.rank == 1:
+                ddp.module(mine(comm)).sum().backward()
+            seen.append(None if ddp.module.weight.grad is None else ddp.module.weight.grad.item())
+            ddp.module.zero_grad()
+            ddp(mine(comm)).sum().backward()
+            seen.append(ddp.module.weight.grad.item())
+        return seen, ddp.engine.counter.calls
+
+    assert averaged_calls(body) == [([None, 1.5] * 2, 2), ([2.0, 1.5] * 2, 2)]
+
+
+def test_a_second_backward_pass_through_one_graph_stays_on_its_rank():
+    def body(comm, ddp):
+        loss = ddp(mine(comm)).sum()
+        loss.backward(retain_graph=True)
+        ddp.module.zero_grad()
+        loss.backward()
+        return ddp.module.weight.grad.item(), ddp.engine.counter.calls
+
+    assert averaged_calls(body) == [(1.0, 1), (2.0, 1)]
+
+
+@pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"loss": (y,)}, lambda y: Output(y, [y])])
+def test_every_one_of_several_forward_passes_has_its_backward_pass_averaged(wrap):
+    def body(comm, ddp):
+        ddp.module.register_forward_hook(lambda module, args, output: wrap(output))
+        outputs = [next(_flat(ddp(mine(comm)))) for _ in range(3)]
+        for number, output in enumerate(outputs):
+            (number * output).sum().backward()
+        return ddp.module.weight.grad.item(), ddp.engine.counter.calls
+
+    assert averaged_calls(body) == [(4.5, 3)] * 2
+
+
+def test_several_forward_passes_may_have_one_backward_pass():
+    def body(comm, ddp):
+        (ddp(mine(comm)) + 2 * ddp(mine(comm)) + 4 * ddp.module(mine(comm))).sum().backward()
+        averaged = ddp.module.weight.grad.item()
+        ddp.module(mine(comm)).sum().backward()
+        return averaged, ddp.module.weight.grad.item(), ddp.engine.counter.calls
+
+    assert averaged_calls(body) == [(10.5, 11.5, 1), (10.5, 12.5, 1)]
+
+
+def test_a_forward_pass_in_no_sync_is_not_averaged_whenever_its_backward_pass_comes():
+    def body(comm, ddp):
+        ddp(mine(comm))  # without a backward pass
+        with ddp.no_sync():
+            local = ddp(mine(comm)).sum()
+        local.backward()
+        kept = ddp.module.weight.grad.item()
+        shared = ddp(mine(comm)).sum()
+        with ddp.no_sync():
+            ddp(mine(comm))
+        shared.backward()
+        return kept, ddp.module.weight.grad.item(), ddp.engine.counter.calls
+
+    assert averaged_calls(body) == [(1.0, 3.0, 1), (2.0, 3.0, 1)]
+
+
+def test_a_backward_pass_is_averaged_in_evaluation_mode_as_well():
+    """As PyTorch does it: fine-tuning without dropout and with the statistics as they are."""
+
+    def body(comm, ddp):
+        ddp.eval()
+        ddp(mine(comm)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert averaged_calls(body) == [1.5, 1.5]
+
+
+def test_a_forward_pass_that_returns_what_came_in_or_a_parameter_leaves_no_hook():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x, self.weight, None
+
+    def body(comm):
+        model = Odd()
+        ddp = DistributedDataParallel(model, comm=comm)
+        hooks = len(model.weight._backward_hooks)
+        for _ in range(3):
+            x, weight, _ = ddp(mine(comm))
+            (x * weight).sum().backward()
+        assert len(model.weight._backward_hooks) == hooks
+        ddp.close()
+        return model.weight.grad.item(), ddp.engine.counter.calls
+
+    assert run_ranks(2, body) == [(4.5, 3)] * 2
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    states: list
+
+
+def _flat(output):
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield output["loss"][0]
+    else:
+        yield output.loss
+
+
+class NoGradient(torch.autograd.Function):
+    """Multiplies by a weight; says nothing of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
+def test_a_function_that_returns_no_gradient_for_a_parameter(order, find_unused, accumulated):
+    """Parameter 0 gets none: as if it were unused. The first, the last or the only one of the pass."""
+
+    class Model(Layers):
+        def forward(self, x):
+            for index in order:
+                x = self[index](x) if index else NoGradient.apply(x, self[0].weight)
+            return x
+
+    def body(comm):
+        model = Model()
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 2.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ddp = DistributedDataParallel(
+            model, optimizer, comm=comm, bucket_bytes=1, find_unused_parameters=find_unused
+        )
+        for _ in range(2):
+            optimizer.zero_grad()
+            if accumulated:
+                for layer in model:
+                    layer.weight.grad = mine(comm)
+            ddp(mine(comm).requires_grad_()).sum().backward()
+            optimizer.step()
+        ddp.close()
+        return [None if layer.weight.grad is None else layer.weight.grad.item() for layer in model]
+
+    absent = 1.5 if accumulated else None if find_unused else 0.0
+    made = 3.0 + (1.5 if accumulated else 0.0)
+    assert run_ranks(2, body, timeout_s=5) == [[absent, made if 1 in order else absent]] * 2
 
 
 def test_two_forward_passes_before_one_backward_pass_with_batch_norm():

@@ -486,3 +486,18 @@ def test_all_ranks_end_with_equal_weights_where_the_last_steps_were_not_synchron
 
     results = run_ranks(len(synchronized), body, timeout_s=10)
     assert torch.equal(results[last][0], results[0][1])
+
+
+def test_all_ranks_end_with_equal_weights_where_one_trained_the_plain_module():
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        with ddp.join():
+            train_step(ddp, optimizer, batch(comm.rank, 0))
+            if comm.rank == 1:
+                train_step(ddp.module, optimizer, batch(1, 1))
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=10)
