@@ -65,11 +65,28 @@ class Plain(PyTorchs):
 
 
 class Hooked(Plain):
-    """PyTorch's class, averaging by `bagua_torch.comm_hook`."""
+    """PyTorch's class, averaging by `bagua_torch.comm_hook` unless the test gives it a hook."""
 
     def __init__(self, module, device_ids=None, output_device=None, **settings):
         super().__init__(module, **settings)
-        self.register_comm_hook(None, bagua_torch.comm_hook(Exact()))
+        self._ours = bagua_torch.comm_hook(Exact())
+
+    def register_comm_hook(self, state, hook):
+        self._ours = None
+        super().register_comm_hook(state, hook)
+
+    def _register_ours(self):
+        if self._ours is not None:
+            self.register_comm_hook(None, self._ours)
+
+    def forward(self, *inputs, **keywords):
+        if self.training and torch.is_grad_enabled():
+            self._register_ours()
+        return super().forward(*inputs, **keywords)
+
+    def join(self, *arguments, **settings):
+        self._register_ours()
+        return super().join(*arguments, **settings)
 
 
 class Ours(bagua_torch.DistributedDataParallel):
