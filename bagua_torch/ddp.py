@@ -22,7 +22,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
 from types import FrameType
@@ -112,6 +112,9 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
 
+    Close it, or let go of it: a wrapper that nobody has any more exchanges nothing, but its communicator stays
+    until the end. To wrap a module again, as a second `fit` does, ends the wrapper that it had.
+
     Raises:
         ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
             the algorithm.
@@ -151,6 +154,7 @@ class DistributedDataParallel(nn.Module):
         self._check_module()
         self._check_optimizers(algorithm)
         self._check_ranks()
+        self._end_older()
         broadcast_tensors(self.comm, [*module.parameters(), *module.buffers()])
         for optimizer in self.optimizers:
             broadcast_optimizer(self.comm, optimizer)
@@ -184,6 +188,9 @@ class DistributedDataParallel(nn.Module):
         self._closed = False
         self._hooks: list[Any] = []
         self._attach()
+        # What a wrapper that nobody has any more must undo by itself, whenever that may be on this rank.
+        self._give_back = weakref.finalize(self, _give_back, *self._lent())
+        self._give_back.atexit = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
@@ -208,16 +215,55 @@ class DistributedDataParallel(nn.Module):
     def close(self) -> None:
         """Finish what is under way, remove the hooks and free the engine; gradients stay where they are.
 
-        Collective.
+        Collective. Closing twice does nothing.
         """
-        self._complete_step()
-        self.engine.close()
-        self._weights_changed()
+        if self._closed:
+            return
+        try:
+            self._complete_step()
+            self.engine.close()
+            self._weights_changed()
+        finally:
+            self._detach()
+
+    def _detach(self) -> None:
+        """Leave the module and the optimizers to themselves; the other ranks hear nothing of it."""
         self._closed = True
+        self._give_back.detach()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._share_momenta()
+
+    def _end_older(self) -> None:
+        """End the wrappers of this module that came before this one. Collective.
+
+        Those that are there on all ranks are closed. Ranks may lose theirs at different times, though: one that
+        is missing somewhere is detached, and its communicator stays.
+        """
+        parameters = {id(parameter) for parameter in self.module.parameters()}
+        older: dict[str, DistributedDataParallel] = {}
+        for name, parameter in self.module.named_parameters():
+            for hook in list((parameter._backward_hooks or {}).values()):
+                wrapper = hook.wrapper() if isinstance(hook, _Hook) else None
+                if wrapper is None or wrapper in older.values():
+                    continue
+                # Others may share some parameters, and go on.
+                if wrapper.module is self.module or {id(p) for p in wrapper.module.parameters()} == parameters:
+                    older[name] = wrapper
+        for hook in list(self.module._forward_pre_hooks.values()):
+            if isinstance(hook, _Hook) and hook.wrapper() is None:
+                hook.remove_all()
+        closable = sorted(name for name, wrapper in older.items() if wrapper.comm is self.comm)
+        common = set(closable).intersection(*self.comm.allgather_object(closable))
+        for name in closable:
+            if name in common:
+                # One whose exchanges have failed cannot end as it should; this one begins all the same.
+                with suppress(CommError):
+                    older[name].close()
+        for wrapper in older.values():
+            if not wrapper._closed:
+                wrapper._detach()
 
     # What users ask for in the course of training -------------------------------------------------------
 
@@ -493,18 +539,29 @@ class DistributedDataParallel(nn.Module):
     def _attach(self) -> None:
         for name, parameter in self._trained.items():
             hooked: Any = parameter  # torch leaves these two methods untyped
-            self._hooks.append(hooked.register_hook(self._before_accumulation(name)))
-            self._hooks.append(hooked.register_post_accumulate_grad_hook(self._after_accumulation(name)))
-        self._hooks += _watch_gradients(list(self._trained.values()), self._all_gradients_known)
+            self._hooks.append(hooked.register_hook(self._hook(self._before_accumulation, name)))
+            after = self._hook(self._after_accumulation, name)
+            self._hooks.append(hooked.register_post_accumulate_grad_hook(after))
+        known = self._hook(self._all_gradients_known)
+        self._hooks += _watch_gradients(list(self._trained.values()), known)
+        self._parameter_hooks = list(self._hooks)
         for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._hook(self._before_optimizer_step)))
+            self._hooks.append(optimizer.register_step_post_hook(self._hook(self._after_optimizer_step)))
         for register in (
             self.module.register_forward_pre_hook,
             self.module.register_state_dict_pre_hook,
             self.module.register_load_state_dict_pre_hook,
         ):
-            self._hooks.append(register(_Weak(self._settle)))
+            self._hooks.append(register(self._hook(self._settle)))
+
+    def _hook(self, method: Callable[..., Any], *args: Any) -> _Hook:
+        return _Hook(method, *args, handles=self._hooks)
+
+    def _lent(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """What `_give_back` needs, without keeping any of it alive."""
+        optimizers = [weakref.ref(o) for o in self.optimizers if isinstance(o, QAdamOptimizer)]
+        return self._parameter_hooks, optimizers, [weakref.ref(p) for p in self._trained.values()]
 
     # A training step, in the order in which it comes here -----------------------------------------------
 
@@ -543,7 +600,7 @@ class DistributedDataParallel(nn.Module):
             for tensor in _tensors_in(output):
                 if tensor.grad_fn is not None:
                     hooked: Any = tensor  # torch leaves this method untyped
-                    hooked.register_hook(_Weak(self._output_reached, once))
+                    hooked.register_hook(_Hook(self._output_reached, once))
 
     def _output_reached(self, once: list[bool], _: object) -> None:
         """A backward pass begins at an output of a forward pass that was to be averaged."""
@@ -568,7 +625,10 @@ class DistributedDataParallel(nn.Module):
 
     def _check_forward(self) -> None:
         if self._closed:
-            raise CommError("DistributedDataParallel: closed; its module would train without the other ranks")
+            raise CommError(
+                "DistributedDataParallel: closed, or its module was wrapped again; it would train without the "
+                "other ranks"
+            )
         self._check_backward_ended()
         trained = {id(p): name for name, p in self._trained.items()}
         for name, parameter in self.module.named_parameters():
@@ -605,19 +665,16 @@ class DistributedDataParallel(nn.Module):
         if self._averaged and not self._opened and self.engine.payload == "weight":
             self._end_step()
 
-    def _before_accumulation(self, name: str) -> Any:
-        def attach_gradient(gradient: torch.Tensor | None) -> None:
-            """Make `p.grad` the view, so that autograd accumulates into the bucket."""
-            if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
-                self._backward.expected = None
-                if not self._backward.start_ns:
-                    self._begin_backward()
-            if gradient is None:  # a Function may make none; what follows runs all the same
-                self._without_gradient.add(name)
-            else:
-                self._attach_view(name)
-
-        return attach_gradient
+    def _before_accumulation(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Make `p.grad` the view, so that autograd accumulates into the bucket."""
+        if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
+            self._backward.expected = None
+            if not self._backward.start_ns:
+                self._begin_backward()
+        if gradient is None:  # a Function may make none; what follows runs all the same
+            self._without_gradient.add(name)
+        elif self._sync or self._trained[name].grad is None:  # else it may be in the bucket of another wrapper
+            self._attach_view(name)
 
     @_in_stream_order
     def _begin_backward(self) -> None:
@@ -626,20 +683,17 @@ class DistributedDataParallel(nn.Module):
             row = "device: backward"
             self._backward.on_device = DeviceSpan(self.comm.tracer, self._clock, "backward", row)
 
-    def _after_accumulation(self, name: str) -> Any:
-        def gradient_is_complete(parameter: torch.Tensor) -> None:
-            """Tell the engine; after the last one, the backward pass has ended."""
-            if name in self._without_gradient:
-                self._without_gradient.remove(name)
-                return
+    def _after_accumulation(self, name: str, _: nn.Parameter) -> None:
+        """Tell the engine that a gradient is complete; after the last one, the backward pass has ended."""
+        if name in self._without_gradient:
+            self._without_gradient.remove(name)
+            return
+        if self._sync:
             self._attach_view(name)  # create_graph=True replaces p.grad
-            if self._sync:
-                self._backward.complete.add(name)
-                with torch_stream(self._device):
-                    self._ready(name)
-                    self._end_backward_if_complete()
-
-        return gradient_is_complete
+            self._backward.complete.add(name)
+            with torch_stream(self._device):
+                self._ready(name)
+                self._end_backward_if_complete()
 
     def _attach_view(self, name: str) -> None:
         parameter, view = self._trained[name], self._gradients.get(name)
@@ -870,22 +924,53 @@ def _inside_a_pass() -> bool:
     return False
 
 
-class _Weak:
+class _Hook:
     """A hook that calls a method of a wrapper and holds it weakly: once that is gone, the hook does nothing.
 
     A copy of it does nothing either, as that of a module's hook in a copy of the module.
+
+    Args:
+        handles: Those of all hooks of the wrapper.
     """
 
-    def __init__(self, method: Callable[..., Any] | None = None, *args: Any) -> None:
+    def __init__(self, method: Callable[..., Any] | None = None, *args: Any, handles: Sequence[Any] = ()) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
-        self._args = args
+        self._args, self._handles = args, handles
 
     def __call__(self, *given: Any) -> Any:
         method = self._method() if self._method is not None else None
         return method(*self._args, *given) if method is not None else None
 
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapper, if it is still there."""
+        method: Any = self._method() if self._method is not None else None
+        return method.__self__ if method is not None else None
+
+    def remove_all(self) -> None:
+        """Remove all hooks of the wrapper."""
+        for handle in self._handles:
+            handle.remove()
+
     def __reduce__(self) -> Any:
-        return _Weak, ()
+        return _Hook, ()
+
+
+def _give_back(
+    hooks: Sequence[Any],
+    optimizers: Sequence[Callable[[], QAdamOptimizer | None]],
+    parameters: Sequence[Callable[[], torch.Tensor | None]],
+) -> None:
+    """What is left to do for a wrapper that was not closed: it comes here from anywhere, so it sends nothing.
+
+    The hooks of modules and optimizers are idle, and stay: one of them may be running at this moment, and PyTorch
+    would not have it removed.
+    """
+    for hook in hooks:
+        hook.remove()
+    own = [p for p in (there() for there in parameters) if p is not None]
+    for optimizer in (there() for there in optimizers):
+        if optimizer is not None:
+            optimizer.share(own, {}, frozen=False)
 
 
 @dataclass

@@ -1,0 +1,196 @@
+"""Wrappers that are dropped, and modules that are wrapped again: as when `fit` is called twice."""
+
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch_training import (
+    QADAM,
+    assert_same_on_all_ranks,
+    batch,
+    loss_of,
+    make_model,
+    optimizer_for,
+    sgd,
+    train,
+    weights,
+    wrapped,
+)
+
+from bagua_comm import AsyncModelAverage, CommError, DiLoCo, ErrorFeedback, GradientAllReduce
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
+
+ALGORITHMS = [
+    GradientAllReduce(),
+    GradientAllReduce(ErrorFeedback()),
+    QADAM,
+    DiLoCo(local_steps=2),
+    AsyncModelAverage(interval_s=0),
+]
+
+
+@pytest.mark.parametrize("keep", ["wrappers", "engines"])
+def test_a_module_that_is_wrapped_three_times_is_exchanged_once_a_step(keep):
+    def body(comm):
+        model = make_model()
+        kept, engines = [], []
+        for fit in range(3):
+            optimizer = sgd(model.parameters())
+            ddp = DistributedDataParallel(model, optimizer, comm=comm)
+            engines.append(ddp.engine)
+            if keep == "wrappers":
+                kept.append(ddp)
+            train(comm, ddp, optimizer, range(5 * fit, 5 * fit + 5))
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+        return [engine.counter.calls for engine in engines]
+
+    assert run_ranks(2, body) == [[5, 5, 5]] * 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+@pytest.mark.parametrize("kept", ["kept", "dropped", "kept by one rank", "closed"])
+def test_wrapping_again_goes_on_from_the_same_weights(algorithm, kept):
+    def body(comm):
+        model = make_model()
+        optimizer = optimizer_for(algorithm, model.parameters())
+        older = []
+        for fit in range(3):
+            ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+            train(comm, ddp, optimizer, range(4 * fit, 4 * fit + 4))
+            if kept == "kept" or (kept == "kept by one rank" and comm.rank == 1):
+                older.append(ddp)
+            elif kept == "closed":
+                ddp.close()
+            del ddp
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=100)
+        with ddp.join():
+            train(comm, ddp, optimizer, range(20, 21 + comm.rank))
+        for each in older:
+            with pytest.raises(CommError, match="wrapped again"):
+                each(batch(0, 0))
+            each.close()
+        ddp.switch(GradientAllReduce()) if algorithm is not QADAM else None
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+        return weights(model)
+
+    for actual in run_ranks(2, body, timeout_s=10):
+        assert actual.isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
+def test_a_wrapper_that_is_dropped_is_freed_and_exchanges_nothing(algorithm):
+    """Its module and its optimizer then train by themselves, also on one rank alone."""
+    threads = set(threading.enumerate())
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(5))
+        engine, dropped = ddp.engine, weakref.ref(ddp)
+        calls = engine.counter.calls
+        with torch.no_grad():
+            ddp(batch(0, 0))
+        del ddp  # nothing refers to itself: no garbage collection is needed
+        assert dropped() is None
+        comm.barrier()
+        if comm.rank == 1:
+            before = weights(model).clone()
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch(1, step)).backward()
+                optimizer.step()
+            assert not torch.equal(weights(model), before)
+            model.state_dict()
+        comm.barrier()
+        if not isinstance(algorithm, AsyncModelAverage):  # whose last round may end later
+            assert engine.counter.calls == calls
+        assert all(not p._backward_hooks and not p._post_accumulate_grad_hooks for p in model.parameters())
+
+    run_ranks(2, body, timeout_s=10)
+    if not isinstance(algorithm, AsyncModelAverage):
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(timeout=5)
+            assert not thread.is_alive()
+
+
+def test_momentum_of_a_dropped_wrapper_goes_on_in_its_optimizer():
+    """As if it were the plain optimizer's, past the warm-up as well."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, QADAM)
+        train(comm, ddp, optimizer, range(6))
+        del ddp
+        moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 7)).backward()
+        optimizer.step()
+        for parameter, before in zip(model.parameters(), moments, strict=True):
+            expected = before.lerp(parameter.grad, 1 - optimizer.beta1)
+            torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], expected)
+
+    run_ranks(2, body)
+
+
+def test_a_module_that_is_wrapped_inside_another_one_or_compiled_is_wrapped_again():
+    def body(comm):
+        model = make_model()
+        first = DistributedDataParallel(model, comm=comm)
+        second = DistributedDataParallel(nn.Sequential(model), comm=comm)
+        loss_of(second, batch(comm.rank, 0)).backward()
+        with pytest.raises(CommError, match="wrapped again"):
+            first(batch(0, 0))
+        calls = first.engine.counter.calls, second.engine.counter.calls
+        second.close()
+        return calls
+
+    assert run_ranks(2, body) == [(0, 1)] * 2
+
+
+def test_modules_that_share_a_layer_are_exchanged_each_by_its_own_wrapper():
+    def body(comm):
+        shared = nn.Linear(4, 4)
+        ddps = [DistributedDataParallel(nn.Sequential(shared, nn.Linear(4, 2)), comm=comm) for _ in range(2)]
+        for number, ddp in enumerate([*ddps, *ddps]):
+            ddp.module.zero_grad()
+            loss_of(ddp, batch(comm.rank, number)).backward()
+            assert_same_gradients(comm, ddp.module)
+        calls = [ddp.engine.counter.calls for ddp in ddps]
+        for ddp in ddps:
+            ddp.close()
+        return calls
+
+    def assert_same_gradients(comm, module):
+        for parameter in module.parameters():
+            comm.check_consistency(parameter.grad.numpy())
+
+    assert run_ranks(2, body) == [[2, 2]] * 2
+
+
+def test_a_module_that_cannot_be_wrapped_again_keeps_its_wrapper():
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm)
+        with pytest.raises(ValueError, match="none of the module's parameters"):
+            DistributedDataParallel(model, sgd(make_model().parameters()), comm=comm)
+        train(comm, ddp, optimizer, range(2))
+        ddp.close()
+        return ddp.engine.counter.calls
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_hooks_of_dropped_wrappers_do_not_pile_up():
+    def body(comm):
+        model = make_model()
+        optimizer = sgd(model.parameters())
+        counts = []
+        for _ in range(4):
+            ddp = DistributedDataParallel(model, optimizer, comm=comm)
+            counts.append((len(model._forward_pre_hooks), len(optimizer._optimizer_step_pre_hooks)))
+            del ddp
+        return counts
+
+    assert run_ranks(2, body) == [[(1, 1)] * 4] * 2
