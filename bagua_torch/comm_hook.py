@@ -1,4 +1,4 @@
-"""The averages of bagua_comm for PyTorch's own DistributedDataParallel.
+"""Communication hooks: our averages for PyTorch's own DistributedDataParallel, and its hooks for ours.
 
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 ddp.register_comm_hook(None, bagua_torch.comm_hook(Quantized(MinMaxUInt8())))
@@ -6,20 +6,32 @@ ddp.register_comm_hook(None, bagua_torch.comm_hook(Quantized(MinMaxUInt8())))
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 import bagua_comm
-from bagua_comm import Average, Bucket, BucketSpec, Communicator, TensorSpec
-from bagua_comm.algorithms.base import check_average, check_average_argument
+from bagua_comm import (
+    ArrayError,
+    Average,
+    Bucket,
+    BucketSpec,
+    Communicator,
+    Point,
+    TensorSpec,
+    UnsupportedError,
+    Window,
+)
+from bagua_comm.algorithms.base import TRANSIENT, Payload, check_average, check_average_argument
 from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.collectives import InPlace
 
-from .arrays import as_array, cupy_stream, dtype_name, torch_stream
+from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -98,3 +110,148 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     # PyTorch looks at these two, which are text here.
     hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
     return hook
+
+
+class HookBucket:
+    """What a hook given to `bagua_torch.DistributedDataParallel.register_comm_hook` gets to see of a bucket.
+
+    Its methods are those of `torch.distributed.GradBucket`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: BucketSpec,
+        flat: torch.Tensor,
+        parameters: Sequence[torch.Tensor],
+        layout: _Layout,
+    ) -> None:
+        self._index, self._spec, self._parameters, self._layout = index, spec, list(parameters), layout
+        self._buffer = flat[: sum(tensor.size for tensor in spec.tensors)]  # without the padding
+
+    def index(self) -> int:
+        """The place of this bucket among all; they come in this order on all ranks."""
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients, one behind the other."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in the place of `buffer()`."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Views of `buffer()`, one for each parameter."""
+        return list(self._spec.cut(self._buffer).values())
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients."""
+        return self._parameters
+
+    def is_last(self) -> bool:
+        """Whether no bucket of this step comes after it."""
+        return self._index == self._layout.buckets - 1
+
+
+@dataclass
+class _Layout:
+    buckets: int = 0
+
+
+@dataclass
+class _Running:
+    """What the hook returned for a bucket in this step."""
+
+    future: Any = field(default=None, metadata=TRANSIENT)
+    buffer: Any = field(default=None, metadata=TRANSIENT)
+
+
+@dataclass(frozen=True, eq=False)
+class HookAlgorithm:
+    """Gradients averaged by a hook, each bucket as soon as it is complete.
+
+    The hook is called on the thread of the backward pass; its future is waited for on the lane.
+
+    Args:
+        hook: Called with `state` and a `HookBucket`; returns a future of the averaged buffer.
+        state: Whatever the hook wants to have.
+        parameters: Those of the model, by name.
+    """
+
+    hook: Callable[[Any, Any], Any]
+    state: object
+    parameters: Mapping[str, torch.Tensor]
+    layout: _Layout = field(default_factory=_Layout)
+
+    payload: ClassVar[Payload] = "grad"
+    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+
+    def __repr__(self) -> str:
+        return f"HookAlgorithm({getattr(self.hook, '__qualname__', type(self.hook).__qualname__)})"
+
+    def check(self, dtype: str) -> None:
+        """Any dtype: the hook knows."""
+
+    def init(self, bucket: Bucket, comm: Communicator) -> _Running:
+        """See `Algorithm.init`. Collective."""
+        self.layout.buckets = bucket.index + 1  # the last one has it right
+        return _Running()
+
+    def begin(self, bucket: Bucket, state: _Running) -> None:
+        """Call the hook."""
+        parameters = [self.parameters[name] for name in bucket.views]
+        given = HookBucket(bucket.index, bucket.spec, as_tensor(bucket.flat), parameters, self.layout)
+        state.buffer = given.buffer()
+        state.future = self.hook(self.state, given)
+        if not hasattr(state.future, "wait"):
+            raise UnsupportedError(
+                f"register_comm_hook: the hook returned a {type(state.future).__name__}, expected a "
+                "torch.futures.Future of a tensor"
+            )
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: _Running) -> None:
+        """Wait for the hook, and put its result into the bucket. Collective."""
+        future, buffer, state.future, state.buffer = state.future, state.buffer, None, None
+        with cupy_stream(buffer.device):
+            result = future.wait()
+            if isinstance(result, (list, tuple)) and len(result) == 1:
+                result = result[0]
+            if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():
+                raise ArrayError(
+                    f"register_comm_hook: the hook's future gave {_described(result)}, expected a tensor of "
+                    f"{buffer.numel()} elements, as many as the bucket's buffer"
+                )
+            if result.data_ptr() != buffer.data_ptr():
+                buffer.copy_(result.detach().reshape(buffer.shape))
+
+
+def check_hook(hook: object) -> Callable[[Any, Any], Any]:
+    """`hook`, if it can be one.
+
+    Raises:
+        ArrayError: It does not take (state, bucket), or is annotated for something else.
+        UnsupportedError: It cannot be called.
+    """
+    if not callable(hook):
+        raise UnsupportedError(f"register_comm_hook: hook is {hook!r}, expected an Average or a function")
+    signature = inspect.signature(hook)
+    places = list(signature.parameters.values())
+    if len(places) < 2:
+        raise ArrayError(f"register_comm_hook: hook takes {signature}, expected (state, bucket)")
+    bucket = signature.parameters.get("bucket", places[1]).annotation
+    if bucket not in (inspect.Parameter.empty, GradBucket, HookBucket) and not isinstance(bucket, str):
+        raise ArrayError(
+            f"register_comm_hook: bucket annotation is {bucket}, expected torch.distributed.GradBucket"
+        )
+    result = signature.return_annotation
+    future = torch.futures.Future[torch.Tensor]
+    if result not in (inspect.Signature.empty, future) and not isinstance(result, str):
+        raise ArrayError(
+            f"register_comm_hook: return annotation is {result}, expected torch.futures.Future[torch.Tensor]"
+        )
+    return hook
+
+
+def _described(value: object) -> str:
+    return f"a tensor of {value.numel()}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

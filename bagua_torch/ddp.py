@@ -21,7 +21,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import zip_longest
@@ -51,16 +51,22 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
 from bagua_comm.algorithms.schedule import Every
+from bagua_comm.algorithms.state import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
 from bagua_comm.lane import DeviceClock, DeviceSpan
 
 from .arrays import as_array, as_tensor, dtype_name, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors, map_leaves
+from .comm_hook import HookAlgorithm, check_hook
 from .optim import QAdamOptimizer
+from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 
 ALIGNMENT = 32
 """Elements to whose multiple, times the ranks, buckets are padded."""
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name in a state dict for what `get_extra_state` gives."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -94,9 +100,10 @@ class DistributedDataParallel(nn.Module):
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
     with `find_unused_parameters` and in `join`.
 
-    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank.
-    `module.state_dict()` is that of the plain module. Where an algorithm exchanges weights after the optimizer's
-    step, they are written back when the module next runs, saves or loads.
+    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank. An
+    algorithm that keeps nothing (GradientAllReduce but with ErrorFeedback) adds nothing: all is tensors then, and
+    state dicts of PyTorch's own load. `module.state_dict()` is that of the plain module. Where an algorithm
+    exchanges weights after the optimizer's step, they are written back when the module next runs, saves or loads.
 
     Args:
         module: What to train. Its parameters stay the same objects.
@@ -104,20 +111,33 @@ class DistributedDataParallel(nn.Module):
             steps; for gradients, so that a backward pass which reached no parameter is completed before a step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; `bagua_comm.default()` if None, which connects if need be.
-        bucket_bytes: The size at which a bucket is closed.
+        bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
             host waits for the device in every step. In `join` the search rests; `switch` ends it.
         broadcast_buffers: Copy rank 0's buffers to all ranks at every training forward pass.
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
+            Without it PyTorch's own raises in the next forward pass; here unused parameters do no harm.
+        static_graph: In every step the same parameters get a gradient on this rank, which is checked; ranks agree
+            in the first step alone on those that none used. Nothing else needs it here.
+        params_and_buffers_to_ignore: Names of parameters and buffers that stay this rank's own: neither compared
+            nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
+            own has, are ignored as well.
+        init_sync: If False, copy nothing on construction: the ranks have the same weights already.
+        bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
+        device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
+        forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
+        others: Further arguments of PyTorch's own, by name. `check_reduction`, `dim`, `gradient_as_bucket_view`,
+            `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
+            `process_group` must be the module's device and all ranks; others are refused, unless they are None.
 
     Close it, or let go of it: a wrapper that nobody has any more exchanges nothing, but its communicator stays
     until the end. To wrap a module again, as a second `fit` does, ends the wrapper that it had.
 
     Raises:
         ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
-            the algorithm.
+            the algorithm; an argument is out of range. A RuntimeError as well, where PyTorch's own raises one.
         CommMismatch: The ranks' modules, optimizers or algorithms differ.
         UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
             than the communicator's; it is named.
@@ -136,33 +156,45 @@ class DistributedDataParallel(nn.Module):
         algorithm: Algorithm | None = None,
         *,
         comm: Communicator | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         tuner: Tuner | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        params_and_buffers_to_ignore: Collection[str] = (),
+        init_sync: bool = True,
+        bucket_cap_mb: float | None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
+        forward_sync_buffers: bool | None = None,
+        **others: Any,
     ) -> None:
         super().__init__()
         self.module = module
         self.comm = comm if comm is not None else bagua_comm.default()
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
         self.tuner = tuner
+        bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         # remove_duplicate, the default, names a tied parameter once.
-        self._trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._wrapped = dict(module.named_parameters())
+        self._ignored = self._names_to_ignore(params_and_buffers_to_ignore)
+        self._trained = {n: p for n, p in self._common_parameters().items() if p.requires_grad}
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
         self._check_module()
+        self._inputs_to = device_of_inputs(device_ids, self._device)
+        check_others(others, ranks=self.comm.size, device=self._device)
         self._check_optimizers(algorithm)
         self._check_ranks()
-        self._end_older()
-        broadcast_tensors(self.comm, [*module.parameters(), *module.buffers()])
-        for optimizer in self.optimizers:
-            broadcast_optimizer(self.comm, optimizer)
-
         self._specs = [
             TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
             for name, parameter in reversed(self._trained.items())  # about the order of their gradients
         ]
+        check_fit(algorithm, self._pack(bucket_bytes), self.comm.size)
+        self._end_older()
+        if init_sync:
+            self._copy_all(root=0)
         if tuner is not None:
             best = tuner.start(self.comm, algorithm, self._specs, bucket_bytes=bucket_bytes)
             bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
@@ -184,6 +216,9 @@ class DistributedDataParallel(nn.Module):
         self._opened = False  # a forward pass since the last backward pass has been told to the other ranks
         self._forwarded = self._averaged = False  # since the last optimizer step
         self._stepped: set[int] = set()  # optimizers, since the last backward pass
+        self._passes = 0  # backward passes that were averaged
+        self._hooked = False  # by register_comm_hook
+        self._graph = _Graph()
         self._join: _Join | None = None
         self._closed = False
         self._hooks: list[Any] = []
@@ -194,6 +229,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
+        if self._inputs_to is not None:
+            args, kwargs = moved((args, kwargs), self._inputs_to)
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
@@ -280,7 +317,14 @@ class DistributedDataParallel(nn.Module):
             self._synchronizing = before
 
     @contextmanager
-    def join(self, *, divide_by_initial_size: bool = True) -> Iterator[None]:
+    def join(
+        self,
+        *,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        divide_by_initial_size: bool = True,
+        divide_by_initial_world_size: bool | None = None,
+    ) -> Iterator[None]:
         """Train on unevenly many batches: a rank that has no more takes part in exchanges until all have ended.
 
         Collective: all ranks enter it around their training loops. In it every training step begins with one
@@ -289,10 +333,22 @@ class DistributedDataParallel(nn.Module):
         algorithms that exchange weights, it goes on exchanging its own, and keeps them.
 
         Args:
+            enable: If False, do nothing: all ranks have as many batches.
+            throw_on_early_termination: As soon as a rank has no more batches, raise on all ranks: on this one at
+                the end, on the others in their next forward pass.
             divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
                 of those that still have data.
+            divide_by_initial_world_size: PyTorch's name for the same.
+
+        Raises:
+            CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
         """
-        self._join = _Join(divide_by_initial_size)
+        if not enable:
+            yield
+            return
+        if divide_by_initial_world_size is not None:
+            divide_by_initial_size = divide_by_initial_world_size
+        self._join = _Join(divide_by_initial_size, throw_on_early_termination)
         began = self.engine.step
         try:
             yield
@@ -300,6 +356,42 @@ class DistributedDataParallel(nn.Module):
             self._follow_the_others()
         finally:
             self._join = None
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Average gradients by `hook` from here on, in the place of `GradientAllReduce()`.
+
+        Collective. At most once, and before the first backward pass. It ends the search of a tuner.
+
+        Args:
+            state: What the hook gets first; an Average gets nothing.
+            hook: An Average such as `Quantized(MinMaxUInt8())`. Or a function that PyTorch's own would take,
+                called with `state` and a bucket that has the methods of `torch.distributed.GradBucket`: on the
+                thread of the backward pass, for bucket after bucket in the same order on all ranks. It returns a
+                `torch.futures.Future` of the averaged tensor; the sum over ranks is for the hook to divide.
+
+        Raises:
+            ArrayError: It was called before, or too late (a RuntimeError as well); the algorithm is not
+                GradientAllReduce; the hook takes something else.
+            UnsupportedError: The hook cannot be called, or the Average does not take the dtype of a parameter.
+
+        >>> model = DistributedDataParallel(nn.Linear(2, 1))
+        >>> model.register_comm_hook(None, bagua_comm.Quantized(bagua_comm.MinMaxUInt8()))
+        >>> model.close()
+        """
+        if self._hooked:
+            raise _MisuseError("register_comm_hook: this model has a hook; it can be registered only once")
+        if self._passes:
+            raise _MisuseError("register_comm_hook: call it before the first backward pass")
+        if not isinstance(self.algorithm, GradientAllReduce):
+            raise ArrayError(
+                f"register_comm_hook: the algorithm is {self.algorithm}, which a hook cannot replace; wrap the "
+                "module without one"
+            )
+        if hasattr(hook, "bind"):
+            self.switch(GradientAllReduce(hook))
+        else:
+            self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
+        self._hooked = True
 
     @_in_stream_order
     def switch(self, algorithm: Algorithm) -> None:
@@ -322,9 +414,8 @@ class DistributedDataParallel(nn.Module):
         self.tuner = None
         if differed:
             self.average_weights()
-            broadcast_tensors(self.comm, list(self.module.buffers()))
-            for optimizer in self.optimizers:
-                broadcast_optimizer(self.comm, optimizer)
+            broadcast_tensors(self.comm, self._common_buffers())
+            self._copy_optimizers(root=0)
         self._start(algorithm)
         self._share_momenta()
 
@@ -408,6 +499,30 @@ class DistributedDataParallel(nn.Module):
         self.engine.load_state_dict(map_leaves(state, self._to_array))
         if self.algorithm != mine:
             self.replan(algorithm=mine)
+        self._forget_step()
+
+    def _keeps_state(self) -> bool:
+        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters."""
+        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
+        return not plain or any(keeps(state) for state in self.engine.states)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not self._keeps_state():
+            del destination[prefix + EXTRA_STATE]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        key, missing = prefix + EXTRA_STATE, args[2]
+        if key in missing and not self._keeps_state():
+            missing.remove(key)
+        if key not in state_dict:
+            if self._backward.complete:  # of a pass that did not end
+                self.engine.load_state_dict(self.engine.state_dict())
+            self._forget_step()
+
+    def _forget_step(self) -> None:
+        """What comes next is a new step."""
         self._backward = _Backward()
         self._sync = self._opened = self._forwarded = self._averaged = False
         self._stepped.clear()
@@ -417,6 +532,45 @@ class DistributedDataParallel(nn.Module):
         return as_array(value.to(self._device)) if isinstance(value, torch.Tensor) else value
 
     # Setting up -----------------------------------------------------------------------------------------
+
+    def _names_to_ignore(self, names: Collection[str]) -> set[str]:
+        known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        unknown = sorted(set(names) - known)
+        if isinstance(names, str) or unknown:
+            raise ArrayError(
+                f"DistributedDataParallel: params_and_buffers_to_ignore is {names!r}, expected names of the "
+                "module's parameters and buffers" + (f"; there is no {unknown[0]!r}" if unknown else "")
+            )
+        return {*names, *getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())}
+
+    def _common_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that ranks have in common: not to be ignored, under one of their names at least."""
+        every = self.module.named_parameters(remove_duplicate=False)
+        common = {id(parameter) for name, parameter in every if name not in self._ignored}
+        return {name: parameter for name, parameter in self._wrapped.items() if id(parameter) in common}
+
+    def _common_buffers(self) -> list[torch.Tensor]:
+        return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
+
+    def _common_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
+        return [*self._common_parameters().items(), *buffers]
+
+    def _copy_all(self, *, root: int) -> None:
+        """Give all ranks the parameters, buffers and optimizer states of `root`. Collective."""
+        broadcast_tensors(self.comm, [*self._common_parameters().values(), *self._common_buffers()], root=root)
+        self._copy_optimizers(root=root)
+
+    def _copy_optimizers(self, *, root: int) -> None:
+        common = {id(parameter) for parameter in self._common_parameters().values()}
+        for optimizer in self.optimizers:
+            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in common]
+            kept = {parameter: optimizer.state[parameter] for parameter in mine if parameter in optimizer.state}
+            broadcast_optimizer(self.comm, optimizer, root=root)
+            for parameter in mine:
+                optimizer.state.pop(parameter, None)
+            optimizer.state.update(kept)
 
     @_in_stream_order
     def _start(self, algorithm: Algorithm) -> None:
@@ -448,10 +602,10 @@ class DistributedDataParallel(nn.Module):
 
     def _check_module(self) -> None:
         if not self._trained:
-            raise ArrayError("DistributedDataParallel: the module has no parameter to train")
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            raise _MisuseError("DistributedDataParallel: the module has no parameter to train")
+        for name, tensor in self._common_tensors():
             if nn.parameter.is_lazy(tensor):
-                raise ArrayError(
+                raise _MisuseError(
                     f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
                 )
             self._check_device(name, tensor)
@@ -486,6 +640,11 @@ class DistributedDataParallel(nn.Module):
         owned: set[int] = set()
         trained = {id(parameter) for parameter in self._trained.values()}
         for number, optimizer in enumerate(self.optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise ArrayError(
+                    f"DistributedDataParallel: optimizers is {self.optimizers!r}, expected those of torch.optim; "
+                    "all arguments of PyTorch's own but the module are given by name"
+                )
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if not mine & trained:
                 raise ArrayError(
@@ -524,14 +683,13 @@ class DistributedDataParallel(nn.Module):
 
     def _check_ranks(self) -> None:
         """Compare the modules of all ranks, before anything of them is sent."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+        mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in self._common_tensors()]
         mine.append((f"{len(self.optimizers)} optimizers", (), "", False))
         mine.append(("a tuner" if self.tuner is not None else "no tuner", (), "", False))
         for rank, theirs in enumerate(self.comm.allgather_object(mine)):
             if theirs != mine:
                 different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
-                raise CommMismatch(
+                raise _MismatchError(
                     f"DistributedDataParallel: rank {self.comm.rank} and rank {rank} have different modules; "
                     f"rank {rank} has {different} where rank {self.comm.rank} has something else"
                 )
@@ -586,7 +744,7 @@ class DistributedDataParallel(nn.Module):
                 self._announce(active=True)
             if self.broadcast_buffers:
                 root = self._join.active[0] if self._join is not None else 0
-                broadcast_tensors(self.comm, list(self.module.buffers()), root=root)
+                broadcast_tensors(self.comm, self._common_buffers(), root=root)
         self._share_momenta()
         self._forwarded = True
         self.engine.at(Point.FORWARD)
@@ -630,13 +788,22 @@ class DistributedDataParallel(nn.Module):
                 "other ranks"
             )
         self._check_backward_ended()
-        trained = {id(p): name for name, p in self._trained.items()}
+        trained = {id(p) for p in self._trained.values()}
         for name, parameter in self.module.named_parameters():
-            if (id(parameter) in trained) != parameter.requires_grad:
+            if (id(parameter) in trained) == parameter.requires_grad or name in self._ignored:
+                continue
+            if not isinstance(parameter, nn.Parameter):
+                continue  # lent to the module for this call, by torch.func.functional_call
+            if self._wrapped.get(name, parameter) is not parameter:
                 raise ArrayError(
-                    f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
-                    "wrapped; close this one and wrap the module again"
+                    f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
+                    "close this one and wrap the module again. To torch.func.functional_call give tensors that "
+                    "are no nn.Parameter; their gradients stay on this rank"
                 )
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
+                "wrapped; close this one and wrap the module again"
+            )
         for name, view in self._weights.items():
             if self._trained[name].data_ptr() != view.data_ptr():
                 raise ArrayError(
@@ -742,16 +909,32 @@ class DistributedDataParallel(nn.Module):
         self._weights_changed()
         self._share_momenta()
         self._averaged, self._opened = True, False
+        self._passes += 1
         self._stepped.clear()
-        if self.find_unused_parameters and self.engine.payload == "grad":
-            self._forget_unused(fresh)
+        self._forget_unused(fresh, ended=not self._sync)
+        if self.static_graph:
+            self._graph.compare(done.complete, ended=not self._sync)
 
-    def _forget_unused(self, fresh: Sequence[str]) -> None:
-        """Take away the zero gradients of parameters that had none before, on any rank. Collective."""
-        mine = np.array([name not in fresh for name in self._trained], np.uint8)
-        for name, somewhere in zip(self._trained, self.comm.allreduce(mine, op="max"), strict=True):
-            if not somewhere:
-                self._trained[name].grad = None
+    def _forget_unused(self, fresh: Sequence[str], *, ended: bool) -> None:
+        """Take away the zero gradients of parameters that had none before, on any rank. Collective.
+
+        With a static graph the ranks ask each other in the first step alone.
+
+        Args:
+            fresh: Parameters that had no gradient before.
+            ended: Whether this pass is not inside another one, which goes on.
+        """
+        if self.engine.payload != "grad" or not (self.find_unused_parameters or self.static_graph):
+            return
+        unused = self._graph.unused
+        if unused is None:
+            mine = np.array([name not in fresh for name in self._trained], np.uint8)
+            somewhere = self.comm.allreduce(mine, op="max")
+            unused = {name for name, used in zip(self._trained, somewhere, strict=True) if not used}
+            if self.static_graph and ended:
+                self._graph.unused = unused
+        for name in unused.intersection(fresh):
+            self._trained[name].grad = None
 
     @_in_stream_order
     def _before_optimizer_step(self, *_: Any) -> None:
@@ -797,6 +980,11 @@ class DistributedDataParallel(nn.Module):
         table = self.comm.allgather(np.array([active, self.engine.step]))
         assert self._join is not None
         self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        if self._join.throws and 0 < len(self._join.active) < self.comm.size:
+            self._forget_step()
+            raise _EarlyEndError(
+                "join: a rank has no more batches, so all ranks stop, as throw_on_early_termination says"
+            )
         if self._join.active and not self._join.divide_by_initial_size:
             self._join.scale = self.comm.size / len(self._join.active)
         while not active and self.engine.step < table[:, 1].max():
@@ -827,7 +1015,7 @@ class DistributedDataParallel(nn.Module):
                 break
             last = self._join.active
             if self.broadcast_buffers:
-                broadcast_tensors(self.comm, list(self.module.buffers()), root=last[0])
+                broadcast_tensors(self.comm, self._common_buffers(), root=last[0])
             self.engine.at(Point.FORWARD)
             if self.engine.payload == "grad":
                 # Where gradients accumulate, averages of the same step are in them already, on all ranks.
@@ -843,8 +1031,7 @@ class DistributedDataParallel(nn.Module):
                 # Ranks that have data may wait for this exchange before they announce their next step.
                 self.engine.at(Point.STEP)
             self._share_momenta()
-            if self.find_unused_parameters and self.engine.payload == "grad":
-                self._forget_unused(list(self._trained))
+            self._forget_unused(list(self._trained), ended=True)
         before.put_back()
         self._weights_changed()
         self._end_together(last)
@@ -863,9 +1050,7 @@ class DistributedDataParallel(nn.Module):
         table = self.comm.allgather_object((last, self._join.steps, self._join.forwards))
         candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)
         root = max(candidates, key=lambda rank: (*table[rank][1:], -rank))
-        broadcast_tensors(self.comm, [*self.module.parameters(), *self.module.buffers()], root=root)
-        for optimizer in self.optimizers:
-            broadcast_optimizer(self.comm, optimizer, root=root)
+        self._copy_all(root=root)
 
 
 def _watch_gradients(
@@ -986,10 +1171,51 @@ class _Backward:
 
 
 @dataclass
+class _Graph:
+    """What is said once and for all of a static graph."""
+
+    unused: set[str] | None = None
+    """Parameters without a gradient on any rank."""
+    first: set[str] | None = None
+    """Parameters that got one on this rank, in the first step."""
+    now: set[str] = field(default_factory=set)
+    """The same in this step, as far as it has come."""
+
+    def compare(self, complete: set[str], *, ended: bool) -> None:
+        """Compare a step with the first one, on this rank: the exchange is over, so no rank waits."""
+        self.now |= complete
+        if not ended:
+            return
+        now, self.now = self.now, set()
+        if self.first is None:
+            self.first = now
+        elif now != self.first:
+            name = min(now ^ self.first)
+            raise _MisuseError(
+                f"DistributedDataParallel: static_graph is True, but {name!r} got {'a' if name in now else 'no'} "
+                f"gradient in this step, unlike in the first one; give find_unused_parameters instead"
+            )
+
+
+class _MisuseError(ArrayError, RuntimeError):
+    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
+
+
+class _MismatchError(CommMismatch, RuntimeError):
+    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
+
+
+class _EarlyEndError(CommError, RuntimeError):
+    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
+
+
+@dataclass
 class _Join:
     """Who has data left."""
 
     divide_by_initial_size: bool
+    throws: bool = False
+    """Whether all ranks are to stop when one has ended."""
     active: list[int] = field(default_factory=list)
     scale: float = 1.0
     """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""

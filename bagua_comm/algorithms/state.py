@@ -22,6 +22,11 @@ Saved = dict[str, dict[str, Any]]
 """For every tensor's name: its pieces and numbers, by where they were found in the state."""
 
 
+def keeps(state: Any) -> bool:
+    """Whether there is anything in `state` that a checkpoint would hold, now or after some steps."""
+    return any(True for _ in _fields_of(state))
+
+
 def save_state(bucket: Bucket, state: Any) -> Saved:
     """Copy what `state` holds for the tensors of `bucket`."""
     saved: Saved = {name: {} for name in bucket.views}

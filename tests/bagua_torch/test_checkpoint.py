@@ -1,6 +1,7 @@
 """Checkpoints, restarts, and changes of the algorithm on the way."""
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from torch_training import (
@@ -31,9 +32,11 @@ from bagua_comm import (
     DiLoCo,
     ErrorFeedback,
     GradientAllReduce,
+    Hierarchical,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     QAdam,
+    Quantized,
     UnsupportedError,
     after,
 )
@@ -245,7 +248,7 @@ def test_a_restart_in_the_middle_of_an_accumulation_keeps_nothing_of_it():
     """As with PyTorch's own, gradients are in no checkpoint."""
 
     def body(comm):
-        training = Training(comm, ByteGrad())
+        training = Training(comm, GradientAllReduce(ErrorFeedback()))
         with training.ddp.no_sync():
             loss_of(training.ddp, batch(comm.rank, 0)).backward()
         saved = training.saved()
@@ -254,6 +257,99 @@ def test_a_restart_in_the_middle_of_an_accumulation_keeps_nothing_of_it():
 
     for names, module_names in run_ranks(2, body):
         assert names == sorted(["_extra_state", *module_names])
+
+
+KEEP_NOTHING = [
+    GradientAllReduce(),
+    ByteGrad(),
+    GradientAllReduce(Hierarchical(Quantized())),
+    GradientAllReduce(Hierarchical()),
+]
+
+
+@pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
+def test_a_state_dict_holds_tensors_alone_where_the_algorithm_keeps_nothing(algorithm):
+    """As safetensors and others want it; and it is that of PyTorch's own wrapper, to save and to load."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(3))
+        saved = ddp.state_dict()
+        assert list(saved) == [f"module.{name}" for name in model.state_dict()]
+        file = safetensors.torch.save(saved)
+        _, again_optimizer, again = wrapped(comm, algorithm)
+        assert again.load_state_dict(safetensors.torch.load(file)) == ([], [])
+        outer = nn.ModuleDict({"net": again})
+        assert outer.load_state_dict({f"net.{name}": value for name, value in saved.items()}) == ([], [])
+        assert torch.equal(weights(again), weights(model))
+        train(comm, again, again_optimizer, range(3, 5))
+        assert_same_on_all_ranks(comm, again.module)
+        for each in (ddp, again):
+            each.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", KEEP_NOTHING, ids=repr)
+def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing(algorithm):
+    """From files of an earlier version."""
+
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(3))
+        saved = through_a_file({**ddp.state_dict(), "_extra_state": ddp.get_extra_state()})
+        _, _, again = wrapped(comm, algorithm)
+        assert again.load_state_dict(saved) == ([], [])
+        assert again.engine.step == 3
+        for each in (ddp, again):
+            each.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in KEEP_NOTHING], ids=repr)
+def test_a_state_dict_without_what_the_algorithm_keeps_is_refused(algorithm, steps):
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        train(comm, ddp, optimizer, range(steps))
+        saved = ddp.state_dict()
+        assert set(saved) == {"_extra_state", *(f"module.{name}" for name in model.state_dict())}
+        plain = {f"module.{name}": value for name, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r'Missing key.*"_extra_state"'):
+            ddp.load_state_dict(plain)
+        assert ddp.load_state_dict(plain, strict=False) == (["_extra_state"], [])
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_a_state_dict_of_the_plain_module_belongs_into_the_plain_module():
+    def body(comm):
+        model, _, ddp = wrapped(comm)
+        with pytest.raises(RuntimeError, match=r'Missing key.*"module.0.weight".*[\s\S]*Unexpected key'):
+            ddp.load_state_dict(model.state_dict())
+        ddp.module.load_state_dict(model.state_dict())
+        ddp.close()
+
+    run_ranks(1, body)
+
+
+def test_loading_without_state_of_the_algorithm_forgets_a_step_that_was_pending():
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm)
+        saved = through_a_file(ddp.state_dict())
+        failing = model[0].weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(ddp, batch(comm.rank, 0)).backward()
+        failing.remove()
+        ddp.load_state_dict(saved)
+        optimizer.zero_grad()
+        train(comm, ddp, optimizer, range(2))
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+
+    run_ranks(2, body)
 
 
 def test_loading_forgets_a_step_that_was_pending():

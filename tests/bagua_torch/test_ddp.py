@@ -599,6 +599,64 @@ def test_parameters_that_change_after_wrapping_are_refused(change):
     run_ranks(2, body)
 
 
+def test_a_parameter_that_is_replaced_after_wrapping_is_refused():
+    def body(comm):
+        model = nn.Linear(2, 2)
+        ddp = DistributedDataParallel(model, comm=comm)
+        model.weight = nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(ArrayError, match=r"'weight' is another parameter.*wrap the module again"):
+            ddp(torch.ones(1, 2))
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+# torch.func.functional_call: other weights for one call ---------------------------------------------------
+
+
+def test_weights_lent_for_one_call_get_the_gradients():
+    """On this rank alone, as with PyTorch's own: only the module's parameters are averaged."""
+
+    def body(comm, ddp):
+        lent = {"module.weight": torch.full((1, 1), 2.0, requires_grad=True)}
+        output = torch.func.functional_call(ddp, lent, (mine(comm),))
+        output.sum().backward()
+        assert ddp.module.weight.grad is None
+        ddp(mine(comm)).sum().backward()
+        return output.item(), lent["module.weight"].grad.item(), ddp.module.weight.grad.item()
+
+    assert averaged_calls(body) == [(2.0, 1.0, 1.5), (4.0, 2.0, 1.5)]
+
+
+def test_weights_made_of_the_parameters_and_lent_have_gradients_averaged():
+    def body(comm, ddp):
+        lent = {name: 3 * parameter for name, parameter in ddp.named_parameters()}
+        torch.func.functional_call(ddp, lent, (mine(comm),)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert averaged_calls(body) == [4.5, 4.5]
+
+
+@pytest.mark.parametrize("lend", [dict, lambda named: {n: p.detach() for n, p in named}], ids=["own", "copies"])
+def test_gradients_of_a_function_of_the_weights(lend):
+    def body(comm, ddp):
+        def loss(weights):
+            return torch.func.functional_call(ddp, weights, (mine(comm),)).sum()
+
+        return [g.item() for g in torch.func.grad(loss)(lend(ddp.named_parameters())).values()]
+
+    assert averaged_calls(body) == [[1.0], [2.0]]
+
+
+def test_parameters_of_another_module_lent_are_refused_with_what_to_do():
+    def body(comm, ddp):
+        lent = {"module.weight": nn.Parameter(torch.ones(1, 1))}
+        with pytest.raises(ArrayError, match=r"functional_call give tensors that are no nn.Parameter"):
+            torch.func.functional_call(ddp, lent, (mine(comm),))
+
+    averaged_calls(body)
+
+
 def test_buffers_follow_rank_0():
     def body(comm):
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))

@@ -1,0 +1,119 @@
+"""What PyTorch's own DistributedDataParallel is called with, so that such a call works here unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua_comm import ArrayError, UnsupportedError
+
+HARMLESS = (
+    "check_reduction",
+    "dim",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+"""Arguments that change nothing here: gradients always are views of buckets; no value depends on the others."""
+
+REFUSED = {
+    "mixed_precision": "use torch.autocast, or convert the module",
+    "device_mesh": "give comm, as comm.split makes one",
+    "bucket_cap_mb_list": "give bucket_bytes, or a tuner",
+    "delay_all_reduce_named_params": "give params_and_buffers_to_ignore, and average those by a hook of your own",
+    "param_to_hook_all_reduce": "give params_and_buffers_to_ignore, and average those by a hook of your own",
+}
+"""Arguments that cannot be honoured, and what to do instead."""
+
+
+def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device) -> None:
+    """Accept further arguments of PyTorch's own wrapper, where a call that gives them means the same here.
+
+    Args:
+        others: The arguments, by name.
+        ranks: How many ranks train.
+        device: Where the module is.
+
+    Raises:
+        ArrayError: `output_device` is not where the module is.
+        UnsupportedError: An argument cannot be honoured; the message says what to do instead.
+        TypeError: There is no such argument.
+    """
+    for name, value in others.items():
+        if name == "output_device":
+            if value is not None and _device(value) != device:
+                raise ArrayError(
+                    f"DistributedDataParallel: output_device is {value}, but the module is on {device}"
+                )
+        elif name == "process_group":
+            _check_group(value, ranks)
+        elif name in REFUSED:
+            if value is not None:
+                raise UnsupportedError(f"DistributedDataParallel: {name} is not supported; {REFUSED[name]}")
+        elif name not in HARMLESS:
+            raise TypeError(f"DistributedDataParallel: there is no argument {name!r}")
+
+
+def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> torch.device | None:
+    """The device to which inputs are moved before the module runs; None if they stay where they are.
+
+    Raises:
+        ArrayError: `device_ids` is more than one device, or another than the module's.
+    """
+    if not device_ids:
+        return None
+    if len(device_ids) > 1 or device.type == "cpu" or _device(device_ids[0]) != device:
+        raise ArrayError(
+            f"DistributedDataParallel: device_ids is {list(device_ids)}, but the module is on {device}; expected "
+            "None or, for a module on a CUDA device, that one"
+        )
+    return device
+
+
+def moved(inputs: Any, device: torch.device) -> Any:
+    """`inputs` with all tensors on `device`, through dicts, lists and tuples.
+
+    >>> moved(([torch.zeros(2)], {"mask": None}), torch.device("meta"))
+    ([tensor(..., device='meta', size=(2,))], {'mask': None})
+    """
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device, non_blocking=True)
+    if isinstance(inputs, dict):
+        return type(inputs)((key, moved(value, device)) for key, value in inputs.items())
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*(moved(value, device) for value in inputs))
+    if isinstance(inputs, (list, tuple)):
+        return type(inputs)(moved(value, device) for value in inputs)
+    return inputs
+
+
+def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default: int) -> int:
+    """The size of buckets, given in one of two ways or not at all.
+
+    Raises:
+        ArrayError: It is given in both ways, or `bucket_cap_mb` is not positive.
+    """
+    if bucket_cap_mb is None:
+        return default if bucket_bytes is None else bucket_bytes
+    if bucket_bytes is not None:
+        raise ArrayError("DistributedDataParallel: give bucket_bytes or bucket_cap_mb, not both")
+    if not bucket_cap_mb > 0:
+        raise ArrayError(f"DistributedDataParallel: bucket_cap_mb is {bucket_cap_mb}, expected a positive number")
+    return max(1, int(bucket_cap_mb * 2**20))
+
+
+def _device(value: Any) -> torch.device:
+    return torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+
+
+def _check_group(group: Any, ranks: int) -> None:
+    if group is None:
+        return
+    if not dist.is_initialized() or group is not dist.group.WORLD or dist.get_world_size() != ranks:
+        raise UnsupportedError(
+            "DistributedDataParallel: process_group is not the group of all ranks; give comm, which "
+            "bagua_torch.connect() makes of the default group, and comm.split of a part of it"
+        )
