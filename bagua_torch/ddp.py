@@ -235,7 +235,8 @@ class DistributedDataParallel(nn.Module):
             return self.module(*args, **kwargs)
         self._before_forward()
         output = self.module(*args, **kwargs)
-        self._watch(output)
+        if not torch.compiler.is_compiling():  # in a compiled graph outputs have no hooks
+            self._watch(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -750,7 +751,6 @@ class DistributedDataParallel(nn.Module):
         self.engine.at(Point.FORWARD)
         self._weights_changed()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch(self, output: Any) -> None:
         """Average the backward pass of this forward pass, though that of another one may come first."""
         if self._sync:
