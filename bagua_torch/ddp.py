@@ -235,6 +235,8 @@ class DistributedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
+        if torch.compiler.is_compiling():
+            return self.module(*args, **kwargs)  # outputs of compiled graphs have no hooks
         output = self.module(*args, **kwargs)
         self._watch(output)
         return output
@@ -516,7 +518,7 @@ class DistributedDataParallel(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self._keeps_state():
+        if self.tuner is None and not self._keeps_state():  # a tuner may try another one that does
             del destination[prefix + EXTRA_STATE]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

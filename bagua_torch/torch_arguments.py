@@ -112,7 +112,8 @@ def _device(value: Any) -> torch.device:
 def _check_group(group: Any, ranks: int) -> None:
     if group is None:
         return
-    if not dist.is_initialized() or group is not dist.group.WORLD or dist.get_world_size() != ranks:
+    mine = isinstance(group, dist.ProcessGroup)  # elsewhere PyTorch gives a number that stands for no group
+    if not mine or dist.get_process_group_ranks(group) != list(range(ranks)) or dist.get_world_size() != ranks:
         raise UnsupportedError(
             "DistributedDataParallel: process_group is not the group of all ranks; give comm, which "
             "bagua_torch.connect() makes of the default group, and comm.split of a part of it"

@@ -4,6 +4,7 @@ import collections
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket
 from torch_training import (
@@ -20,12 +21,26 @@ from torch_training import (
     wrapped,
 )
 
+import bagua_torch
 from bagua_comm import ArrayError, ByteGrad, DiLoCo, GradientAllReduce, MinMaxUInt8, Quantized, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array, comm_hook
 from bagua_torch.torch_arguments import device_of_inputs, moved
 
 # Arguments ------------------------------------------------------------------------------------------------
+
+
+def test_a_process_group_of_all_ranks_is_taken_whatever_made_it():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with bagua_torch.connect() as comm:
+            group = dist.new_group([0])
+            model = DistributedDataParallel(nn.Linear(2, 1), comm=comm, process_group=group)
+            model(torch.ones(3, 2)).sum().backward()
+            model.close()
+    finally:
+        dist.destroy_process_group()
+    assert model.module.bias.grad.tolist() == [3.0]
 
 
 def test_a_call_of_pytorchs_own_works_unchanged():

@@ -435,6 +435,19 @@ def test_a_second_backward_pass_through_one_graph_stays_on_its_rank():
     assert averaged_calls(body) == [(1.0, 1), (2.0, 1)]
 
 
+def test_what_a_second_backward_pass_adds_is_averaged_in_the_next_step():
+    """Nothing is lost, only later: as after no_sync."""
+
+    def body(comm, ddp):
+        loss = ddp(mine(comm)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        ddp(mine(comm)).sum().backward()
+        return ddp.module.weight.grad.item()
+
+    assert averaged_calls(body) == [4.5, 4.5]
+
+
 @pytest.mark.parametrize("wrap", [lambda y: y, lambda y: {"loss": (y,)}, lambda y: Output(y, [y])])
 def test_every_one_of_several_forward_passes_has_its_backward_pass_averaged(wrap):
     def body(comm, ddp):

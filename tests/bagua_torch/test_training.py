@@ -806,21 +806,6 @@ def test_a_backward_pass_of_an_older_graph_raises_once_weights_were_written_back
     run_ranks(2, body)
 
 
-def test_a_second_backward_pass_of_one_graph_averages_again():
-    def body(comm):
-        model = make_model()
-        ddp = DistributedDataParallel(model, comm=comm)
-        loss = loss_of(ddp, batch(comm.rank, 0))
-        loss.backward(retain_graph=True)
-        once = gradients(model).clone()
-        loss.backward()
-        ddp.close()
-        close(gradients(model), 2 * once)
-        comm.check_consistency(as_array(gradients(model)))
-
-    run_ranks(2, body)
-
-
 def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
     def body(comm):
         model, optimizer, ddp = wrapped(comm, LowPrecisionDecentralized())

@@ -1,0 +1,20 @@
+"""PyTorch's own tests of its wrapper, on ours: pytorch_tests.py runs them all, from the command line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.timeout(400)  # about a minute on two idle cores
+def test_pytorchs_own_tests_pass_or_differ_as_the_table_says():
+    script = Path(__file__).with_name("pytorch_tests.py")
+    done = subprocess.run(
+        [sys.executable, script, "--short", "--mode", "all"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout
