@@ -167,6 +167,8 @@ class _World:
         self.transports: WeakSet[MPITransport] = WeakSet()
         self.completed: dict[str, list[int]] = {}
         """How many collective calls this rank has completed, by group; a list of one number."""
+        self.open = 0
+        """How many communicators of this rank were made, and not closed."""
         self.orderly: bool | None = None
         """Whether all ranks left in order; None before this one leaves."""
         self._under_way: list[tuple[MPI.Request, Array]] = []
@@ -266,6 +268,7 @@ class MPITransport(Transport):
         """How many collective calls each rank has begun, where all share memory."""
         self._world = world if world is not None else self._new_world()
         self._world.transports.add(self)
+        self._world.open += 1
         self._world.completed[group] = self._completed
         self._window = open_window(self, self._wait) if self.size > 1 else None
         if self._window is not None:
@@ -610,10 +613,10 @@ class MPITransport(Transport):
             return make()
         except MPI.Exception as exc:
             error = self._give_up(exc, None)
-            count = len(self._world.completed)
+            count = self._world.open
             if not isinstance(error, RankFailed) and count > MAX_COMMUNICATORS // 2:
                 raise CommError(
-                    f"rank {self.rank}: MPI could make no more communicators after {count} of them, and has room "
+                    f"rank {self.rank}: MPI could not make one more communicator beside {count}, and has room "
                     f"for about {MAX_COMMUNICATORS} at a time; close those that are no longer used ({error})"
                 ) from exc
             raise error from exc
@@ -693,6 +696,7 @@ class MPITransport(Transport):
             self._break("a call was interrupted")
         if self._broken is None and not MPI.Is_finalized():
             self._break("closed")
+            self._world.open -= 1
             in_time(self._comm.Free, self.timeout_s, "MPI_Comm_free")
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:

@@ -5,9 +5,10 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import bagua_comm
-from bagua_comm import CommAborted, CommMismatch, CommTimeout
+from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm.transports import mpi as mpi_transport
 
 pytestmark = pytest.mark.mpi
@@ -135,6 +136,22 @@ def test_a_rank_that_left_is_not_missed_by_those_that_do_not_need_it_any_more(co
             world.recv(x, source=0)
         world.transports[0].leave()
         assert (x == comm.size).all()
+
+
+def test_where_mpi_has_no_more_communicators_the_error_says_what_to_do(comm, monkeypatch):
+    def none_left(self):
+        raise MPI.Exception(MPI.ERR_INTERN)
+
+    monkeypatch.setattr(mpi_transport, "MAX_COMMUNICATORS", 8)
+    with world_of(comm) as (world, _):
+        groups = [world.dup() for _ in range(4)]
+        monkeypatch.setattr(mpi_transport.MPITransport, "_duplicate", none_left)
+        with pytest.raises(
+            CommError, match=r"could not make one more communicator beside 5, .* close those that"
+        ):
+            world.dup()
+        for group in groups:
+            group.close()
 
 
 CALLS = {
