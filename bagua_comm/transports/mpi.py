@@ -171,6 +171,8 @@ class _World:
         """How many communicators of this rank were made, and not closed."""
         self.orderly: bool | None = None
         """Whether all ranks left in order; None before this one leaves."""
+        self.is_quiet = True
+        """Whether no notice can be under way."""
         self._under_way: list[tuple[MPI.Request, Array]] = []
 
     def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
@@ -593,9 +595,8 @@ class MPITransport(Transport):
         self.barrier()  # where a rank is missing, it is named here
         left_s = max(self.deadline_s() - time.monotonic(), 0.0)
         comm = self._make(lambda: in_time(lambda: self._comm.Split(color, key), left_s, "MPI_Comm_split"))
-        everyone, members = self._comm.Get_group(), comm.Get_group()
-        ranks = members.Translate_ranks(range(members.Get_size()), everyone)
-        return self._derived(comm, f":{color}", [self.members[rank] for rank in ranks])
+        members = comm.Get_group()
+        return self._derived(comm, f":{color}", [self.members[rank] for rank in self._ranks_of(members)])
 
     def dup(self) -> Transport:
         """See `Transport.dup`."""
@@ -661,26 +662,33 @@ class MPITransport(Transport):
         if self.size == 1:
             return True
         error = CommAborted(reason) if reason is not None else None
-        told = reason is not None or self._broken is not None
-        if told:
+        if reason is not None or self._broken is not None:
             world.tell(self.others(), LEFT, error, list(world.completed))
             return False
-        start, request = time.monotonic(), None
-        try:
-            request = world.comm.Ibarrier()
+        start, spoke = time.monotonic(), np.zeros(1, np.uint8)
+
+        def ended(request: MPI.Request, *, may_speak: bool) -> bool:
             while not request.Test():
                 waited = time.monotonic() - start
                 world.notices.listen()
                 if waited > self.timeout_s or self._somebody_failed():
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(request))
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object((request, spoke)))
                     return False
-                if waited > _LEAVE_QUIETLY_S and not told:
+                if waited > _LEAVE_QUIETLY_S and may_speak and not spoke[0]:
+                    spoke[0] = 1
                     world.tell(self.others(), LEFT, None, list(world.completed))
-                    told = True
                 time.sleep(min(max(_NAPS_S[0], waited / 10), _NAPS_S[1]) if waited > _SPIN_S else 0)
+            return True
+
+        try:
+            if not ended(world.comm.Ibarrier(), may_speak=True):
+                return False
+            # Whether any rank has spoken: then its notice may still be under way.
+            if not ended(world.comm.Iallreduce(MPI.IN_PLACE, spoke, MPI.MAX), may_speak=False):
+                return False
         except MPI.Exception:
             return False  # a rank has died
-        world.orderly = True
+        world.orderly, world.is_quiet = True, not spoke[0]
         return True
 
     def _somebody_failed(self) -> bool:
@@ -698,6 +706,8 @@ class MPITransport(Transport):
             self._break("closed")
             self._world.open -= 1
             in_time(self._comm.Free, self.timeout_s, "MPI_Comm_free")
+            if self._group == "world" and self._world.orderly and self._world.is_quiet:
+                in_time(self._world.comm.Free, self.timeout_s, "MPI_Comm_free")
 
     def _complete(self, start: Callable[[], MPI.Request], buffers: object) -> None:
         """Start a non-blocking call of MPI and wait for it."""
@@ -928,10 +938,16 @@ class MPITransport(Transport):
             dead = self._comm.Get_failed()
         except (MPI.Exception, NotImplementedError):
             return []  # this MPI ends the job where a rank dies
+        return self._ranks_of(dead)
+
+    def _ranks_of(self, members: MPI.Group) -> list[int]:
+        """The ranks here of a group of MPI, which is freed."""
+        everyone = self._comm.Get_group()
         try:
-            return list(dead.Translate_ranks(range(dead.Get_size()), self._comm.Get_group()))
+            return list(members.Translate_ranks(range(members.Get_size()), everyone))
         finally:
-            dead.Free()
+            everyone.Free()
+            members.Free()
 
 
 def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:

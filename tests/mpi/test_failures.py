@@ -154,6 +154,14 @@ def test_where_mpi_has_no_more_communicators_the_error_says_what_to_do(comm, mon
             group.close()
 
 
+def test_worlds_that_are_closed_in_order_leave_no_communicator_behind(comm):
+    contexts = set()
+    for _ in range(10):
+        with bagua_comm.connect(timeout_s=30, gpu="none") as world:
+            contexts.add(world.transports[0]._world.comm.py2f())
+    assert len(contexts) < 5
+
+
 CALLS = {
     "dtype": (
         lambda comm, x: comm.allreduce(x.view(np.int32 if comm.rank else np.float32)),
