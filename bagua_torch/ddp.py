@@ -816,6 +816,13 @@ class DistributedDataParallel(nn.Module):
                 f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
                 "wrapped; close this one and wrap the module again"
             )
+        for name, parameter in self._trained.items():
+            # What torch.distributed.optim leaves there; the optimizer would step before gradients are averaged.
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise UnsupportedError(
+                    f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
+                    "call optimizer.step() after backward(), when gradients are averaged"
+                )
         for name, view in self._weights.items():
             if self._trained[name].data_ptr() != view.data_ptr():
                 raise ArrayError(

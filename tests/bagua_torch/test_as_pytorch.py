@@ -74,6 +74,29 @@ def test_a_call_of_pytorchs_own_works_unchanged():
     assert run_ranks(2, body) == [(3, 104)] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # by the import
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_an_optimizer_that_steps_within_the_backward_pass_is_refused(wrapped_first):
+    """It would step by the gradient of its own rank, before it is averaged."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    def body(comm):
+        model = make_model()
+        if not wrapped_first:
+            _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
+        ddp = DistributedDataParallel(model, comm=comm)
+        if wrapped_first:
+            _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
+        message = r"'0.weight' has an optimizer that steps .*; call optimizer.step\(\) after"
+        with pytest.raises(UnsupportedError, match=message):
+            loss_of(ddp, batch(comm.rank, 0))
+        ddp.eval()
+        loss_of(ddp, batch(comm.rank, 0))
+        ddp.close()
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
