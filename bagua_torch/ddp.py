@@ -94,8 +94,9 @@ class DistributedDataParallel(nn.Module):
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
     averaged if it is that of a forward pass of this wrapper, once; `ddp.module(x).backward()`, and a second
     backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be accumulated
-    by `backward()`: `torch.autograd.grad` of parameters raises. Every rank makes the same number of forward and
-    backward passes, or enters `join`. Reentrant checkpoints need all parameters used.
+    by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd` computes is
+    not averaged. Every rank makes the same number of forward and backward passes, or enters `join`. Reentrant
+    checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -1001,8 +1002,10 @@ class DistributedDataParallel(nn.Module):
         self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
         if self._join.throws and 0 < len(self._join.active) < self.comm.size:
             self._forget_step()
+            ended = [rank for rank in range(self.comm.size) if rank not in self._join.active]
+            who = f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {ended} have"
             raise _EarlyEndError(
-                "join: a rank has no more batches, so all ranks stop, as throw_on_early_termination says"
+                f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
             )
         if self._join.active and not self._join.divide_by_initial_size:
             self._join.scale = self.comm.size / len(self._join.active)

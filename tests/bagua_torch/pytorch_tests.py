@@ -118,7 +118,7 @@ class Ours(bagua_torch.DistributedDataParallel):
                 yield
                 ended = True
         except bagua_comm.CommError as error:
-            if "a rank has no more batches" not in str(error):
+            if "no more batches, so all ranks stop" not in str(error):
                 raise
             first = f"Rank {self.comm.rank} exhausted all inputs"
             raise RuntimeError(first if ended else "Detected at least one rank that exhausted inputs.") from error
