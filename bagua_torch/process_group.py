@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -439,8 +440,9 @@ class ProcessGroupTransport(Transport):
             raise self._translate(exc, peer) from exc
 
     def _wait(self, peer: int | None, work: Any) -> None:
+        left_s = max(self.deadline_s() - time.monotonic(), 0.001)
         try:
-            work.wait(self._timeout)
+            work.wait(min(self._timeout, timedelta(seconds=left_s)))
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
 

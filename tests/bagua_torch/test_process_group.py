@@ -674,3 +674,20 @@ def test_calls_that_differ_raise_where_their_sizes_agree(call, count):
         return caught.type
 
     assert CommMismatch in run_threads(2, body)
+
+
+def test_a_call_of_many_waits_has_one_deadline():
+    def body(transport):
+        if transport.rank == 1:
+            for _ in range(20):
+                time.sleep(0.15)
+                if error_of(transport.exchange, [(0, np.ones(1))], []):
+                    return None
+            return None
+        transport.begin_call("several", collective=False)
+        start = time.monotonic()
+        errors = [error_of(transport.exchange, [], [(1, np.ones(1))]) for _ in range(20)]
+        assert time.monotonic() - start < 1.5
+        return next(error for error in errors if error is not None)
+
+    assert run_threads(2, body, timeout_s=0.5)[0] is CommTimeout
