@@ -112,7 +112,7 @@ _ROLL_CALL_S = 1.0
 """How long a rank whose time is over waits, at most, for others to say that they wait as well."""
 
 _OBITUARY_S = 3.0
-"""How long a rank that hears of a death waits, at most, to hear whose."""
+"""How long a rank to which MPI gives an error waits, at most, to hear whether a rank has died, and which."""
 
 _LEAVE_QUIETLY_S = 1.0
 """How long a rank that leaves waits for the others before it says so."""
@@ -914,11 +914,12 @@ class MPITransport(Transport):
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
             return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
-        if code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
-            # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died.
-            until = time.monotonic() + _OBITUARY_S
-            while not (dead := self._failed()) and time.monotonic() < until:
-                time.sleep(0.01)
+        # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died. And where
+        # a rank dies in the middle of a collective, Open MPI sometimes calls the error by no name.
+        until = time.monotonic() + _OBITUARY_S
+        while not (dead := self._failed()) and time.monotonic() < until:
+            time.sleep(0.01)
+        if dead or code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
             return self._rank_failed(dead)
         return CommError(f"rank {self.rank}: MPI failed: {text}")
 
