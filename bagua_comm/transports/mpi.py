@@ -914,8 +914,8 @@ class MPITransport(Transport):
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
             return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
-        # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died. And where
-        # a rank dies in the middle of a collective, Open MPI sometimes calls the error by no name.
+        # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died. And
+        # where a rank dies in the middle of a collective, Open MPI sometimes has no name for the error.
         until = time.monotonic() + _OBITUARY_S
         while not (dead := self._failed()) and time.monotonic() < until:
             time.sleep(0.01)
