@@ -1212,8 +1212,9 @@ class Communicator:
             )
         self._user = me
         collective = name not in _POINT_TO_POINT
+        compared = None if self.check else describe  # what is checked is compared before, and in full
         for transport in self.transports:
-            transport.begin_call(name, collective=collective, describe=describe)
+            transport.begin_call(name, collective=collective, describe=compared)
         return True
 
     def end_turn(self, outermost: bool) -> None:

@@ -232,18 +232,20 @@ def test_reductions_of_each_dtype(name):
     arithmetic = ["sum", "avg", "prod", "min", "max"]
     bitwise = ["band", "bor", "bxor"]
     expected = arithmetic * (name in INTEGERS | FLOATS) + bitwise * (name in INTEGERS)
+    if name in arrays.COMPLEX:  # which have no order
+        expected = ["sum", "avg", "prod"]
     assert expected == allowed
 
 
 def test_dtypes_without_reductions_come_with_a_hint():
     for name, hint in (
         ("bool", "; reduce a view of it as uint8"),
-        ("complex64", "; reduce a view of its real and imaginary parts"),
-        ("complex128", "; reduce a view of its real and imaginary parts"),
+        ("complex64", "; reduce magnitudes, or a view of its real and imaginary parts"),
+        ("complex128", "; reduce magnitudes, or a view of its real and imaginary parts"),
     ):
         with pytest.raises(UnsupportedError) as caught:
-            check_reduction("reduce", "sum", np.dtype(name))
-        assert f"reduce: there is no op='sum' for {name}{hint}" == str(caught.value)
+            check_reduction("reduce", "max", np.dtype(name))
+        assert f"reduce: there is no op='max' for {name}{hint}" == str(caught.value)
 
 
 def test_an_unknown_reduction_is_answered_with_the_known_ones():

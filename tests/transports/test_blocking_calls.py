@@ -15,7 +15,8 @@ TIMED = {"in_time", "limit", "_Limit"}
 is used in such places alone may wait as well."""
 
 ACCEPTED = {
-    ("transports/mpi.py", "dead.Free"): "of a group, which is this process' own",
+    ("transports/mpi.py", "everyone.Free"): "of a group, which is this process' own",
+    ("transports/mpi.py", "members.Free"): "of a group, which is this process' own",
     ("bootstrap.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left or another thread watches",
 }
 """What may block elsewhere, and why."""
