@@ -605,7 +605,12 @@ class MPITransport(Transport):
 
     def _duplicate(self) -> MPI.Comm:
         comm, request = self._comm.Idup()
-        self._poll(request.Test)
+        try:
+            self._poll(request.Test)
+        except BaseException:
+            # MPI may still write the new communicator to where it was told to: never free that.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
+            raise
         return comm
 
     def _make(self, make: Callable[[], MPI.Comm]) -> MPI.Comm:

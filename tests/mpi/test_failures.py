@@ -73,9 +73,10 @@ def test_a_timeout_of_a_message_names_its_sender(comm):
 @pytest.mark.parametrize("call", [bagua_comm.Communicator.dup, lambda comm: comm.split(0)])
 def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm, monkeypatch, call):
     with world_of(comm) as (world, last):
-        if world.rank == last:
-            monkeypatch.setattr(world.transports[0], "_make", lambda make: time.sleep(2))
-            with pytest.raises(AttributeError):
+        if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
+            make = world.transports[0]._make
+            monkeypatch.setattr(world.transports[0], "_make", lambda new: (time.sleep(1.5), make(new))[1])
+            with suppress(CommError):
                 call(world)
         else:
             with pytest.raises(CommTimeout):
