@@ -38,6 +38,7 @@ from . import arrays
 from .comm import Communicator
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .processes import state_of
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
 
@@ -442,7 +443,7 @@ class _Roll:
     def remark(self, timeout_s: float) -> str:
         """What to say when this rank has ended, and goes on waiting for others: which still run here."""
         processes = sorted(self.processes().items()) if self._job else []
-        others = [f"rank {rank} (process {pid}, {_state(pid)})" for rank, pid in processes if rank != self.rank]
+        others = [f"rank {rank} (process {pid}, {state_of(pid)})" for rank, pid in processes if rank != self.rank]
         return (
             f"{self.me()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it goes on "
             f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
@@ -467,7 +468,7 @@ class _Roll:
                 continue
             if process is None:
                 unseen.append(rank)
-            elif (state := _state(process)) != "running":
+            elif (state := state_of(process)) not in ("running", ""):
                 missing.gone.append(
                     f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
                 )
@@ -502,7 +503,7 @@ class _Roll:
                         found.setdefault(int(value), []).append(int(folder.name))
         # Its children have the same variables: take one that is stopped, if any, else the oldest.
         return {
-            rank: min(same, key=lambda process: (_state(process) != "stopped", process))
+            rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
             for rank, same in found.items()
         }
 
@@ -514,14 +515,6 @@ def _first_number(*names: str) -> int | None:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
-
-
-def _state(process: int) -> str:
-    try:
-        letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "ended"
-    return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
 
 
 # ---------------------------------------------------------------------------------------------------

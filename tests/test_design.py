@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "arrays", "files", "trace", "lane"},
+    {"errors", "arrays", "files", "processes", "trace", "lane"},
     {"kernels"},
     {"codecs", "transports"},
     {"comm", "topology", "agreement", "objects"},

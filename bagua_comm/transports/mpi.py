@@ -25,7 +25,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -42,6 +41,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..kernels import host
+from ..processes import state_of
 from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
 from .notices import GAVE_UP, LEFT, Notice, Notices
 from .shared import open_window
@@ -141,19 +141,9 @@ class Place(NamedTuple):
     process: int
 
     def __str__(self) -> str:
-        return f"on {self.host}, process {self.process}{self._condition()}"
-
-    def _condition(self) -> str:
-        """What can be seen of the process, if it is on this host."""
-        if self.host != socket.gethostname() or not os.path.isdir("/proc/self"):
-            return ""
-        try:
-            state = Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return ", which has ended"
-        return {"T": ", which is stopped", "t": ", which a debugger holds", "Z": ", which has ended"}.get(
-            state, ""
-        )
+        state = state_of(self.process) if self.host == socket.gethostname() else ""
+        note = {"stopped": ", which is stopped", "ended": ", which has ended"}.get(state, "")
+        return f"on {self.host}, process {self.process}{note}"
 
 
 class _World:

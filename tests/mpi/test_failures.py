@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 import bagua_comm
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout
+from bagua_comm.testing import reduced
 from bagua_comm.transports import mpi as mpi_transport
 
 pytestmark = pytest.mark.mpi
@@ -209,19 +210,17 @@ def test_a_broadcast_of_another_dtype_raises(comm, count):
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max", "band", "bor", "bxor"])
 def test_integers_wrap_around_as_numpy_has_it(comm, dtype, op):
     """Open MPI saturates whole vectures of short integers, and not the rest of the array."""
-    function = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
-    function |= {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
     limits = np.iinfo(dtype)
     for count in (1, 33, 100, 3000, 60_001):
         xs = [
             np.random.default_rng([count, rank]).integers(limits.min, limits.max, comm.size * count, dtype, True)
             for rank in range(comm.size)
         ]
-        expected = function[op].reduce(np.stack(xs), axis=0, dtype=dtype)
+        expected = reduced(xs, op)
         np.testing.assert_array_equal(comm.allreduce(xs[comm.rank], op=op), expected)
         np.testing.assert_array_equal(
             comm.reduce_scatter(xs[comm.rank], op=op), expected[comm.rank * count :][:count]
         )
-        reduced = comm.reduce(xs[comm.rank], root=comm.size - 1, op=op)
-        if reduced is not None:
-            np.testing.assert_array_equal(reduced, expected)
+        at_root = comm.reduce(xs[comm.rank], root=comm.size - 1, op=op)
+        if at_root is not None:
+            np.testing.assert_array_equal(at_root, expected)
