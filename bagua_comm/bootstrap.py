@@ -686,10 +686,13 @@ class _Ending:
         for world in list(self.worlds):
             with suppress(CommError):
                 self.leave(world)
-        if any(thread.name.startswith("MPI_") for thread in threading.enumerate()):
+        from .transports.mpi import BlockedCall
+
+        if any(isinstance(thread, BlockedCall) for thread in threading.enumerate()):
             # A call that timed out still waits inside MPI, which cannot end meanwhile.
             self._print_once(f"{self._roll.me()} ended while a call of MPI waits for another rank; all ranks end")
             self._end_all(1)
+        self._forget_sigterm()  # no handler of Python's is called while MPI ends
         if self._library is None or _has_ulfm():
             # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not ask for it.
             return

@@ -1040,7 +1040,8 @@ class Communicator:
             # This rank leaves in the middle: its peers would wait for it.
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr, flush=True)
-            self.abort(error.code if isinstance(error.code, int) else 1)
+                error.code = 1  # it is printed
+            self.abort(error.code)
         for transport in self.transports:
             transport.leave(f"{type(error).__name__}: {error}")
 

@@ -120,6 +120,9 @@ _LEAVE_QUIETLY_S = 1.0
 _TABLES = 64
 """How many kinds of small calls keep a table."""
 
+_GROUPS_TOLD = 64
+"""How many groups a notice lists. What is longer would wait for its receiver."""
+
 _MEMBERS_TOLD = 8
 """How many ranks a message names one by one."""
 
@@ -164,6 +167,12 @@ class _World:
         self.is_quiet = True
         """Whether no notice can be under way."""
         self._under_way: list[tuple[MPI.Request, Array]] = []
+        self._arriving: tuple[MPI.Request, Array, int] | None = None
+        """A notice that is being received, and who sent it."""
+
+    def latest_groups(self) -> list[str]:
+        """Those that were made last, as many as fit a short message."""
+        return list(self.completed)[-_GROUPS_TOLD:]
 
     def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
         """Say to these ranks of the world that this one leaves, or gives up the calls of some groups."""
@@ -179,18 +188,21 @@ class _World:
         self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
 
     def _take(self) -> tuple[int, bytes] | None:
-        status = MPI.Status()
         try:
-            message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
-            if message is None:
+            if self._arriving is None:
+                status = MPI.Status()
+                message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+                if message is None:
+                    return None
+                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self._arriving = message.Irecv([data, MPI.BYTE]), data, status.Get_source()
+            request, data, source = self._arriving
+            if not request.Test():
                 return None
-            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            request = message.Irecv([data, MPI.BYTE])
-            while not request.Test():
-                time.sleep(0)
         except MPI.Exception:
             return None  # a rank has died: who waits for it learns by its own call
-        return status.Get_source(), data.tobytes()
+        self._arriving = None
+        return source, data.tobytes()
 
     def revoke(self, dead: Collection[int]) -> None:
         """Wake all ranks that are in a call together with a dead one, given by their ranks in this world."""
@@ -513,7 +525,7 @@ class MPITransport(Transport):
         key = (call, x.size, x.dtype)
         table = self._tables.get(key)
         if table is None:
-            if len(self._tables) == _TABLES:
+            if len(self._tables) >= _TABLES:
                 self._tables.clear()
             table = self._tables[key] = _Table(call, self.size, self.rank, x.size, x.dtype)
         table.mine[...] = x.reshape(-1)
@@ -548,33 +560,18 @@ class MPITransport(Transport):
         if self.size == 1:
             return
         call = f"broadcast from {root}"
-        if x.nbytes > EAGER_BYTES:
-            self.agree_on_call(call, x)
+        if self._is_small(x):
+            # As much latency as a broadcast of MPI's, which would not notice that ranks have other roots.
+            values = self._gather_small(call, x)
+            if self.rank != root:
+                x.reshape(-1)[...] = values[root]
+            return
+        self.agree_on_call(call, x)
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
-        elif x.nbytes > EAGER_BYTES:
-            self._complete(lambda: self._comm.Ibcast([_bytes(x), MPI.BYTE], root), x)
-        else:
-            self._broadcast_small(call, x, root)
-        self.sent_bytes += x.nbytes if self.rank == root and x.nbytes <= MESSAGE_BYTES else 0
-
-    def _broadcast_small(self, call: str, x: Array, root: int) -> None:
-        """Broadcast with the number of the call ahead; a rank to which another comes raises, on its own."""
-        key = (call, x.size, x.dtype)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = _Table(call, 1, 0, x.size, x.dtype)
-        if self.rank == root:
-            table.mine[...] = x.reshape(-1)
-        self._complete(lambda: self._comm.Ibcast(table.wire, root), table)
-        if not table.is_of_one_call():
-            self._tables.clear()
-            raise CommMismatch(
-                f"rank {self.rank} called {call} of {x.size} x {dtype_name(x.dtype)}, but rank {root} another "
-                "call, or on another dtype or size"
-            )
-        if self.rank != root:
-            x.reshape(-1)[...] = table.mine
+            return
+        self._complete(lambda: self._comm.Ibcast([_bytes(x), MPI.BYTE], root), x)
+        self.sent_bytes += x.nbytes if self.rank == root else 0
 
     def barrier(self) -> None:
         """MPI's own."""
@@ -658,7 +655,7 @@ class MPITransport(Transport):
             return True
         error = CommAborted(reason) if reason is not None else None
         if reason is not None or self._broken is not None:
-            world.tell(self.others(), LEFT, error, list(world.completed))
+            world.tell(self.others(), LEFT, error, world.latest_groups())
             return False
         start, spoke = time.monotonic(), np.zeros(1, np.uint8)
 
@@ -668,10 +665,12 @@ class MPITransport(Transport):
                 world.notices.listen()
                 if waited > self.timeout_s or self._somebody_failed():
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object((request, spoke)))
+                    failure = CommAborted("it did not wait any longer for the other ranks to leave")
+                    world.tell(self.others(), LEFT, failure, world.latest_groups())
                     return False
                 if waited > _LEAVE_QUIETLY_S and may_speak and not spoke[0]:
                     spoke[0] = 1
-                    world.tell(self.others(), LEFT, None, list(world.completed))
+                    world.tell(self.others(), LEFT, None, world.latest_groups())
                 time.sleep(min(max(_NAPS_S[0], waited / 10), _NAPS_S[1]) if waited > _SPIN_S else 0)
             return True
 
@@ -687,9 +686,12 @@ class MPITransport(Transport):
         return True
 
     def _somebody_failed(self) -> bool:
-        """Whether a rank has said that it leaves because of an error, or has given up."""
-        notices = self._world.notices
-        return any(notice.error for rank in self.others() for notice, _ in notices.from_rank(rank))
+        """Whether a rank has said that it leaves because of an error, or has given up this communicator."""
+        return any(
+            notice.error and (notice.kind == LEFT or self._group in notice.completed)
+            for rank in self.others()
+            for notice, _ in self._world.notices.from_rank(rank)
+        )
 
     def close(self) -> None:
         """Free the MPI communicator, unless unfinished calls still use it, and unmap the window."""
@@ -771,8 +773,8 @@ class MPITransport(Transport):
                     ends = notice.ends(self._group, number)
                 else:
                     ends = notice.kind == LEFT or self._group in notice.completed
-                if not ends:
-                    continue
+                if not ends or (self._world.orderly and not notice.error):
+                    continue  # all ranks have left the world in order, and go on with groups of it
                 if notice.error == CommTimeout.__name__:
                     raise self._overdue(peers, rank)
                 if time.monotonic() - heard_s > _GRACE_S:
@@ -946,6 +948,10 @@ class MPITransport(Transport):
             members.Free()
 
 
+class BlockedCall(threading.Thread):
+    """A thread that is inside of MPI, which cannot end meanwhile."""
+
+
 def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
     """Make a call of MPI that blocks, and that nothing can interrupt.
 
@@ -963,7 +969,7 @@ def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
         except BaseException as exc:
             failures.append(exc)
 
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = BlockedCall(target=run, name=name, daemon=True)
     thread.start()
     thread.join(limit_s)
     if failures:

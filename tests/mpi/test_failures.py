@@ -164,6 +164,36 @@ def test_worlds_that_are_closed_in_order_leave_no_communicator_behind(comm):
     assert len(contexts) < 5
 
 
+def test_many_sizes_of_small_calls_keep_little_memory(comm):
+    for count in range(1, 200):
+        comm.broadcast(np.zeros(count, np.uint8), root=0)
+    for count in range(1, 100):
+        comm.allgather(np.zeros(count, np.uint8))
+    assert len(comm.transports[0]._tables) <= 64
+
+
+def test_groups_outlive_a_world_that_was_left_in_order(comm):
+    with world_of(comm, timeout_s=20) as (world, last):
+        group = world.dup()
+        if comm.rank == last:
+            time.sleep(1.5)  # the others have told by then that they leave
+        world.close()
+        if comm.rank == 0:
+            time.sleep(1)
+        assert group.allreduce(np.ones(1))[0] == comm.size
+        group.close()
+
+
+def test_an_error_in_a_group_does_not_keep_ranks_from_leaving_the_world(comm):
+    with world_of(comm, timeout_s=0.5) as (world, last):
+        group = world.dup()
+        if comm.rank == last:
+            with pytest.raises(CommTimeout):
+                group.recv(np.ones(1), source=0)
+        comm.barrier()
+        assert world.transports[0].leave()
+
+
 CALLS = {
     "dtype": (
         lambda comm, x: comm.allreduce(x.view(np.int32 if comm.rank else np.float32)),
@@ -178,6 +208,10 @@ CALLS = {
     "size": (
         lambda comm, x: comm.allreduce(x[min(comm.rank, 1) :]),
         r"\(\d+ bytes\), but rank 1 .*\(\d+ bytes\)",
+    ),
+    "root of a broadcast": (
+        lambda comm, x: comm.broadcast(x, root=min(comm.rank, 1)),
+        "called broadcast from 0 .* called broadcast from 1",
     ),
     "chunks": (
         lambda comm, x: comm.reduce_scatter(x.view(np.int32 if comm.rank else np.float32)),
@@ -199,11 +233,8 @@ def test_calls_that_differ_raise_on_all_ranks_and_leave_the_communicator_usable(
 def test_a_broadcast_of_another_dtype_raises(comm, count):
     with bagua_comm.connect(timeout_s=30) as world:
         x = np.zeros(count, np.float32 if comm.rank == 0 else np.int32)
-        if comm.rank == 0 and x.nbytes <= mpi_transport.EAGER_BYTES:
-            world.broadcast(x, root=0)  # the message is all that travels, and this rank sends it
-        else:
-            with pytest.raises(CommMismatch, match=r"called broadcast from 0 of \d+ x"):
-                world.broadcast(x, root=0)
+        with pytest.raises(CommMismatch, match=r"called broadcast from 0 of \d+ x float32.* x int32"):
+            world.broadcast(x, root=0)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"])
