@@ -638,7 +638,7 @@ class MPITransport(Transport):
     def revoke(self) -> None:
         """Wake the ranks that are in a call, where MPI can do that."""
         with suppress(MPI.Exception, NotImplementedError):
-            if not self._comm.Is_revoked():
+            if not self._is_revoked():
                 self._comm.Revoke()
 
     def abort(self, exit_code: int = 1) -> None:
@@ -916,7 +916,8 @@ class MPITransport(Transport):
         until = time.monotonic() + _OBITUARY_S
         while not (dead := self._failed()) and time.monotonic() < until:
             time.sleep(0.01)
-        if dead or code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED):
+        by_death = code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
+        if dead or by_death or self._is_revoked():
             return self._rank_failed(dead)
         return CommError(f"rank {self.rank}: MPI failed: {text}")
 
@@ -929,6 +930,12 @@ class MPITransport(Transport):
                 names += f" and {len(dead) - _MEMBERS_TOLD} more"
         who = f"{names} died" if dead else "another rank noticed that one died, or that one is missing"
         return RankFailed(f"rank {self.rank} of {self.size}: {who}", dead)
+
+    def _is_revoked(self) -> bool:
+        try:
+            return self._comm.Is_revoked()
+        except (MPI.Exception, NotImplementedError):
+            return False
 
     def _failed(self) -> list[int]:
         """The ranks known to be dead."""
