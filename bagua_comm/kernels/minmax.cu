@@ -14,6 +14,9 @@
 // A block too long for a CTA is cut into segments of 16 elements a thread: `encode_ranges` leaves the range of each
 // segment, then `encode_segments` reads the elements again.
 //
+// Nearly all CTAs have `whole` segments alone: 16 elements for every thread, at addresses that 16-byte words fit. For them
+// everything is compiled once more, without a check of ends and addresses.
+//
 // combine is encode of another source: the sum of the decoded rows, in float32 and row order, rounded to the element
 // dtype once. All arithmetic is float32. The specification divides 255 by the range in float64 and rounds to float32,
 // which is the float32 quotient (Figueroa, "When is double rounding innocuous?", 1995: 53 >= 2 * 24 + 2).
@@ -26,9 +29,9 @@ constexpr int warp = 32;
 constexpr int largest_cta = 512;  // as in device.py
 constexpr uint32 all_lanes = 0xffffffff;
 
-struct Layout {
+struct Layout {                        // as in device.py
     int64 rows, count, block, blocks;  // blocks of `block` elements, `count` elements in a row
-    int64 segments;                    // of a block
+    int64 segments, all_segments;      // of a block; of a row
     int64 start, stride;               // bytes of a row of the wire before its codes, and in all
     float32 eps;
 };
@@ -41,11 +44,39 @@ struct Range {
 struct Segment {
     int64 row, block, number, begin;
     int length;
-    bool first, last;  // of the row
 };
 
 // Where slot `slot` of this thread begins in its segment.
 __device__ int place(int slot, int width) { return (slot * int(blockDim.x) + int(threadIdx.x)) * width; }
+
+// Whether the codes of whole segments lie where 16-byte words fit.
+__device__ bool fit_words(const uint8* wire, const Layout& layout) {
+    return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
+}
+
+
+// ---- Codes in registers, four in a word: the compiler would give each a register ----
+
+template <int count>
+struct Codes {
+    uint32 words[count / 4];
+
+    template <bool whole>
+    __device__ void load_from(const uint8* from, int valid) {
+        uint8 codes[count];
+        load<whole>(from, valid, codes);
+        memcpy(words, codes, count);
+    }
+
+    // Drop the first code; the others move up.
+    __device__ void advance() {
+#pragma unroll
+        for (int i = 0; i < count / 4; ++i) words[i] = words[i] >> 8 | (i + 1 < count / 4 ? words[i + 1] << 24 : 0);
+    }
+
+    // Code `i` as the last byte of `above`.
+    __device__ uint32 below(uint32 above, int i) const { return __byte_perm(words[i / 4], above, 0x7650 | i % 4); }
+};
 
 
 // ---- Blocks: what their range says about codes ----
@@ -59,67 +90,70 @@ struct Levels {
     }
 };
 
+template <bool whole>
 __device__ Range read_range(const uint8* row, int64 block) {
     element ends[2];
-    load(reinterpret_cast<const element*>(row) + 2 * block, 2, ends);
+    load<whole>(reinterpret_cast<const element*>(row) + 2 * block, 2, ends);
     return {float32(widen(ends[0])), float32(widen(ends[1]))};
 }
 
-// level / scale, kept finite. Not inlined: it is rare, and would be there 16 times.
-__device__ __noinline__ float32 bounded(float32 level, float32 scale) {
-    float32 limit = largest_finite<element>();
-    return fminf(fmaxf(level / scale, -limit), limit);
-}
-
-// How to decode one block.
-struct Decoder {
-    float32 scale, lower, inverse, fill;
-    int plain, constant;
+// How to decode one block, in the 16 bytes of one access:
+//   plain:      (base with the code as its last byte + shift) / scale   base = 2^23, shift = lower - base, both exact
+//   not plain:  (code + shift) / scale, or base if scale is 0           shift = lower, inverse = 0
+struct alignas(16) Decoder {
+    float32 scale, inverse, shift, base;
 
     Decoder() = default;
 
     __device__ Decoder(Range range, float32 eps) {
         Levels found(range, eps);
-        scale = found.scale, lower = found.lower;
         // NaN or an overflown range gives NaN; a zero range or an overflown `upper` gives min.
-        constant = !(is_finite(lower) && is_finite(scale) && scale > 0);
-        fill = scale > 0 ? range.low : __uint_as_float(canonical_nan);
+        bool constant = !(is_finite(found.lower) && is_finite(found.scale) && found.scale > 0);
+        float32 fill = found.scale > 0 ? range.low : __uint_as_float(canonical_nan);
         // Neither quotients near overflow or underflow, nor codes that float32 cannot add to `lower` exactly.
-        plain = !constant && fabsf(lower) <= 4194304 && scale > 1e-30f && scale < 1e30f &&
-                fmaxf(-range.low, range.high) + eps <= largest_finite<element>() / 2;
-        inverse = 1 / scale;
+        bool plain = !constant && fabsf(found.lower) <= 4194304 && found.scale > 1e-30f && found.scale < 1e30f &&
+                     fmaxf(-range.low, range.high) + eps <= largest_finite<element>() / 2;
+        scale = constant ? 0 : found.scale;
+        inverse = plain ? 1 / found.scale : 0;
+        shift = plain ? found.lower - 8388608 : found.lower;
+        base = plain ? 8388608 : fill;
     }
 
-    // That of another lane among `lanes` neighbours.
-    __device__ Decoder of(int lane, int lanes) const {
-        Decoder other;
-        other.scale = __shfl_sync(all_lanes, scale, lane, lanes);
-        other.lower = __shfl_sync(all_lanes, lower, lane, lanes);
-        other.inverse = __shfl_sync(all_lanes, inverse, lane, lanes);
-        other.fill = __shfl_sync(all_lanes, fill, lane, lanes);
-        other.plain = __shfl_sync(all_lanes, plain, lane, lanes);
-        other.constant = __shfl_sync(all_lanes, constant, lane, lanes);
-        return other;
-    }
+    __device__ bool plain() const { return inverse > 0; }
 
-    template <int count>
-    __device__ void decode(const uint8 (&codes)[count], float32 (&values)[count]) const {
-        if (!plain) {
+    // values[i] = join(values[i], what codes[i] is decoded to)
+    template <bool surely_plain, int count, class Join>
+    __device__ void decode(Codes<count> codes, float32 (&values)[count], Join join) const {
+        if (surely_plain || plain()) {
 #pragma unroll
-            for (int i = 0; i < count; ++i) values[i] = constant ? fill : bounded(codes[i] + lower, scale);
+            for (int i = 0; i < count; ++i)
+                values[i] = join(values[i], divide(__uint_as_float(codes.below(__float_as_uint(base), i)) + shift));
             return;
         }
-        // The bits of 2^23 + code are those of 2^23 with the code below; 2^23 itself goes with `lower`, exactly.
-        float32 shifted = lower - 8388608;
+        // One after the other, since divisions take many registers. Registers have no index: what is in them moves on.
+#pragma unroll 1
+        for (int n = 0; n < count; ++n) {
+            float32 joined = join(values[0], careful_value(codes.below(0, 0)));
 #pragma unroll
-        for (int i = 0; i < count; ++i) values[i] = divide(__uint_as_float(0x4b000000 | codes[i]) + shifted);
+            for (int i = 1; i < count; ++i) values[i - 1] = values[i];
+            values[count - 1] = joined;
+            codes.advance();
+        }
     }
 
-    // level / scale, correctly rounded: the second correction of a quotient that the first has brought to within an
-    // ulp (Markstein, "Computation of elementary functions on the IBM RISC System/6000", 1990).
+    // What `code` is decoded to in a block that isn't plain.
+    __device__ float32 careful_value(uint32 code) const {
+        float32 limit = largest_finite<element>();
+        return scale > 0 ? fminf(fmaxf((code + shift) / scale, -limit), limit) : base;
+    }
+
+    // level / scale, correctly rounded by one correction of level * inverse (Markstein, "Computation of elementary
+    // functions on the IBM RISC System/6000", 1990). He asks for a first quotient within one ulp; this one is within 3/2.
+    // What it leaves is an error of 2^-23 ulp, which only matters if the true quotient is that near to the middle of two
+    // floats. There the first quotient, a float, is off by an odd number of halves, so by half an ulp, and the error
+    // is at most scale / 2^floor(log2(scale)) * 2^-26 ulp: less than any quotient's distance from the middle.
     __device__ float32 divide(float32 level) const {
         float32 quotient = level * inverse;
-        quotient = fmaf(fmaf(-scale, quotient, level), inverse, quotient);
         return fmaf(fmaf(-scale, quotient, level), inverse, quotient);
     }
 };
@@ -128,56 +162,99 @@ struct Decoder {
 // ---- Sources of the elements that are encoded ----
 
 struct Elements {
-    static constexpr int width = access_bytes / sizeof(element);
+    static constexpr int width = access_bytes / sizeof(element), slots = held / width;
     const element* x;
-    int64 count;
+    const Layout& layout;
 
-    __device__ void read(const Segment& segment, int at, float32 (&values)[width]) const {
-        element raw[width];
-        load(x + segment.row * count + segment.begin + at, segment.length - at, raw);
+    __device__ bool fit_words() const { return aligned<access_bytes>(x) && layout.count % width == 0; }
+
+    template <bool whole>
+    __device__ void read(const Segment& segment, float32 (&values)[slots][width]) const {
+        const element* from = x + segment.row * layout.count + segment.begin;
 #pragma unroll
-        for (int i = 0; i < width; ++i) values[i] = widen(raw[i]);
+        for (int j = 0; j < slots; ++j) {
+            int at = place(j, width);
+            element raw[width];
+            load<whole>(from + at, segment.length - at, raw);  // zeros beyond the end
+#pragma unroll
+            for (int i = 0; i < width; ++i) values[j][i] = widen(raw[i]);
+        }
     }
 };
 
 struct Sum {
-    static constexpr int width = access_bytes;
+    static constexpr int width = access_bytes, slots = 1;
+    static_assert(width == held);
     const uint8* wire;
-    Layout layout;
     int64 summands;
     bool mean;
+    const Layout& layout;
 
-    __device__ void read(const Segment& segment, int at, float32 (&values)[width]) const {
+    __device__ bool fit_words() const { return ::fit_words(wire, layout); }
+
+    template <bool whole>
+    __device__ void read(const Segment& segment, float32 (&values)[slots][width]) const {
+        __shared__ Decoder shared[largest_cta];
+        int lanes = min(int(blockDim.x), warp), lane = threadIdx.x & (lanes - 1), at = place(0, width);
+        Decoder* decoders = shared + (threadIdx.y * blockDim.x + threadIdx.x - lane);
+        float32(&total)[width] = values[0];
 #pragma unroll
-        for (int i = 0; i < width; ++i) values[i] = -0.0f;  // to which any number is added exactly
-        int lanes = min(int(blockDim.x), warp), lane = threadIdx.x % lanes;
+        for (int i = 0; i < width; ++i) total[i] = -0.0f;  // to which any number is added exactly
         for (int64 first = 0; first < summands; first += lanes) {
-            // What there is to know of a row's block is worked out by one lane.
-            bool mine = first + lane < summands && segment.length > 0;
-            Range range = mine ? read_range(wire + (first + lane) * layout.stride, segment.block) : Range{0, 0};
-            Decoder own(range, layout.eps);
+            const uint8* row = wire + first * layout.stride;
             int rows = int(min(summands - first, int64(lanes)));
-            const uint8* from = wire + first * layout.stride + layout.start + segment.begin + at;
-            uint8 codes[width], next[width];
-            load(from, segment.length - at, codes);
-#pragma unroll 1
-            for (int r = 0; r < rows; ++r) {
-                from += layout.stride;
-                if (r + 1 < rows) load(from, segment.length - at, next);  // on its way while this row is decoded
-                float32 terms[width];
-                own.of(r, lanes).decode(codes, terms);
+            // What there is to know of a row's block is worked out by one lane.
+            bool mine = lane < rows && segment.length > 0, plain = true;
+            __syncwarp();  // the decoders may still be read from the time before
+            if (mine) {
+                Decoder own(read_range<whole>(row + lane * layout.stride, segment.block), layout.eps);
+                decoders[lane] = own;
+                plain = own.plain();
+            }
+            __syncwarp();
+            plain = __all_sync(all_lanes, plain);
+            const uint8* codes = row + layout.start + segment.begin + at;
+            if (whole && plain)
+                add<true>(codes, rows, width, decoders, total);
+            else
+                add<false>(codes, rows, segment.length - at, decoders, total);
+        }
+        divide_and_round(total);
+    }
+
+    // Add `rows` rows. Four are on their way at a time.
+    template <bool whole_and_plain>
+    __device__ void add(const uint8* from, int rows, int valid, const Decoder* decoders, float32 (&total)[width]) const {
+        constexpr int ahead = whole_and_plain ? 4 : 1;
+        Codes<width> codes[ahead];
 #pragma unroll
-                for (int i = 0; i < width; ++i) values[i] += terms[i];
-                memcpy(codes, next, width);
+        for (int k = 0; k < ahead; ++k)
+            if (k < rows) codes[k].template load_from<whole_and_plain>(from + k * layout.stride, valid);
+        from += ahead * layout.stride;
+#pragma unroll 1
+        for (int r = 0; r < rows; r += ahead, decoders += ahead) {
+#pragma unroll
+            for (int k = 0; k < ahead; ++k) {
+                if (r + k >= rows) break;
+                decoders[k].template decode<whole_and_plain>(codes[k], total, [](float32 a, float32 b) { return a + b; });
+                if (r + k + ahead < rows) codes[k].template load_from<whole_and_plain>(from, valid);
+                from += layout.stride;
             }
         }
+    }
+
+    __device__ void divide_and_round(float32 (&total)[width]) const {
         bool halving = (summands & (summands - 1)) == 0;  // then the product with 1 / summands is the quotient
-        float32 share = 1.0f / summands;
+        if (mean && !halving) {
 #pragma unroll
-        for (int i = 0; i < width; ++i) {
-            float32 total = !mean ? values[i] : halving ? values[i] * share : values[i] / summands;
-            values[i] = widen(narrow<element>(total));
+            for (int i = 0; i < width; ++i) total[i] = total[i] / summands;
+        } else {
+            float32 share = mean ? 1.0f / summands : 1;
+#pragma unroll
+            for (int i = 0; i < width; ++i) total[i] = total[i] * share;
         }
+#pragma unroll
+        for (int i = 0; i < width; ++i) total[i] = widen(narrow<element>(total[i]));
     }
 };
 
@@ -185,7 +262,15 @@ struct Sum {
 // ---- Ranges of teams ----
 
 // The smaller; NaN if either is. One of the two ends is enough to show it.
-__device__ float32 lower_of(float32 a, float32 b) { return a < b || is_nan(a) ? a : b; }
+__device__ float32 lower_of(float32 a, float32 b) {
+#if __CUDA_ARCH__ >= 800
+    float32 lower;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(lower) : "f"(a), "f"(b));
+    return lower;
+#else
+    return a < b || is_nan(a) ? a : b;
+#endif
+}
 
 __device__ Range joined(Range a, Range b) { return {lower_of(a.low, b.low), fmaxf(a.high, b.high)}; }
 
@@ -202,8 +287,9 @@ __device__ Range over_lanes(Range mine, int lanes) {
 // The range of the whole team, on all its threads; `shared` has room for one of each warp.
 __device__ Range over_team(Range mine, Range* shared) {
     int team = blockDim.x;
-    if (team <= warp) return over_lanes(mine, team);
+    if (team < warp) return over_lanes(mine, team);
     mine = over_lanes(mine, warp);
+    if (team == warp) return mine;
     int lane = threadIdx.x % warp;
     __syncthreads();  // `shared` may still be read from the time before
     if (lane == 0) shared[threadIdx.x / warp] = mine;
@@ -221,177 +307,201 @@ __device__ Range as_sent(Range range) {
 
 // ---- The parts of encoding ----
 
-template <class Source>
+template <class Source, bool whole>
 struct Encoder {
-    static constexpr int width = Source::width, slots = held / width;
-    const Source& source;
+    static constexpr int width = Source::width, slots = Source::slots;
     const Layout& layout;
+    const Segment& segment;
     float32 values[slots][width];
 
-    __device__ void read(const Segment& segment) {
-#pragma unroll
-        for (int j = 0; j < slots; ++j) {
-            source.read(segment, place(j, width), values[j]);  // zeros beyond the end
-        }
+    __device__ Encoder(const Source& source, const Segment& segment) : layout(source.layout), segment(segment) {
+        source.template read<whole>(segment, values);
     }
 
-    __device__ Range range(const Segment& segment) const {
+    __device__ Range range() const {
         Range mine = nothing();
-        float32 spoiled = 0;  // NaN after NaN or an infinity
 #pragma unroll
         for (int j = 0; j < slots; ++j)
 #pragma unroll
             for (int i = 0; i < width; ++i)
-                if (place(j, width) + i < segment.length) {
-                    mine = {fminf(mine.low, values[j][i]), fmaxf(mine.high, values[j][i])};
-                    spoiled = fmaf(values[j][i], 0, spoiled);
-                }
-        return is_nan(spoiled) ? Range{spoiled, spoiled} : mine;
+                if (whole || place(j, width) + i < segment.length)
+                    mine = joined(mine, {values[j][i], values[j][i]});
+        return mine;
     }
 
-    __device__ void write(const Segment& segment, Range range, uint8* wire) const {
+    __device__ void write(Range range, uint8* wire) const {
         uint8* row = wire + segment.row * layout.stride;
         if (segment.number == 0 && threadIdx.x == 0) {
             element ends[2] = {narrow<element>(range.low), narrow<element>(range.high)};
-            store(reinterpret_cast<element*>(row) + 2 * segment.block, 2, ends);
+            store<whole>(reinterpret_cast<element*>(row) + 2 * segment.block, 2, ends);
         }
         Levels found(range, layout.eps);
-        bool flat = !is_finite(range.low) || !is_finite(found.scale) || !is_finite(found.lower);
+        uint8* to = row + layout.start + segment.begin;
+        if (fabsf(found.lower) < 4194048) {  // false for NaN
+            // A sum with 1.5 * 2^23 is rounded as rint does, and its bits count on with the integer. x <= max, so that no
+            // code is above 255.
+            float32 shift = 12582912;
+            int32 lower = __float_as_uint(shift + found.lower);
+            write_codes(to, [&](float32 x) { return max(int32(__float_as_uint(x * found.scale + shift)) - lower, 0); });
+        } else {
+            bool flat = !is_finite(range.low) || !is_finite(found.scale) || !is_finite(found.lower);
+            write_codes(to, [&](float32 x) {
+                float32 code = rintf(x * found.scale) - found.lower;
+                return flat ? 0 : int32(fminf(fmaxf(code, 0), levels));
+            });
+        }
+    }
+
+    template <class Code>
+    __device__ void write_codes(uint8* to, Code code) const {
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
             int at = place(j, width);
             uint8 codes[width];
 #pragma unroll
-            for (int i = 0; i < width; ++i) {
-                float32 code = rintf(values[j][i] * found.scale) - found.lower;
-                codes[i] = flat ? 0 : uint8(uint32(fminf(fmaxf(code, 0), levels)));
-            }
-            if (at < segment.length)
-                store(row + layout.start + segment.begin + at, segment.length - at, codes);
+            for (int i = 0; i < width; ++i) codes[i] = uint8(code(values[j][i]));
+            if (whole || at < segment.length) store<whole>(to + at, segment.length - at, codes);
         }
-        if (segment.first) clear(row, layout.blocks * 2 * sizeof(element), layout.start);
-        if (segment.last) clear(row, layout.start + layout.count, layout.stride);
     }
 };
 
-// Call `visit(segment)` for all segments of this CTA's teams. All threads make the same number of calls, since a team may
-// need the others of its warp; those without a segment get an empty one, numbered -1. Where blocks have segments, a team
-// is a CTA, and has one.
+template <bool what>
+struct Bool {
+    static constexpr bool value = what;
+};
+
+// Call `visit(segment, whole)` for all segments of this CTA's teams. All threads make the same number of calls, since a
+// team may need the others of its warp; those without a segment get an empty one, numbered -1. Where blocks have segments,
+// a team is a CTA, and has one.
 template <class Visit>
-__device__ void each_segment(const Layout& layout, Visit visit) {
-    int64 all = layout.blocks * layout.segments, capacity = int64(blockDim.x) * held;
+__device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) {
+    int capacity = blockDim.x * held;
     for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y)
-        for (int64 first = int64(blockIdx.x) * blockDim.y; first < all; first += int64(gridDim.x) * blockDim.y) {
+        for (int64 first = int64(blockIdx.x) * blockDim.y; first < layout.all_segments;
+             first += int64(gridDim.x) * blockDim.y) {
             int64 index = first + threadIdx.y;
-            Segment segment;
-            segment.row = row;
-            segment.block = layout.segments == 1 ? index : index / layout.segments;
-            segment.number = index < all ? index - segment.block * layout.segments : -1;
-            segment.begin = segment.block * layout.block + segment.number * capacity;
-            int64 end = min(min(segment.begin + capacity, (segment.block + 1) * layout.block), layout.count);
-            segment.length = segment.number < 0 ? 0 : int(max(end - segment.begin, int64(0)));
-            segment.first = index == 0;
-            segment.last = index == all - 1;
-            visit(segment);
+            Segment segment{row, index, 0, index * layout.block, capacity};
+            int64 end = segment.begin + layout.block;
+            bool whole;
+            if (layout.segments == 1) {
+                whole = layout.block == capacity && (first + blockDim.y) * capacity <= layout.count;
+            } else {
+                segment.block = index / layout.segments;
+                segment.number = index - segment.block * layout.segments;
+                segment.begin = segment.block * layout.block + segment.number * capacity;
+                end = min(segment.begin + capacity, (segment.block + 1) * layout.block);
+                whole = segment.begin % held == 0 && segment.begin + capacity <= min(end, layout.count);
+            }
+            if (whole && fit_words) {
+                visit(segment, Bool<true>());
+            } else {
+                segment.length = int(max(min(end, layout.count) - segment.begin, int64(0)));
+                if (index >= layout.all_segments) segment.number = -1, segment.length = 0;
+                visit(segment, Bool<false>());
+            }
+        }
+}
+
+// Zero what no header and no code fills.
+__device__ void clear_padding(const Layout& layout, uint8* wire) {
+    if (blockIdx.x == 0 && threadIdx.y == 0)
+        for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y) {
+            uint8* at = wire + row * layout.stride;
+            clear(at, layout.blocks * 2 * sizeof(element), layout.start);
+            clear(at, layout.start + layout.count, layout.stride);
         }
 }
 
 template <class Source>
-__device__ void encode_from(const Source& source, const Layout& layout, uint8* wire) {
+__device__ void encode_from(const Source& source, uint8* wire) {
     __shared__ Range shared[warp];
-    each_segment(layout, [&](const Segment& segment) {
-        Encoder<Source> encoder{source, layout};
-        encoder.read(segment);
-        Range range = over_team(encoder.range(segment), shared);
-        encoder.write(segment, as_sent(range), wire);
+    const Layout& layout = source.layout;
+    each_segment(layout, source.fit_words() && fit_words(wire, layout), [&](const Segment& segment, auto whole) {
+        Encoder<Source, whole.value> encoder(source, segment);
+        encoder.write(as_sent(over_team(encoder.range(), shared)), wire);
     });
+    clear_padding(layout, wire);
 }
 
 template <class Source>
-__device__ void ranges_from(const Source& source, const Layout& layout, Range* ranges) {
+__device__ void ranges_from(const Source& source, Range* ranges) {
     __shared__ Range shared[warp];
-    each_segment(layout, [&](const Segment& segment) {
-        Encoder<Source> encoder{source, layout};
-        encoder.read(segment);
-        Range range = over_team(encoder.range(segment), shared);
+    const Layout& layout = source.layout;
+    each_segment(layout, source.fit_words(), [&](const Segment& segment, auto whole) {
+        Encoder<Source, whole.value> encoder(source, segment);
+        Range range = over_team(encoder.range(), shared);
         int64 block = segment.row * layout.blocks + segment.block;
         if (threadIdx.x == 0) ranges[block * layout.segments + segment.number] = range;
     });
 }
 
 template <class Source>
-__device__ void segments_from(const Source& source, const Layout& layout, const Range* ranges, uint8* wire) {
+__device__ void segments_from(const Source& source, const Range* ranges, uint8* wire) {
     __shared__ Range shared[warp];
-    each_segment(layout, [&](const Segment& segment) {
-        Encoder<Source> encoder{source, layout};
-        encoder.read(segment);
+    const Layout& layout = source.layout;
+    each_segment(layout, source.fit_words() && fit_words(wire, layout), [&](const Segment& segment, auto whole) {
+        Encoder<Source, whole.value> encoder(source, segment);
         Range range = nothing();
         const Range* found = ranges + (segment.row * layout.blocks + segment.block) * layout.segments;
         for (int64 i = threadIdx.x; i < layout.segments; i += blockDim.x) range = joined(range, found[i]);
-        encoder.write(segment, as_sent(over_team(range, shared)), wire);
+        encoder.write(as_sent(over_team(range, shared)), wire);
     });
+    clear_padding(layout, wire);
 }
 
 
 // ---- Kernels ----
 
-#define LAYOUT int64 rows, int64 count, int64 block, int64 blocks, int64 segments, int64 start, int64 stride, float64 eps
-#define LAYOUT_VALUES {rows, count, block, blocks, segments, start, stride, float32(eps)}
+#define KERNEL extern "C" __global__ void __launch_bounds__(largest_cta)
 
-extern "C" __global__ void __launch_bounds__(largest_cta) encode(const element* x, uint8* wire, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    encode_from(Elements{x, count}, layout, wire);
+KERNEL encode(const element* x, uint8* wire, Layout layout) { encode_from(Elements{x, layout}, wire); }
+
+KERNEL encode_ranges(const element* x, Range* ranges, Layout layout) { ranges_from(Elements{x, layout}, ranges); }
+
+KERNEL encode_segments(const element* x, const Range* ranges, uint8* wire, Layout layout) {
+    segments_from(Elements{x, layout}, ranges, wire);
 }
 
-extern "C" __global__ void __launch_bounds__(largest_cta) encode_ranges(const element* x, Range* ranges, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    ranges_from(Elements{x, count}, layout, ranges);
+KERNEL combine(const uint8* wires, int64 summands, int64 mean, uint8* wire, Layout layout) {
+    encode_from(Sum{wires, summands, mean != 0, layout}, wire);
 }
 
-extern "C" __global__ void __launch_bounds__(largest_cta) encode_segments(const element* x, const Range* ranges, uint8* wire, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    segments_from(Elements{x, count}, layout, ranges, wire);
+KERNEL combine_ranges(const uint8* wires, int64 summands, int64 mean, Range* ranges, Layout layout) {
+    ranges_from(Sum{wires, summands, mean != 0, layout}, ranges);
 }
 
-extern "C" __global__ void __launch_bounds__(largest_cta) combine(const uint8* wires, int64 summands, int64 mean, uint8* wire, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    encode_from(Sum{wires, layout, summands, mean != 0}, layout, wire);
+KERNEL combine_segments(const uint8* wires, int64 summands, int64 mean, const Range* ranges, uint8* wire, Layout layout) {
+    segments_from(Sum{wires, summands, mean != 0, layout}, ranges, wire);
 }
 
-extern "C" __global__ void __launch_bounds__(largest_cta) combine_ranges(const uint8* wires, int64 summands, int64 mean, Range* ranges, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    ranges_from(Sum{wires, layout, summands, mean != 0}, layout, ranges);
-}
-
-extern "C" __global__ void __launch_bounds__(largest_cta) combine_segments(const uint8* wires, int64 summands, int64 mean, const Range* ranges,
-                                            uint8* wire, LAYOUT) {
-    Layout layout = LAYOUT_VALUES;
-    segments_from(Sum{wires, layout, summands, mean != 0}, layout, ranges, wire);
-}
-
-extern "C" __global__ void __launch_bounds__(largest_cta) decode(const uint8* wire, element* out, LAYOUT) {
-    constexpr int width = Elements::width, slots = held / width;
-    Layout layout = LAYOUT_VALUES;
-    each_segment(layout, [&](const Segment& segment) {
+KERNEL decode(const uint8* wire, element* out, Layout layout) {
+    constexpr int width = Elements::width, slots = Elements::slots;
+    bool regular = fit_words(wire, layout) && Elements{out, layout}.fit_words();
+    each_segment(layout, regular, [&](const Segment& segment, auto whole_) {
+        constexpr bool whole = whole_.value;
         if (segment.length == 0) return;
         const uint8* row = wire + segment.row * layout.stride;
-        Decoder decoder(read_range(row, segment.block), layout.eps);
-        uint8 codes[slots][width];
+        const uint8* from = row + layout.start + segment.begin;
+        element* to = out + segment.row * layout.count + segment.begin;
+        Decoder decoder(read_range<whole>(row, segment.block), layout.eps);
+        Codes<width> codes[slots];
 #pragma unroll
         for (int j = 0; j < slots; ++j) {
             int at = place(j, width);
-            if (at < segment.length) load(row + layout.start + segment.begin + at, segment.length - at, codes[j]);
+            if (whole || at < segment.length) codes[j].template load_from<whole>(from + at, segment.length - at);
         }
+        auto write_decoded = [&](auto plain) {
 #pragma unroll
-        for (int j = 0; j < slots; ++j) {
-            int at = place(j, width);
-            if (at >= segment.length) continue;
-            float32 values[width];
-            element rounded[width];
-            decoder.decode(codes[j], values);
+            for (int j = 0; j < slots; ++j) {
+                int at = place(j, width);
+                float32 values[width] = {};
+                element rounded[width];
+                decoder.template decode<plain.value>(codes[j], values, [](float32, float32 value) { return value; });
 #pragma unroll
-            for (int i = 0; i < width; ++i) rounded[i] = narrow<element>(values[i]);
-            store(out + segment.row * count + segment.begin + at, segment.length - at, rounded);
-        }
+                for (int i = 0; i < width; ++i) rounded[i] = narrow<element>(values[i]);
+                if (whole || at < segment.length) store<whole>(to + at, segment.length - at, rounded);
+            }
+        };
+        decoder.plain() ? write_decoded(Bool<true>()) : write_decoded(Bool<false>());
     });
 }

@@ -114,7 +114,8 @@ __device__ constexpr float32 largest_finite<bfloat16>() {
 }
 
 
-// ---- Memory: `count` elements in one access where address and number allow it, else one by one. ----
+// ---- Memory: `count` elements in one access where address and number allow it, else one by one; `whole` says that they
+// do. An access by name (__ldcg, __stcg) stays one: the compiler may break up others, to share parts of them. ----
 
 constexpr int access_bytes = 16;
 
@@ -122,7 +123,7 @@ template <int bytes>
 struct Word;
 template <>
 struct Word<4> {
-    using type = uint1;
+    using type = uint32;
 };
 template <>
 struct Word<8> {
@@ -138,11 +139,11 @@ __device__ inline bool aligned(const void* at) {
     return reinterpret_cast<uint64>(at) % bytes == 0;
 }
 
-template <int count, class T>
+template <bool whole = false, int count, class T>
 __device__ inline void load(const T* from, int64 valid, T (&to)[count]) {
     using word = typename Word<count * sizeof(T)>::type;
-    if (valid >= count && aligned<sizeof(word)>(from)) {
-        word all = *reinterpret_cast<const word*>(from);
+    if (whole || (valid >= count && aligned<sizeof(word)>(from))) {
+        word all = __ldcg(reinterpret_cast<const word*>(from));
         memcpy(to, &all, sizeof(word));
         return;
     }
@@ -150,13 +151,13 @@ __device__ inline void load(const T* from, int64 valid, T (&to)[count]) {
     for (int i = 0; i < count; ++i) to[i] = i < valid ? from[i] : T{};
 }
 
-template <int count, class T>
+template <bool whole = false, int count, class T>
 __device__ inline void store(T* to, int64 valid, const T (&from)[count]) {
     using word = typename Word<count * sizeof(T)>::type;
-    if (valid >= count && aligned<sizeof(word)>(to)) {
+    if (whole || (valid >= count && aligned<sizeof(word)>(to))) {
         word all;
         memcpy(&all, from, sizeof(word));
-        *reinterpret_cast<word*>(to) = all;
+        __stcg(reinterpret_cast<word*>(to), all);
         return;
     }
 #pragma unroll

@@ -50,30 +50,40 @@ static void fail(const std::string& what) {
     failure = what + ", in thread " + text(threadIdx) + " of CTA " + text(blockIdx);
 }
 
-// Words are copied by their members, so that the compiler itself assumes no alignment.
-template <int count>
-struct CheckedWord {
-    unsigned words[count];
-
-    CheckedWord() = default;
-    CheckedWord(const CheckedWord& other) { *this = other; }
-    CheckedWord& operator=(const CheckedWord& other) {
-        if (reinterpret_cast<uintptr_t>(this) % sizeof *this || reinterpret_cast<uintptr_t>(&other) % sizeof *this)
-            if (!on_stack(this) || !on_stack(&other)) check(on_stack(this) ? &other : this);
-        for (int i = 0; i < count; ++i) words[i] = other.words[i];
-        return *this;
-    }
-
-  private:
-    static void check(const void* at) {
-        if (reinterpret_cast<uintptr_t>(at) % sizeof(CheckedWord))
-            fail("a word of " + std::to_string(sizeof(CheckedWord)) + " bytes is at an address that does not fit");
-    }
-    static bool on_stack(const void* at);
+struct uint2 {
+    unsigned x, y;
 };
-using uint1 = CheckedWord<1>;
-using uint2 = CheckedWord<2>;
-using uint4 = CheckedWord<4>;
+struct uint4 {
+    unsigned x, y, z, w;
+};
+
+template <class T>
+void check_address(const T* at) {
+    if (reinterpret_cast<uintptr_t>(at) % sizeof(T))
+        fail("a word of " + std::to_string(sizeof(T)) + " bytes is at an address that does not fit");
+}
+
+// Bytes are copied, so that the compiler itself assumes no alignment.
+template <class T>
+T __ldcg(const T* from) {
+    T all;
+    check_address(from);
+    memcpy(&all, from, sizeof all);
+    return all;
+}
+
+template <class T>
+void __stcg(T* to, T all) {
+    check_address(to);
+    memcpy(to, &all, sizeof all);
+}
+
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    unsigned long long bytes = (unsigned long long)high << 32 | low;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 
 inline float __uint_as_float(unsigned bits) {
     float x;
@@ -108,12 +118,13 @@ struct Fiber {
     uint3 index;
     enum { ready, at_barrier, at_shuffle, done } state;
     unsigned mask;  // of a shuffle
-    int from;       // the lane whose value it gets
+    int from;       // the lane whose value it gets; `every` for that of all lanes, joined by "and"
     unsigned long long value;
 };
 
 constexpr size_t stack_bytes = 1 << 16;
 constexpr int warp_size = 32;
+constexpr int every = -1;
 constexpr unsigned long long poison = 0xffc0dead'ffc0deadull;
 
 static std::vector<Fiber> fibers;
@@ -122,11 +133,6 @@ static ucontext_t scheduler;
 static Fiber* running;
 static void (*body)(void**);
 static void** arguments;
-
-template <int count>
-bool CheckedWord<count>::on_stack(const void* at) {
-    return at >= stacks.data() && at < stacks.data() + stacks.size();
-}
 
 static void wait() { swapcontext(&running->context, &scheduler); }
 
@@ -153,13 +159,12 @@ T __shfl_xor_sync(unsigned mask, T value, int distance) {
     return shuffled(mask, value, lane_of_running() ^ distance);
 }
 
-template <class T>
-T __shfl_sync(unsigned mask, T value, int from, int width) {
-    int first = lane_of_running() / width * width;
-    return shuffled(mask, value, first + from % width);
-}
 
 inline int lane_of_running() { return (running - fibers.data()) % warp_size; }
+
+inline int __all_sync(unsigned mask, int predicate) { return shuffled(mask, predicate != 0, every); }
+
+inline void __syncwarp(unsigned mask = 0xffffffff) { __all_sync(mask, 1); }
 
 static void start_fiber() {
     body(arguments);
@@ -174,10 +179,12 @@ static bool shuffle(Fiber* lanes, int count) {
         if (!(mask >> lane & 1)) continue;
         if (lane >= count || lanes[lane].state != Fiber::at_shuffle || lanes[lane].mask != mask) return false;
     }
-    unsigned long long values[warp_size];
+    unsigned long long values[warp_size], all = ~0ull;
+    for (int lane = 0; lane < count; ++lane)
+        if (mask >> lane & 1) all &= lanes[lane].value;
     for (int lane = 0; lane < count; ++lane) {
         int from = lanes[lane].from;
-        values[lane] = from < count && mask >> from & 1 ? lanes[from].value : poison;
+        values[lane] = from == every ? all : from < count && mask >> from & 1 ? lanes[from].value : poison;
     }
     for (int lane = 0; lane < count; ++lane)
         if (mask >> lane & 1) lanes[lane].value = values[lane], lanes[lane].state = Fiber::ready;
