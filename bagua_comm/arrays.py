@@ -291,6 +291,26 @@ def record_event(stream: Any = None) -> Any:
     return event
 
 
+_NOT_YET = frozenset({600, 900, 901, 906, 907})
+"""What CUDA says of an event that the device has not come to, or that nobody may ask about while a stream is
+captured."""
+
+
+def passed(event: Any) -> bool:
+    """Whether the device has come past an event; False as well where that cannot be known now.
+
+    CuPy's own `Event.done` is False for ever once the device has met an error.
+
+    Raises:
+        CUDARuntimeError: The device has met an error.
+    """
+    runtime = sys.modules["cupy"].cuda.runtime
+    status = runtime.eventQuery(event.ptr)
+    if status and status not in _NOT_YET:
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)
+
+
 def after(event: Any) -> None:
     """Make the current stream wait for what `mark` gave; the host does not wait."""
     if event is not None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-from .arrays import record_event, use_device
+from .arrays import passed, record_event, use_device
 from .errors import CommAborted, CommError, CommTimeout, RankFailed
 from .trace import NULL, Recorder, Tracer
 
@@ -299,9 +299,10 @@ class SideStream:
 
         Raises:
             CommTimeout: It takes longer than this: a peer is missing.
+            CUDARuntimeError: It has met an error.
         """
         give_up = time.monotonic() + limit_s
-        while self.end is not None and not self.end.done:
+        while self.end is not None and not passed(self.end):
             if time.monotonic() > give_up:
                 raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
             time.sleep(1e-4)
@@ -319,7 +320,7 @@ class SideFuture(Future[Any]):
 
     def done(self) -> bool:
         """Whether the task was run, and the device is done with it."""
-        return super().done() and (self.end is None or self.end.done)
+        return super().done() and (self.end is None or passed(self.end))
 
     def result(self, timeout: float | None = None) -> Any:
         """What the task returned, once it was run; the current stream waits for what it enqueued."""
@@ -348,7 +349,7 @@ class DeviceClock:
 
     def times(self, events: Sequence[Any]) -> list[int | None]:
         """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
-        happened = [event.done for event in events]
+        happened = [passed(event) for event in events]
         use_device(self._device)
         now, before_ns = self._cuda.Event(), time.perf_counter_ns()
         now.record(self._stream)

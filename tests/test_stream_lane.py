@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 import weakref
 
 import numpy as np
@@ -284,18 +285,41 @@ def test_close_waits_for_the_device_and_then_closes_the_communicator(cupy, make)
         lane.submit(print)
 
 
-class Never:
-    done = False
+@each_lane
+def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
+    lane = make(FakeComm(timeout_s=0.001))
+    lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    monkeypatch.setattr("bagua_comm.lane.passed", lambda event: False)
+    with pytest.raises(CommTimeout, match=r"for more than 0\.002 s"):
+        lane.close()
 
 
 @each_lane
-def test_a_device_that_is_stuck_makes_close_raise(make):
-    comm = FakeComm(timeout_s=0.001)
-    lane = make(comm)
-    lane._side.end = Never
-    lane._side.join = lambda: None
-    with pytest.raises(CommTimeout, match=r"for more than 0\.002 s"):
+def test_a_device_that_has_met_an_error_makes_done_and_close_raise_it_at_once(device, cupy, make):
+    device.main = device.side = "lazy"
+    lane = make(FakeComm())
+    future = lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    assert future.exception(PATIENCE_S) is None
+    device.break_device(0)
+    start = time.monotonic()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        future.done()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
         lane.close()
+    assert time.monotonic() - start < 1
+
+
+@each_lane
+def test_a_device_that_breaks_while_close_waits_for_it_ends_the_wait(device, cupy, make, monkeypatch):
+    device.main = device.side = "lazy"
+    lane = make(FakeComm())
+    lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    monkeypatch.setattr(device, "settle", lambda *_, **__: None)  # polling does not make the device go on
+    threading.Timer(0.05, device.break_device, [0]).start()
+    start = time.monotonic()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        lane.close()
+    assert time.monotonic() - start < 1
 
 
 # Which lane a communicator makes

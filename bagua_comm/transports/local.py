@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array, after, mark
+from ..arrays import Array, after, mark, passed
 from ..errors import CommAborted, CommMismatch, CommTimeout
 from .base import POINT_TO_POINT, Message, Transport
 
@@ -80,7 +80,7 @@ class LocalTransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
         hub = self._hub
-        while self._read and self._read[0][1].done:
+        while self._read and passed(self._read[0][1]):
             self._read.popleft()
         copies = [x.copy() for _, x in sends]
         signature = self.signature() if tag != POINT_TO_POINT else ""

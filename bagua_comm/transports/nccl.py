@@ -234,14 +234,17 @@ class NcclTransport(Transport):
         try:
             with self._watch:
                 start(stream.ptr)
+            if call is not None:
+                events = self._watch.spare_events
+                event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
+                event.record(stream)
+                call.event = event
+        except cupy.cuda.runtime.CUDARuntimeError as exc:
+            self._watch.fail(CommError, f"{_who(self)}: {name}: CUDA failed: {exc}")
+            self._watch.check_usable(exc)
         except _LIBRARY_ERRORS as exc:
             self._watch.fail(*_translated(exc, f"{_who(self)}: {name}"))
             self._watch.check_usable(exc)
-        if call is not None:
-            events = self._watch.spare_events
-            event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
-            call.event = event
 
     def _check(self) -> None:
         """Raise if NCCL has found an error."""

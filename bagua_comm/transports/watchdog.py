@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ..arrays import use_device
+from ..arrays import passed, use_device
 from ..errors import CommAborted, CommError, CommTimeout
 
 LOOK_S = 0.2
@@ -98,13 +98,13 @@ class Watch:
             if self._failure is not None or self._closed:
                 return False
             try:
-                while self._calls and self._calls[0].event is not None and self._calls[0].event.done:
+                while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
                     self.spare_events.append(self._calls.popleft().event)
                 self._check()
             except CommError as exc:
                 self.fail(type(exc), str(exc))
-            except RuntimeError:
-                pass  # of CUDA: a stream is being captured, or an error that reaches its caller by itself
+            except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
+                self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
             for call in tuple(self._calls)[:1]:
                 age = time.monotonic() - call.start
                 if age > self._watchdog.timeout_s:
@@ -170,8 +170,12 @@ class Watch:
             time.sleep(0.001)
         with self._looking:  # nobody looks from now on
             free = self._destroy if self._failure is None else self._abort
-        if not self.stuck:
+        if self.stuck:
+            return
+        try:
             free()
+        except Exception as exc:
+            self.fail(CommError, f"{self.who}: this communicator could not be freed: {exc}")
 
 
 class Watchdog:

@@ -246,7 +246,7 @@ def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None
 
 
 def _relax() -> None:
-    """What cuThreadExchangeStreamCaptureMode does: nothing is forbidden to this thread during captures of others."""
+    """What cuThreadExchangeStreamCaptureMode does: captures of others forbid this thread nothing."""
     running().local["capture mode"] = machine.RELAXED
 
 

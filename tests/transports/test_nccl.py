@@ -282,6 +282,68 @@ def test_errors_that_nccl_finds_later_are_raised_by_the_next_call(device, code, 
 
 
 @one_policy
+def test_an_error_of_the_device_is_raised_at_once_in_cudas_words(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            device.break_device(0)
+            while comm.transports[1]._watch._failure is None:
+                time.sleep(0.01)
+            with pytest.raises(
+                CommError, match=r"rank 0 of 2: CUDA failed: .*an illegal memory access"
+            ) as caught:
+                comm.transports[1].split(0, 0)
+            assert type(caught.value) is CommError
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+
+
+@one_policy
+def test_a_call_that_a_broken_device_does_not_even_take_is_not_waited_for(device, monkeypatch):
+    import cupy
+    from cupy.cuda import nccl
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", lambda *_: device.break_device(0))
+            with pytest.raises(
+                CommError, match=r"rank 0 of 2: allreduce: CUDA failed: .*an illegal memory access"
+            ):
+                comm.allreduce(x)
+            comm.close()
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+
+
+@one_policy
+def test_an_event_that_cannot_be_asked_about_during_a_capture_is_no_error(device, monkeypatch):
+    import cupy
+
+    status = []
+
+    def body(comm):
+        query = cupy.cuda.runtime.eventQuery
+        monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda ptr: status[0] if status else query(ptr))
+        for status[:] in ([code] for code in (900, 901, 906, 907)):
+            comm.allreduce(cupy.zeros(3))
+            watch = comm.transports[1]._watch
+            assert watch.look()
+        status.clear()
+        comm.transports[1].agree(True)
+        return len(watch._calls)
+
+    assert run_over_nccl(device, 1, body=body) == [0]
+
+
+@one_policy
 def test_work_in_progress_is_no_error(device):
     import cupy
 
