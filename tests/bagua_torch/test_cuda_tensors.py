@@ -7,6 +7,8 @@ its stream should have by then, a test waits for that stream, and for no other.
 
 import contextlib
 import functools
+import threading
+import time
 import types
 
 import pytest
@@ -27,6 +29,7 @@ from torch_training import (
 import bagua_torch
 from bagua_comm import (
     ByteGrad,
+    CommError,
     Decentralized,
     DiLoCo,
     ErrorFeedback,
@@ -271,6 +274,28 @@ def test_the_backward_pass_is_seen_on_the_device(played):
         assert [span.name for span in passes] == ["backward"] * 2
         assert all(span.start_ns <= span.end_ns for span in [*exchanges, *passes])
         assert passes[0].end_ns <= passes[1].start_ns
+
+
+@pytest.mark.parametrize(
+    "end", [DistributedDataParallel.close, lambda wrapped: wrapped.switch(ByteGrad())], ids=["close", "switch"]
+)
+def test_after_an_error_of_the_device_the_end_comes_at_once(played, device, end):
+    broken = threading.Barrier(2, action=lambda: [device.break_device(index) for index in (0, 1)])
+
+    def body(comm):
+        wrapped = DistributedDataParallel(make_model(), comm=comm)
+        lane = wrapped.engine._lane
+        loss_of(wrapped, batch(comm.rank, 0)).backward()
+        broken.wait()
+        start = time.monotonic()
+        with pytest.raises((CommError, played.cupy.cuda.runtime.CUDARuntimeError), match="illegal memory access"):
+            end(wrapped)
+        for left in (lane.comm, comm):
+            with contextlib.suppress(CommError):
+                left.close()
+        return time.monotonic() - start
+
+    assert max(run_on_devices(device, 2, "nccl", body)) < 1
 
 
 # PyTorch's own DistributedDataParallel --------------------------------------------------------------------
