@@ -13,6 +13,7 @@ is joined. Both are events between streams: the host waits for neither.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
@@ -405,7 +406,13 @@ def use_address(address: int) -> AbstractContextManager[None]:
     """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
     if address == current_address():
         return nullcontext()
-    return UseStream(_cuda().Stream.from_external(_Address(address)))
+    return UseStream(_stream_at(address))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_at(address: int) -> Any:
+    """A handle for a stream that another library made. It owns nothing, and making one takes microseconds."""
+    return _cuda().Stream.from_external(_Address(address))
 
 
 def current_address() -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, UnsupportedError, trace
-from bagua_comm.lane import DeviceClock, DeviceSpan, StreamLane, ThreadLane, use_address
+from bagua_comm.lane import DeviceClock, DeviceSpan, StreamLane, ThreadLane, _stream_at, use_address
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import DEVICE_SPANS, Recorder
 
@@ -414,6 +414,20 @@ def test_spans_of_the_device_are_bounded(cupy):
 
 
 # Streams of other libraries
+
+
+def test_the_handle_of_a_stream_is_made_once_for_each_address(cupy, monkeypatch):
+    _stream_at.cache_clear()  # addresses of another machine
+    stream, other, made = cupy.cuda.Stream(), cupy.cuda.Stream(), []
+    from_external = cupy.cuda.Stream.from_external
+    monkeypatch.setattr(
+        cupy.cuda.Stream, "from_external", lambda obj: made.append(obj.address) or from_external(obj)
+    )
+    for _ in range(3):
+        for each in (stream, other):
+            with use_address(each.ptr):
+                assert each == cupy.cuda.get_current_stream()
+    assert made == [stream.ptr, other.ptr]
 
 
 def test_the_stream_at_an_address_is_current_in_the_body(cupy):
