@@ -278,6 +278,12 @@ class Scratch:
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
 
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._views.clear()
+        self._buffers.clear()
+        self._outgrown.clear()
+
 
 def mark(x: Array) -> Any:
     """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""

@@ -1019,6 +1019,7 @@ class Communicator:
             for comm in self._nodes:
                 comm.close()
         with ExitStack() as ends:  # the last transport first: it may be set up over the first
+            ends.callback(self.scratch.clear)
             for transport in self.transports:
                 ends.callback(transport.close)
 

@@ -127,6 +127,8 @@ class Lane(ABC):
                 self._side.finish(self._limit_s())
             if all(future.done() for future, _ in self._pending):
                 self.comm.close()
+                if self._side is not None:
+                    self._side.free()
 
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
         """Free the thread, once it has done what it is doing."""
@@ -307,6 +309,10 @@ class SideStream:
             if time.monotonic() > give_up:
                 raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
             time.sleep(1e-4)
+
+    def free(self) -> None:
+        """Give the device the memory back that was freed on this stream, which nobody else would use again."""
+        importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
 
 
 class SideFuture(Future[Any]):

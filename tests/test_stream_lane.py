@@ -286,6 +286,17 @@ def test_close_waits_for_the_device_and_then_closes_the_communicator(cupy, make)
 
 
 @each_lane
+def test_close_gives_the_memory_of_the_side_stream_back(cupy, make):
+    x, pool = cupy.zeros(400, np.uint8), cupy.get_default_memory_pool()
+    before = pool.total_bytes()
+    with make(FakeComm()) as lane:
+        lane.submit(lambda: x.copy() is None)
+        lane.wait()
+        assert pool.total_bytes() == before + 400
+    assert pool.total_bytes() == before
+
+
+@each_lane
 def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
     lane = make(FakeComm(timeout_s=0.001))
     lane.submit(copy, 1, cupy.zeros(4, np.float32))

@@ -362,11 +362,12 @@ class Transport(ABC):
         """
         return True
 
-    def close(self) -> None:  # noqa: B027 - a transport without resources has nothing to close
+    def close(self) -> None:
         """Free what is held.
 
         Collective.
         """
+        self._scratch.clear()
 
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""

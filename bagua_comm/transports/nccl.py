@@ -292,6 +292,7 @@ class NcclTransport(Transport):
         Raises:
             CommError: Something failed, and no call has raised it yet.
         """
+        super().close()
         self._watch.close(self.timeout_s)
 
 

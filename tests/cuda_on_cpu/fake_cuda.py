@@ -224,6 +224,14 @@ def _stack(device: int) -> list[Stream]:
     return running().local.setdefault(("stack", device), [Stream.null])
 
 
+class MemoryPool:
+    def total_bytes(self) -> int:
+        return running().pool_bytes()
+
+    def free_all_blocks(self, stream: Stream | None = None) -> None:
+        running().trim_pool(None if stream is None else stream._queue)
+
+
 class Graph:
     @classmethod
     def _of(cls, operations: list[Operation]) -> Graph:

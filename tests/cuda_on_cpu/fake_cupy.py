@@ -265,6 +265,10 @@ def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
     return _over(running().share(host), host)
 
 
+def get_default_memory_pool() -> cuda.MemoryPool:
+    return cuda.MemoryPool()
+
+
 # Kernels ------------------------------------------------------------------------------------------------
 
 

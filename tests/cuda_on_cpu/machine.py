@@ -212,6 +212,8 @@ class Machine:
         self._ptrs = itertools.count(0x1000, 0x10)
         self._captures: list[Capture] = []
         self._blocks: dict[int, Block] = {}
+        self._kept: dict[Queue, int] = {}
+        """Bytes that were freed on a stream, and that the pool keeps for it."""
         self._freed: deque[Block] = deque()
         self._forbidden: list[int | None] = []
         self._local = threading.local()
@@ -457,6 +459,8 @@ class Machine:
         data = guarded[start : start + nbytes]
         poison(data)
         address, device = data.ctypes.data if nbytes else 0, None if pool is None else pool.device
+        if pool in self._kept:
+            self._kept[pool] = max(0, self._kept[pool] - nbytes)
         return self._own(Block(address, data, device, pool, guarded[: start + nbytes + GUARD]))
 
     def share(self, host: np.ndarray) -> Memory:
@@ -483,12 +487,29 @@ class Machine:
             block.check_guard("before it was freed")
             del self._blocks[id(block)]
             if block.pool is not None:
+                self._kept[block.pool] = self._kept.get(block.pool, 0) + len(block.bytes)
                 before = [block.pool.tail] if block.pool.tail else []
                 block.pool.tail = Operation(block.pool, "reuse of freed memory", block.poison, before)
                 if block.pool.eager:
                     self._advance(block.pool.tail)
             elif block.guarded is not None:
                 block.poison()
+
+    def pool_bytes(self) -> int:
+        """What the pool of the current device has taken from it, in use or not."""
+        with self.changed:
+            self._reuse_freed()
+            pools = [(block.pool, len(block.bytes)) for block in self._blocks.values()] + [*self._kept.items()]
+            return sum(size for pool, size in pools if pool is not None and pool.device == self.device)
+
+    def trim_pool(self, queue: Queue | None) -> None:
+        """Give the device back what its pool keeps, for one stream or for all, and wait for it, as cudaFree does."""
+        with self.changed:
+            self._reuse_freed()
+            found = [each for each in self._kept if each.device == self.device and queue in (None, each)]
+            if any(self._kept.pop(each) for each in found):
+                tails = [each.tail for each in self.queues() if each.device == self.device]
+                self.wait(tails, "MemoryPool.free_all_blocks")
 
     def find(self, address: int, nbytes: int) -> tuple[Block | None, np.ndarray]:
         """The block that has these bytes, and a view of them; no block for no bytes.

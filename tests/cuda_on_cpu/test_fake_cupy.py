@@ -462,6 +462,23 @@ def test_who_asks_while_a_stream_is_captured_breaks_the_capture_unless_its_mode_
             stream.end_capture()
 
 
+def test_the_pool_keeps_what_is_freed_for_the_stream_that_it_was_made_on(device):
+    pool, side = cupy.get_default_memory_pool(), cuda.Stream(non_blocking=True)
+    x = cupy.zeros(100, np.uint8)
+    with side:
+        y = cupy.zeros(10, np.uint8)
+    assert pool.total_bytes() == 110
+    del x, y
+    assert pool.total_bytes() == 110
+    pool.free_all_blocks(side)
+    assert pool.total_bytes() == 100
+    assert device.host_syncs == ["MemoryPool.free_all_blocks"]
+    x = cupy.zeros(30, np.uint8)
+    assert pool.total_bytes() == 100
+    pool.free_all_blocks()
+    assert pool.total_bytes() == x.nbytes
+
+
 # A device that has met an error
 
 

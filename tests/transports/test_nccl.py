@@ -197,6 +197,22 @@ def test_calls_in_a_graph_are_replayed_and_not_watched(device):
     assert run_over_nccl(device, 2, body=body) == [(True, [21.0] * 4)] * 2
 
 
+def test_a_lane_that_is_closed_leaves_no_memory_behind(device):
+    import cupy
+
+    def body(comm):
+        x, pool = cupy.zeros(1000, np.float32), cupy.get_default_memory_pool()
+        before = pool.total_bytes()
+        with comm.lane("stream") as lane:
+            lane.submit(bagua_comm.quantized_allreduce, lane.comm, x, out=x)
+            lane.submit(lane.comm.allreduce, x, out=x, op="max")
+            lane.wait()
+            assert pool.total_bytes() > before
+        return pool.total_bytes() - before
+
+    assert run_over_nccl(device, 2, body=body) == [0, 0]
+
+
 # Failure ------------------------------------------------------------------------------------------------
 
 
