@@ -904,7 +904,8 @@ class Communicator:
             kind: "thread", also if None: tasks run on a thread of their own and, where this communicator works on
                 a device, on a CUDA stream of their own. "stream": tasks run at once, but on such a stream; for
                 tasks that only enqueue work, as calls on device arrays over NCCL do. The host then waits neither
-                for the device nor for another thread.
+                for the device nor for another thread. A lane cannot be captured in a CUDA graph, whatever its
+                kind.
 
         Raises:
             ArrayError: `kind` is something else.

@@ -8,7 +8,8 @@ that its messages never meet the caller's.
     InlineLane    for libraries that only one thread may call: tasks run at once, on the caller's stream
 
 A side stream waits for the caller's stream when a task is submitted, and the caller's waits for it when the lane
-is joined. Both are events between streams: the host waits for neither.
+is joined. Both are events between streams: the host waits for neither. Lanes ask events whether they have passed,
+so what is submitted to one cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ all calls between the two ranks, collectives included. A message to oneself need
 
 A watchdog looks after what is in flight. A call that is not done `timeout_s` after it was made, whatever its
 stream does before it, or an error that NCCL reports, ends NCCL's communicator: streams go on, what was in flight
-is lost, and all later calls raise, or `close`. A replayed CUDA graph is not watched. While one is captured, the
-watchdog may query events: capture in relaxed mode, CuPy's default, or in thread-local mode. NCCL frees no
-communicator that a graph still uses: drop graphs before `close`, which waits for them `LEAVE_S` at most.
+is lost, and all later calls raise, or `close`. A replayed CUDA graph is not watched. NCCL frees no communicator
+that a graph still uses: drop graphs before `close`, which waits for them `LEAVE_S` at most.
 
 Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where they are made to
 keep an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), it must be the same on all ranks, which

@@ -9,12 +9,14 @@ with garbage in what was to be received, and whoever calls next is told why.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any
 
 from ..arrays import passed, use_device
@@ -162,7 +164,7 @@ class Watch:
 
         The thread is there from the start: while a process ends, none can be started.
         """
-        use_device(self._watchdog.device)
+        _work_beside(self._watchdog.device)
         self._over.wait()
         # Whoever has passed `check_usable` is about to leave the library, unless it is what hangs.
         deadline = time.monotonic() + 1
@@ -224,7 +226,7 @@ class Watchdog:
 
         def run() -> None:
             try:
-                use_device(self.device)
+                _work_beside(self.device)
                 outcome.set_result(task())
             except BaseException as exc:
                 outcome.set_exception(exc)
@@ -241,3 +243,19 @@ class Watchdog:
                 if not any(in_flight):
                     break
                 time.sleep(min(LOOK_S, self.timeout_s / 10))
+
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+def _work_beside(device: int) -> None:
+    """Make a device this thread's current one, and the thread a stranger to captures that others begin.
+
+    To ask about an event ends a capture in global mode, PyTorch's default, unless the thread that asks has said
+    that it has no part in it. CuPy does not know this call.
+    """
+    use_device(device)
+    with suppress(OSError, AttributeError):  # no such library: there is no driver, or not under this name
+        mode = ctypes.c_int(_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -253,9 +253,18 @@ def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None
         running().enqueue(running().queue(stream), "copy", lambda: np.copyto(target, source), blocks=blocks)
 
 
-def _relax() -> None:
-    """What cuThreadExchangeStreamCaptureMode does: captures of others forbid this thread nothing."""
-    running().local["capture mode"] = machine.RELAXED
+class _Driver:
+    """libcuda.so.1."""
+
+    @staticmethod
+    def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
+        """Set what captures of other threads forbid this one; `mode` is a pointer, to what was set before."""
+        before, running().local["capture mode"] = (
+            running().local.get("capture mode", machine.GLOBAL),
+            mode._obj.value,
+        )
+        mode._obj.value = before
+        return 0
 
 
 def _get_device_count() -> int:

@@ -503,7 +503,7 @@ class Machine:
             return sum(size for pool, size in pools if pool is not None and pool.device == self.device)
 
     def trim_pool(self, queue: Queue | None) -> None:
-        """Give the device back what its pool keeps, for one stream or for all, and wait for it, as cudaFree does."""
+        """Give the device what its pool keeps, for one stream or for all, and wait for it, as cudaFree does."""
         with self.changed:
             self._reuse_freed()
             found = [each for each in self._kept if each.device == self.device and queue in (None, each)]

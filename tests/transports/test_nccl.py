@@ -213,6 +213,30 @@ def test_a_lane_that_is_closed_leaves_no_memory_behind(device):
     assert run_over_nccl(device, 2, body=body) == [0, 0]
 
 
+def test_the_watchdog_ends_no_capture_of_any_mode(device, monkeypatch):
+    import cupy
+
+    device.nccl_connects = False
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    looks, query = [], cupy.cuda.runtime.eventQuery
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda ptr: looks.append(1) or query(ptr))
+
+    def body(comm):
+        x, stream = cupy.zeros(3), cupy.cuda.Stream(non_blocking=True)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            looks.clear()
+            while len(looks) < 3:
+                time.sleep(0.001)
+            stream.end_capture()
+        comm.transports[0].barrier()
+        if comm.rank == 1:
+            comm.allreduce(x)
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
 # Failure ------------------------------------------------------------------------------------------------
 
 
