@@ -345,6 +345,15 @@ def bus_id(index: int) -> str:
     return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
 
 
+def uuid(index: int) -> str:
+    """NVIDIA's name of a CUDA device; slices of one GPU (MIG) have one each, and share a `bus_id`; or empty.
+
+    CuPy reads these bytes as text, which ends at a zero: compare them together with the `bus_id`.
+    """
+    found = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(index)
+    return bytes(found.get("uuid", b"")).hex()
+
+
 def device_facts() -> dict[str, str]:
     """What there is to say about CUDA on this machine, and in words what is missing; never raises."""
     try:

@@ -310,7 +310,11 @@ runtime = _module(
     eventQuery=lambda event: _events[event]._status(),
     getDevice=lambda: running().device,
     getDeviceCount=_get_device_count,
-    getDeviceProperties=lambda device: {"name": b"a CPU", "multiProcessorCount": 2},
+    getDeviceProperties=lambda device: {
+        "name": b"a CPU",
+        "multiProcessorCount": 2,
+        "uuid": b"\xff" * 15 + bytes([device]),
+    },
     memcpyAsync=_memcpy_async,
     memcpyDefault=4,
     memcpyDeviceToDevice=3,
