@@ -38,6 +38,7 @@ from . import arrays
 from .comm import Communicator
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .lane import STREAMS_PER_THREAD, has_streams_per_thread
 from .processes import state_of
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
@@ -826,6 +827,8 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     make_room_for_cupy()
     count = arrays.device_count()
     device = setup.local_rank % count if count else None
+    if device is not None and has_streams_per_thread():
+        warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
     gpus = [GpuFacts(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
     without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
     if without and gpu == "auto":

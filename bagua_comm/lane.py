@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, ClassVar
 
 from .arrays import passed, record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout, RankFailed
+from .errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from .trace import NULL, Recorder, Tracer
 
 SLACK_S = 5.0
@@ -422,9 +422,31 @@ def _stream_at(address: int) -> Any:
     return _cuda().Stream.from_external(_Address(address))
 
 
+STREAMS_PER_THREAD = (
+    "CuPy has a default stream for each thread (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), which PyTorch's tensors "
+    "do not work with: unset that variable"
+)
+
+
+def has_streams_per_thread() -> bool:
+    """Whether CuPy was told to have a default stream for each thread, and that is the current one."""
+    return int(_cuda().get_current_stream().ptr) == _PER_THREAD
+
+
 def current_address() -> int:
-    """The address of CuPy's current stream."""
-    return int(_cuda().get_current_stream().ptr)
+    """The address of CuPy's current stream, for another library.
+
+    Raises:
+        UnsupportedError: It has none, since it is another stream in each thread.
+    """
+    address = int(_cuda().get_current_stream().ptr)
+    if address == _PER_THREAD:
+        raise UnsupportedError(STREAMS_PER_THREAD)
+    return address
+
+
+_PER_THREAD = 2
+"""cudaStreamPerThread."""
 
 
 @dataclass(frozen=True)

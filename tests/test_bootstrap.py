@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -264,6 +265,16 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
 def test_whom_nccl_serves(gpus, obstacle):
     found = nccl_obstacle(gpus)
     assert found is None if obstacle is None else found.startswith(obstacle)
+
+
+def test_a_default_stream_for_each_thread_is_warned_of(device, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
+    with pytest.warns(
+        RuntimeWarning, match=r"connect: .* \(CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), .* unset that"
+    ):
+        bagua_comm.connect().close()
 
 
 def test_nccl_hostid_is_the_machine_that_nccl_sees(device, monkeypatch):

@@ -177,6 +177,34 @@ def test_new_buckets_are_filled_in_the_order_of_pytorchs_stream(on_host, played,
     assert [values for _, values in run_on_devices(played.device, 2, kind, body)] == on_host
 
 
+@policies_in_turn(
+    ("algorithm",), [(algorithm,) for algorithm in (GradientAllReduce(), ByteGrad(), Decentralized())]
+)
+def test_a_wrapper_may_be_made_on_another_stream_than_it_is_trained_on(on_host, played, algorithm, monkeypatch):
+    """PyTorch accumulates gradients where the wrapper was made, and joins that with where it is called."""
+    backward = torch.Tensor.backward
+
+    def joined(loss):
+        training, accumulating = played.stream, made_on[played.device.device]
+        accumulating.wait_event(training.record())
+        played.streams[played.device.device] = accumulating
+        backward(loss)
+        played.streams[played.device.device] = training
+        training.wait_event(accumulating.record())
+
+    made_on = {}
+    monkeypatch.setattr(torch.Tensor, "backward", joined)
+
+    def body(comm):
+        model = Model(comm, algorithm, played.wait)
+        made_on[comm.device] = played.streams.pop(comm.device)
+        model.train(range(5))
+        assert played.stream != made_on[comm.device]
+        return model.end()
+
+    assert [values for _, values in run_on_devices(played.device, 2, "nccl", body)] == on_host
+
+
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
 def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
     def body(comm):
@@ -344,6 +372,21 @@ def test_in_torch_stream_cupys_current_stream_is_pytorchs(device, monkeypatch):
             assert (device.device, cupy.cuda.get_current_stream().ptr) == (index, address)
         assert cupy.cuda.get_current_stream().ptr == 0
     assert entered == [0, 1]
+
+
+def test_a_default_stream_for_each_thread_is_refused_with_what_to_do(device, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    on_gpu = torch.ones(1).as_subclass(Elsewhere)
+    for call in (lambda: torch_stream(Elsewhere.device).__enter__(), lambda: bagua_torch.as_array(on_gpu)):
+        with pytest.raises(
+            UnsupportedError, match=r"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), which .* unset that"
+        ):
+            call()
 
 
 def test_torch_stream_does_nothing_for_the_cpu(monkeypatch):
