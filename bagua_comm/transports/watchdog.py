@@ -48,6 +48,8 @@ class Watch:
         check: Raises a `CommError` if the library has found an error.
         destroy: Frees the communicator; may wait for peers.
         abort: Ends what is in flight, and frees it.
+        tell: Says to the other ranks why this one has given up; it does not wait.
+        listen: Raises a `CommError` if another rank has said so, while something is in flight.
     """
 
     def __init__(
@@ -58,9 +60,12 @@ class Watch:
         check: Callable[[], None],
         destroy: Callable[[], None],
         abort: Callable[[], None],
+        tell: Callable[[CommError], None],
+        listen: Callable[[], None],
     ) -> None:
         self.who, self._watchdog = who, watchdog
         self._check, self._destroy, self._abort = check, destroy, abort
+        self._tell, self._listen = tell, listen
         self._calls: deque[Call] = deque()
         self.spare_events: list[Any] = []
         self.stuck = False
@@ -103,6 +108,8 @@ class Watch:
                 while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
                     self.spare_events.append(self._calls.popleft().event)
                 self._check()
+                if self._calls:
+                    self._listen()
             except CommError as exc:
                 self.fail(type(exc), str(exc))
             except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
@@ -123,7 +130,9 @@ class Watch:
 
     def fail(self, kind: type[CommError], reason: str) -> None:
         """Give up: the communicator is aborted, and later calls raise this."""
-        self._failure = self._failure or (kind, reason)
+        if self._failure is None:
+            self._failure = kind, reason
+            self._tell(kind(reason))
         self._over.set()
 
     def check_usable(self, cause: BaseException | None = None) -> None:

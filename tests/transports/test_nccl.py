@@ -1,5 +1,6 @@
 """NCCL: what is enqueued, what waits, and what happens when a rank, a call or NCCL itself fails."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -256,6 +257,14 @@ def call_until_it_fails(comm, x):
         time.sleep(0.01)
 
 
+def call_once_it_fails(comm):
+    """As `call_until_it_fails`, but what is in flight is not added to."""
+    watch = comm.transports[1]._watch
+    while watch._failure is None:
+        time.sleep(0.01)
+    watch.check_usable()
+
+
 @pytest.mark.parametrize("connects", [True, False], ids=["in NCCL", "on its stream"])
 def test_a_call_that_a_peer_never_makes_is_given_up(device, connects):
     import cupy
@@ -381,6 +390,78 @@ def test_an_event_that_cannot_be_asked_about_during_a_capture_is_no_error(device
         return len(watch._calls)
 
     assert run_over_nccl(device, 1, body=body) == [0]
+
+
+@one_policy
+def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
+    import cupy
+
+    device.nccl_connects = False
+    waiting = threading.Event()
+
+    def body(comm):
+        x = cupy.zeros(3)
+        with comm.split(0) as group, comm.dup() as unused:
+            if comm.rank == 0:
+                assert waiting.wait(5)
+                group.allreduce(x, op="max")  # not the call that the others make
+                device.break_device(0)
+                while group.transports[1]._watch._failure is None:
+                    time.sleep(0.01)
+            else:
+                group.allreduce(x)
+                waiting.set()
+                with pytest.raises(CommAborted, match=r"rank . of 3: rank 0 gave up, by CommError: .*: CUDA"):
+                    call_once_it_fails(group)
+            comm.transports[0].barrier()
+            assert unused.transports[1]._watch._failure is None
+            for left in (group, unused, comm):
+                with contextlib.suppress(CommError):
+                    left.close()
+
+    in_time(lambda: run_over_nccl(device, 3, body=body), seconds=5)
+
+
+@one_policy
+def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        lane = comm.lane("stream")
+        if comm.rank == 0:
+            with pytest.raises(MemoryError), comm:
+                raise MemoryError("no room for a bucket")
+        else:
+            lane.submit(lane.comm.allreduce, x)
+            with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
+                call_once_it_fails(lane.comm)
+        comm.transports[0].barrier()
+        with contextlib.suppress(CommError):
+            lane.comm.close()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=5)
+
+
+@one_policy
+def test_a_rank_that_has_given_up_one_group_of_ranks_goes_on_in_others(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        with comm.split(comm.rank % 2) as half, comm.split(0) as other:
+            if comm.rank == 0:
+                half.transports[1].abort()
+            comm.transports[0].barrier()
+            result = other.allreduce(cupy.asarray(np.ones(3))).get().tolist()
+            if comm.rank % 2:
+                assert half.allreduce(cupy.asarray(np.ones(3))).get().tolist() == [2.0] * 3
+            return result
+
+    assert in_time(lambda: run_over_nccl(device, 4, body=body)) == [[4.0] * 3] * 4
 
 
 @one_policy
