@@ -13,11 +13,13 @@ NCCL compares nothing: ranks whose calls or sizes don't fit together wait for ea
 all calls between the two ranks, collectives included. A message to oneself needs both ends in one `exchange`.
 
 A watchdog looks after what is in flight. A call that is not done `timeout_s` after it was made, whatever its
-stream does before it, or an error that NCCL reports, ends NCCL's communicator: streams go on, what was in flight
-is lost, and all later calls raise, or `close`. So do an error of CUDA, and the word of another rank that has given
-up: ranks tell each other over the host transport, if that can (`Transport.tell`). A rank that makes another call, or
-none, because its program caught an error, has not given up: it is found out by the time. A replayed CUDA graph is not watched. NCCL frees no communicator
-that a graph still uses: drop graphs before `close`, which waits for them `LEAVE_S` at most.
+stream does before it, or an error of NCCL or of CUDA, ends NCCL's communicator: streams go on, what was in flight
+is lost, and all later calls raise, or `close`. The other ranks are told, over the host transport if that can
+(`Transport.tell`), and those that wait raise as well. A rank whose program catches an error, and goes on without
+the call, has not given up: it is found out when the time is over.
+
+A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: drop graphs before
+`close`, which waits for them `LEAVE_S` at most.
 
 Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where they are made to
 keep an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), it must be the same on all ranks, which
