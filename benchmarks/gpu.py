@@ -64,7 +64,7 @@ import gpu_lines
 import gpu_report
 from common import begin_record, write_json
 from gpu_report import Results
-from gpu_world import HERE, launch, run_limited
+from gpu_world import HERE, SECTION_ENDS, launch, run_limited
 from keeper import leave
 
 TOTAL_S = 465.0
@@ -160,10 +160,11 @@ class Run:
         plugins = ["-p", "gpu_pytest", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30"]
         options = ["-m", "gpu", "-q", *plugins, "--lines", self.lines.absolute(), *names]
         path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        limit_s = self.left_s * share
         return run_limited(
             [*through, sys.executable, "-m", "pytest", *arguments, *options],
-            timeout_s=self.left_s * share,
-            env={**os.environ, "PYTHONPATH": path},
+            timeout_s=limit_s,
+            env={**os.environ, "PYTHONPATH": path, SECTION_ENDS: str(time.time() + limit_s)},
             log=self.log,
         )
 
@@ -188,6 +189,9 @@ def raise_unless_well(done: subprocess.CompletedProcess[str], limit_s: float) ->
 GPU_TESTS = HERE.parent / "tests" / "gpu"
 TESTS_FAILED = 1
 """pytest's exit code."""
+
+NAMED = 5
+"""Tests that are named in the reason; all are in the results."""
 
 
 def device(run: Run) -> None:
@@ -219,7 +223,9 @@ def gpu_tests(run: Run, file: str) -> None:
     if done.returncode == TESTS_FAILED:
         found = gpu_report.counted(gpu_lines.read(run.lines)["sections"][run.section]["results"])
         names = [failure["test"] for failure in found["failures"]]
-        raise SectionError(f"{len(names)} tests failed: {', '.join(names)}")
+        raise SectionError(
+            f"{len(names)} tests failed: {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}"
+        )
     raise_unless_well(done, limit_s)
 
 

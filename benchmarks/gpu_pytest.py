@@ -11,7 +11,7 @@ from typing import Any
 import gpu_lines
 import pytest
 
-MESSAGE_CHARACTERS = 4000
+MESSAGE_CHARACTERS = 2000
 """How much of what a test has raised is kept, from its end."""
 
 

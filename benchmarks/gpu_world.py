@@ -46,6 +46,12 @@ GRACE_S = 5.0
 END_S = 2.0
 """When a process has been asked to end, it has so long to do so."""
 
+SECTION_ENDS = "BAGUA_GPU_SECTION_ENDS"
+"""An environment variable of tests: when benchmarks/gpu.py ends them, as seconds since the epoch."""
+
+SPARE_S = 4.0
+"""Ranks of tests are ended so long before, so that what they have said is heard."""
+
 # ---------------------------------------------------------------------------------------------------
 # The device
 # ---------------------------------------------------------------------------------------------------
@@ -242,12 +248,14 @@ def launch(
     Args:
         ranks: How many.
         arguments: Of Python; the script first.
-        timeout_s: After this long all are ended, and the exit code is 124.
+        timeout_s: After this long all are ended, and the exit code is 124. Sooner if `SECTION_ENDS`.
         env: Their environment.
         mpi: Use mpirun, if there is one.
         log: The output is appended to this file while it comes.
     """
     variables = dict(os.environ if env is None else env)
+    if SECTION_ENDS in variables:
+        timeout_s = min(timeout_s, float(variables[SECTION_ENDS]) - time.time() - SPARE_S)
     python = [sys.executable, *map(str, arguments)]
     if mpi and find_mpirun() is not None:
         command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *python[1:]]

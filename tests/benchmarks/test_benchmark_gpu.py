@@ -92,10 +92,10 @@ def bench(nbytes, row=4096):
 
 @on_one_stream
 def test_codecs_are_timed_beside_copies_and_plain_operations(device):
-    rows = dict(gpu_codecs.codec_rows(bench(1 << 17), "minmax", "float32"))
+    rows = dict(gpu_codecs.codec_rows(bench(1 << 17, row=8192), "minmax", "float32"))
 
     assert list(rows) == ["encode", "decode", "combine 2", "combine 4", "combine 8"]
-    elements, wire, row = 8 * 4096 * 4, 4096 + 8 * 8, 4096 + 8 * 8
+    elements, wire, row = 8 * 4096 * 4, 4096 + 8 * 8, 8192 + 16 * 8
     assert rows["encode"]["bytes"] == rows["decode"]["bytes"] == elements + 8 * wire
     assert [rows[f"combine {p}"]["bytes"] for p in (2, 4, 8)] == [(p + 1) * row for p in (2, 4, 8)]
     for name, row in rows.items():
@@ -110,11 +110,13 @@ def test_codecs_are_timed_beside_copies_and_plain_operations(device):
 @on_one_stream
 def test_two_passes_read_twice(device, monkeypatch):
     monkeypatch.setattr(gpu_codecs, "DRAWN", 4096)  # the numbers repeat
-    rows = dict(gpu_codecs.codec_rows(bench(8 * 12288 * 4, row=16384), "bagua", "float32"))
+    made = bench(8 * 12288 * 4, row=12288)
+    monkeypatch.setattr(np.random, "default_rng", None)  # nothing more is drawn
+    rows = dict(gpu_codecs.codec_rows(made, "bagua", "float32"))
 
-    wire, row = 12288 + 32, 16384 + 32
+    wire = 12288 + 32
     assert rows["encode"]["bytes"] == 2 * 8 * 12288 * 4 + 8 * wire
-    assert rows["combine 8"]["bytes"] == 2 * 8 * row + row
+    assert rows["combine 8"]["bytes"] == 2 * 8 * wire + wire
     assert {row["wrong"] for row in rows.values()} == {0}
 
 
@@ -149,12 +151,31 @@ def test_few_numbers_are_drawn_for_arrays_larger_than_the_cache():
 
 
 @on_one_stream
-def test_steps_are_timed_and_checked(device):
+def test_steps_are_timed_and_checked(device, monkeypatch):
+    monkeypatch.setattr(gpu_codecs, "DRAWN", 256)  # the numbers repeat
+    made = bench(1 << 12)
+    monkeypatch.setattr(np.random, "default_rng", None)  # nothing more is drawn
     for name in gpu_codecs.STEPS:
-        row = gpu_codecs.step_row(bench(1 << 12), name, "float32")
+        row = gpu_codecs.step_row(made, name, "float32")
         assert (row["wrong"], row["bytes"]) == (0, gpu_codecs.STEPS[name][1] << 12)
-    row = gpu_codecs.adam_row(bench(1 << 12))
+    row = gpu_codecs.adam_row(made)
     assert (row["wrong"], list(row["beside"])) == (0, ["numpy"])
+
+
+@on_one_stream
+def test_before_each_call_much_is_written_and_then_as_much_read(device, monkeypatch):
+    monkeypatch.setattr(gpu_world, "is_stand_in", lambda: False)
+    monkeypatch.setattr(gpu_world, "FLUSH_BYTES", 1 << 20)
+    watch, seen = gpu_codecs.Bench(1 << 14, 1).watch, []  # whose arrays are smaller
+    monkeypatch.setattr(type(watch._read), "fill", lambda x, value: seen.append(("write", x)))
+    run = kernels.of(watch._sum)
+    monkeypatch.setattr(run, "reduce_rows", lambda rows, out, op: seen.append(("read", rows)))
+    watch.seconds({name: lambda name=name: seen.append((name, watch._read)) for name in "ab"}, iterations=1)
+
+    assert [what for what, _ in seen] == ["write", "read", "a", "write", "read", "b"] * 2
+    assert {x.nbytes for _, x in seen} == {1 << 20}
+    assert watch._sum.nbytes <= 1 << 12
+    assert seen[0][1] is not seen[1][1]
 
 
 @on_one_stream
@@ -202,6 +223,10 @@ def test_averages_between_threads(device, tmp_path):
 
     assert list(results) == [f"{ranks} ranks, {size} MiB" for ranks in (2, 4) for size in (1, 8, 64)]
     assert {row["quantized minmax"]["error"] < 0.02 for row in results.values()} == {True}
+
+
+def test_many_ranks_make_large_calls_less_often():
+    assert doctest.testmod(gpu_ranks).failed == 0
 
 
 def test_overlap_is_the_part_of_exchanges_within_backward_passes():
@@ -283,6 +308,16 @@ def test_what_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
     command = [sys.executable, "-c", SLEEPER.format(folder=str(tmp_path))]
     assert gpu_world.run_limited(command, timeout_s=2).returncode == 124
     assert [state_of(process) for process in sleepers(tmp_path, 1)] == ["ended"] * 2
+
+
+def test_ranks_of_tests_are_ended_before_their_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_world, "END_S", 0.1)
+    monkeypatch.setenv(gpu_world.SECTION_ENDS, str(time.time() + gpu_world.SPARE_S + 0.5))
+    (tmp_path / "says.py").write_text("import time; print('begun', flush=True); time.sleep(60)")
+    start = time.monotonic()
+    done = gpu_world.launch(1, [tmp_path / "says.py"], timeout_s=60, mpi=False)
+    assert (done.returncode, done.stdout) == (124, "begun\n")
+    assert time.monotonic() - start < gpu_world.SPARE_S
 
 
 @pytest.mark.parametrize(("mpi", "crashes"), [(True, False), (False, True)])
@@ -389,6 +424,20 @@ def test_a_part_goes_on_after_what_raises(tmp_path):
     assert gpu_lines.read(tmp_path / "lines.jsonl") == expected
 
 
+def test_worlds_share_the_time_and_go_on_after_one_that_fails(run, monkeypatch):
+    shares = []
+
+    def part(self, script, part, option, transport, *, ranks, share, under):
+        shares.append((transport, ranks, share))
+        if ranks == 4:
+            raise gpu.OutOfTimeError("not done")
+
+    monkeypatch.setattr(gpu.Run, "part", part)
+    entry = run(gpu.ranks)
+    assert shares == [("nccl", 2, 0.4), ("nccl", 4, 0.6), ("staged", 2, 1.0)]
+    assert (entry["outcome"], entry["reason"]) == ("out of time", "nccl, 4 ranks: not done")
+
+
 def test_lines_that_were_cut_off_are_left_out(tmp_path):
     assert doctest.testmod(gpu_lines).failed == 0
     path = tmp_path / "lines.jsonl"
@@ -411,6 +460,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
         "@pytest.fixture\ndef broken():\n    raise KeyError('in a fixture')\n"
         "def test_y(broken): pass\n"
         f"def test_z():\n    if {crashes}: os.kill(os.getpid(), 9)\n"
+        f"    assert float(os.environ[{gpu_world.SECTION_ENDS!r}]) < {time.time() + 61}\n"
     )
     monkeypatch.setattr(gpu, "GPU_TESTS", folder)
     entry = run(lambda run: gpu.gpu_tests(run, "test_it.py"))
