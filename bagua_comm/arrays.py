@@ -278,6 +278,12 @@ class Scratch:
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
 
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._views.clear()
+        self._buffers.clear()
+        self._outgrown.clear()
+
 
 def mark(x: Array) -> Any:
     """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""
@@ -289,6 +295,26 @@ def record_event(stream: Any = None) -> Any:
     event = sys.modules["cupy"].cuda.Event(disable_timing=True)
     event.record(stream)
     return event
+
+
+_NOT_YET = frozenset({600, 900, 901, 906, 907})
+"""What CUDA says of an event that the device has not come to, or that nobody may ask about while a stream is
+captured."""
+
+
+def passed(event: Any) -> bool:
+    """Whether the device has come past an event; False as well where that cannot be known now.
+
+    CuPy's own `Event.done` is False for ever once the device has met an error.
+
+    Raises:
+        CUDARuntimeError: The device has met an error.
+    """
+    runtime = sys.modules["cupy"].cuda.runtime
+    status = runtime.eventQuery(event.ptr)
+    if status and status not in _NOT_YET:
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)
 
 
 def after(event: Any) -> None:
@@ -317,6 +343,15 @@ def device_count() -> int:
 def bus_id(index: int) -> str:
     """Where a CUDA device is plugged in: its name on this machine, whatever its number in this process."""
     return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
+
+
+def uuid(index: int) -> str:
+    """NVIDIA's name of a CUDA device; slices of one GPU (MIG) have one each, and share a `bus_id`; or empty.
+
+    CuPy reads these bytes as text, which ends at a zero: compare them together with the `bus_id`.
+    """
+    found = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(index)
+    return bytes(found.get("uuid", b"")).hex()
 
 
 def device_facts() -> dict[str, str]:

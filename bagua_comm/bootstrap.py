@@ -38,6 +38,7 @@ from . import arrays
 from .comm import Communicator
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .lane import STREAMS_PER_THREAD, has_streams_per_thread
 from .processes import state_of
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
@@ -69,7 +70,8 @@ _LOOK_S = 0.5
 """How often a rank whose time is over looks again who is missing."""
 
 SHARED_GPU_NCCL = 23000
-"""From this version on (2.30), NCCL can be told to have several ranks on one GPU."""
+"""From this version on (2.30), NCCL can be told to have several ranks on one GPU, and knows slices of one (MIG)
+apart; before, it knew GPUs by where they are plugged in."""
 
 ADVICE = (
     "NCCL wants one for each rank: start no more ranks on a machine than it has GPUs. (Ranks that share one can "
@@ -795,6 +797,8 @@ class GpuFacts(NamedTuple):
     """As NCCL names it: ranks that give themselves different names in NCCL_HOSTID share none."""
     bus_id: str | None
     """Where its GPU is plugged in; None without one. (Its number says little: each process may see others.)"""
+    uuid: str
+    """Of its GPU, or of its slice of one (MIG)."""
     nccl: int
     """NCCL's version, 23203 for 2.32.3; 0 if it cannot be loaded."""
     problem: str
@@ -823,6 +827,8 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     make_room_for_cupy()
     count = arrays.device_count()
     device = setup.local_rank % count if count else None
+    if device is not None and has_streams_per_thread():
+        warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
     gpus = [GpuFacts(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
     without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
     if without and gpu == "auto":
@@ -855,10 +861,10 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
 
 def my_gpu(device: int | None) -> GpuFacts:
     """What there is to tell about this process and its device, which becomes the current one."""
-    bus_id, version, problem = None, 0, ""
+    bus_id, uuid, version, problem = None, "", 0, ""
     if device is not None:
         arrays.use_device(device)
-        bus_id = arrays.bus_id(device)
+        bus_id, uuid = arrays.bus_id(device), arrays.uuid(device)
         try:
             from .transports import nccl
 
@@ -866,21 +872,27 @@ def my_gpu(device: int | None) -> GpuFacts:
         except (ImportError, CommError) as exc:
             problem = str(exc)
     machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
-    return GpuFacts(machine, bus_id, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+    return GpuFacts(machine, bus_id, uuid, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
 
 
 def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     """Why NCCL cannot serve ranks with these GPUs; None if it can."""
-    ranks_at: dict[tuple[str, str | None], list[int]] = {}
+    ranks_at: dict[tuple[str, str | None, str], list[int]] = {}
     for rank, gpu in enumerate(gpus):
         if not gpu.nccl:
             return f"rank {rank} cannot load NCCL ({gpu.problem})"
         if gpu.nccl != gpus[0].nccl:
             return f"rank 0 has version {gpus[0].nccl} of NCCL, but rank {rank} has {gpu.nccl}"
-        ranks_at.setdefault((gpu.machine, gpu.bus_id), []).append(rank)
+        slice_of_it = gpu.uuid if gpu.nccl >= SHARED_GPU_NCCL else ""
+        ranks_at.setdefault((gpu.machine, gpu.bus_id, slice_of_it), []).append(rank)
     if all(gpu.shares for gpu in gpus) and gpus[0].nccl >= SHARED_GPU_NCCL:
         return None
-    for (machine, bus_id), ranks in ranks_at.items():
+    for (machine, bus_id, _), ranks in ranks_at.items():
+        if len({gpus[rank].uuid for rank in ranks}) > 1:
+            return (
+                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL knows apart from "
+                f"version 2.30 on; this is {gpus[0].nccl}"
+            )
         if len(ranks) > 1:
             return f"ranks {ranks} share the GPU {bus_id} of {machine}; {ADVICE}"
     return None

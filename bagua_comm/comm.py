@@ -904,7 +904,8 @@ class Communicator:
             kind: "thread", also if None: tasks run on a thread of their own and, where this communicator works on
                 a device, on a CUDA stream of their own. "stream": tasks run at once, but on such a stream; for
                 tasks that only enqueue work, as calls on device arrays over NCCL do. The host then waits neither
-                for the device nor for another thread.
+                for the device nor for another thread. A lane cannot be captured in a CUDA graph, whatever its
+                kind.
 
         Raises:
             ArrayError: `kind` is something else.
@@ -1019,6 +1020,7 @@ class Communicator:
             for comm in self._nodes:
                 comm.close()
         with ExitStack() as ends:  # the last transport first: it may be set up over the first
+            ends.callback(self.scratch.clear)
             for transport in self.transports:
                 ends.callback(transport.close)
 

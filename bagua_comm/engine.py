@@ -41,6 +41,7 @@ from .algorithms.state import (
 )
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
+from .codecs.base import codecs_in
 from .comm import Communicator
 from .errors import ArrayError, CommMismatch, shown
 from .lane import Lane, StreamLane, ThreadLane
@@ -103,6 +104,7 @@ class Engine:
         self.commits = 0
         """How often the buckets were written back to."""
         self._stopped = self._closed = False
+        self._prepare_codecs()
         self._begin_phase(began=0)
 
     @property
@@ -238,6 +240,7 @@ class Engine:
                 for name, view in bucket.views.items():
                     view[...] = views[name]
         self._compare(self._comm)
+        self._prepare_codecs()
         self._begin_phase(began=self._began)
         self._load(saved)
         flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
@@ -340,6 +343,17 @@ class Engine:
         flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
         moved_by = [comm.accept("Engine", "storage", flat)[1] for flat in flats]
         return "stream" if flats and not rounds and all(t.enqueues for t in moved_by) else "thread"
+
+    def _prepare_codecs(self) -> None:
+        """Load the kernels of codecs on a device now, while no lane works.
+
+        CUDA loads a kernel when it is first launched, and may wait for all that the device is doing: also for a
+        call of NCCL on the lane, whose peer's thread may be waiting to launch the same.
+        """
+        for phase in phases_of(self.algorithm):
+            for flat in {bucket.flat.dtype: bucket.flat for bucket in self._buckets[phase.payload]}.values():
+                for codec in set(codecs_in(phase)) if not isinstance(flat, np.ndarray) else ():
+                    codec.prepare(flat)
 
     def _compare(self, comm: Communicator) -> None:
         mine = (self.plan.digest(), repr(self.algorithm))

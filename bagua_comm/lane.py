@@ -8,11 +8,13 @@ that its messages never meet the caller's.
     InlineLane    for libraries that only one thread may call: tasks run at once, on the caller's stream
 
 A side stream waits for the caller's stream when a task is submitted, and the caller's waits for it when the lane
-is joined. Both are events between streams: the host waits for neither.
+is joined. Both are events between streams: the host waits for neither. Lanes ask events whether they have passed,
+so what is submitted to one cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import sys
@@ -27,8 +29,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-from .arrays import record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout, RankFailed
+from .arrays import passed, record_event, use_device
+from .errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from .trace import NULL, Recorder, Tracer
 
 SLACK_S = 5.0
@@ -126,6 +128,8 @@ class Lane(ABC):
                 self._side.finish(self._limit_s())
             if all(future.done() for future, _ in self._pending):
                 self.comm.close()
+                if self._side is not None:
+                    self._side.free()
 
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
         """Free the thread, once it has done what it is doing."""
@@ -299,12 +303,17 @@ class SideStream:
 
         Raises:
             CommTimeout: It takes longer than this: a peer is missing.
+            CUDARuntimeError: It has met an error.
         """
         give_up = time.monotonic() + limit_s
-        while self.end is not None and not self.end.done:
+        while self.end is not None and not passed(self.end):
             if time.monotonic() > give_up:
                 raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
             time.sleep(1e-4)
+
+    def free(self) -> None:
+        """Give the device the memory back that was freed on this stream, which nobody else would use again."""
+        importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
 
 
 class SideFuture(Future[Any]):
@@ -319,7 +328,7 @@ class SideFuture(Future[Any]):
 
     def done(self) -> bool:
         """Whether the task was run, and the device is done with it."""
-        return super().done() and (self.end is None or self.end.done)
+        return super().done() and (self.end is None or passed(self.end))
 
     def result(self, timeout: float | None = None) -> Any:
         """What the task returned, once it was run; the current stream waits for what it enqueued."""
@@ -348,7 +357,7 @@ class DeviceClock:
 
     def times(self, events: Sequence[Any]) -> list[int | None]:
         """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
-        happened = [event.done for event in events]
+        happened = [passed(event) for event in events]
         use_device(self._device)
         now, before_ns = self._cuda.Event(), time.perf_counter_ns()
         now.record(self._stream)
@@ -404,12 +413,40 @@ def use_address(address: int) -> AbstractContextManager[None]:
     """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
     if address == current_address():
         return nullcontext()
-    return UseStream(_cuda().Stream.from_external(_Address(address)))
+    return UseStream(_stream_at(address))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_at(address: int) -> Any:
+    """A handle for a stream that another library made. It owns nothing, and making one takes microseconds."""
+    return _cuda().Stream.from_external(_Address(address))
+
+
+STREAMS_PER_THREAD = (
+    "CuPy has a default stream for each thread (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), which PyTorch's tensors "
+    "do not work with: unset that variable"
+)
+
+
+def has_streams_per_thread() -> bool:
+    """Whether CuPy was told to have a default stream for each thread, and that is the current one."""
+    return int(_cuda().get_current_stream().ptr) == _PER_THREAD
 
 
 def current_address() -> int:
-    """The address of CuPy's current stream."""
-    return int(_cuda().get_current_stream().ptr)
+    """The address of CuPy's current stream, for another library.
+
+    Raises:
+        UnsupportedError: It has none, since it is another stream in each thread.
+    """
+    address = int(_cuda().get_current_stream().ptr)
+    if address == _PER_THREAD:
+        raise UnsupportedError(STREAMS_PER_THREAD)
+    return address
+
+
+_PER_THREAD = 2
+"""cudaStreamPerThread."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +27,7 @@ from .bucket import Plan, TensorSpec
 from .codecs import Codec
 from .comm import Communicator
 from .engine import Engine
-from .errors import ArrayError, CommAborted, CommMismatch, CommTimeout
+from .errors import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
 from .transports import LocalTransport, Transport
 from .transports.base import POINT_TO_POINT, Message
 from .transports.local import Hub
@@ -209,6 +209,14 @@ class Recording(Transport):
     def leave(self, reason: str | None = None) -> bool:
         """See `Transport.leave`."""
         return self.inner.leave(reason)
+
+    def tell(self, group: str, error: CommError) -> None:
+        """See `Transport.tell`."""
+        self.inner.tell(group, error)
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.heard`."""
+        return self.inner.heard(groups)
 
     def close(self) -> None:
         """See `Transport.close`."""

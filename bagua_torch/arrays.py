@@ -78,7 +78,8 @@ def as_array(tensor: torch.Tensor) -> Array:
     PyTorch's, if it is another one.
 
     Raises:
-        UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays.
+        UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays; or it is
+            on a CUDA device, and CuPy was told to have a default stream for each thread.
 
     >>> x = torch.zeros(3, dtype=torch.bfloat16)
     >>> as_array(x)[1] = 2
@@ -90,6 +91,8 @@ def as_array(tensor: torch.Tensor) -> Array:
         raise UnsupportedError(f"tensors of layout {tensor.layout} cannot be carried, only dense ones")
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"a tensor is on {tensor.device}, expected cpu or cuda")
+    if tensor.device.type == "cuda":
+        lane.current_address()  # raises where CuPy's cannot be made PyTorch's
     tensor = tensor.detach()
     with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device; -1 is the CPU
         if name == "bfloat16":

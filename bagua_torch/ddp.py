@@ -102,6 +102,10 @@ class DistributedDataParallel(nn.Module):
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
     with `find_unused_parameters` and in `join`.
 
+    Construct it under the stream that you train on (`torch.cuda.stream`): gradients are accumulated on the stream
+    that was current on construction, and leave from there. On any other the results are the same, but all
+    gradients cross from one to the other in every step; PyTorch warns of that once, from 2.10 on.
+
     `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank. An
     algorithm that keeps nothing (GradientAllReduce but with ErrorFeedback) adds nothing: all is tensors then, and
     state dicts of PyTorch's own load. `module.state_dict()` is that of the plain module. Where an algorithm

@@ -9,20 +9,36 @@ Where nothing can be installed, but CuPy, PyTorch, pytest and pytest-timeout are
 
     PYTHONPATH=. python benchmarks/gpu.py --out benchmarks/results/gpu.json
 
-Sections, each in processes of its own, within its own limit of time:
+Sections, each in processes of its own, the most important first:
 
-    device      what there is
-    tests       pytest -m gpu tests/gpu
-    codecs      codecs and element-wise steps beside a copy and plain operations (gpu_codecs.py)
-    costs       kernels, collectives, host time and graph replay of quantized_allreduce, 2 ranks (gpu_ranks.py)
-    threads     averages between ranks that are threads
-    ranks       averages between 2 and 4 ranks over NCCL, and 2 over host memory, beside NCCL's own
-    training    a model on 2 ranks, beside PyTorch's DistributedDataParallel (gpu_training.py)
-    sanitizer   compute-sanitizer over tests of the kernels
+    device          what there is
+    kernel-tests    pytest -m gpu tests/gpu/test_gpu_kernels.py
+    codecs          codecs and element-wise steps beside a copy and plain operations (gpu_codecs.py)
+    costs           kernels, collectives, host time, graph replay of quantized_allreduce, 2 ranks (gpu_ranks.py)
+    rank-tests      pytest -m gpu tests/gpu/test_gpu_ranks.py
+    torch-tests     pytest -m gpu tests/gpu/test_gpu_torch.py
+    ranks           averages between 2 and 4 ranks over NCCL, and 2 over host memory, beside NCCL's own
+    sanitizer       compute-sanitizer over tests of the kernels
+    training        a model on 2 ranks, beside PyTorch's DistributedDataParallel (gpu_training.py)
+    threads         averages between ranks that are threads
 
-A section that fails, or takes too long, is recorded with its error and with what it had found, and the next one
-begins. The record is written anew after each. `targets` lists what was aimed at beside what was measured,
-`checks` which of all results were right, `left_out` what was not done and why (gpu_report.py).
+Each section has its own limit of time, and what earlier ones have left over. Its outcome is "passed", "failed",
+"out of time" or "left out", with the reason. When all of its processes are gone, the next one begins, in any
+case.
+
+With `--out FILE.json`, all that is found is appended to FILE.jsonl as soon as it is known, and all that is
+printed to FILE.log. After each section the record, FILE.json, is made of these lines. If this command itself is
+killed,
+
+    python benchmarks/gpu.py --report --out FILE.json
+
+makes it of the lines that are there. In the record, `steps` lists each codec's share of a copy's speed, what
+arithmetic expects, and what is aimed at (gpu_report.py); `targets` what else was aimed at; `checks` which of all
+results were right; `not_done` what was not done, or not to its end, and why.
+
+`--shrink`, and `--quick` with it, shows that the program works, and nothing of how fast it is: small arrays fit
+into the cache, and launches take longer than the work. `of_copy` means nothing then, and no step is met or
+missed.
 """
 
 from __future__ import annotations
@@ -31,198 +47,270 @@ import argparse
 import datetime
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
+import gpu_lines
+import gpu_report
 from common import begin_record, write_json
-from gpu_report import TARGETS, Results, checks, left_out, summary
-from gpu_world import HERE, launch, run_limited
+from gpu_report import Results
+from gpu_world import HERE, SECTION_ENDS, launch, run_limited
+from keeper import leave
 
 TOTAL_S = 465.0
-"""For everything together."""
+"""For everything together: sections' limits add up to it."""
+
+LEAST_S = 1.0
+"""With less time than this a section is left out."""
 
 QUICK = {"shrink": 16, "iterations": 5}
 OUTPUT_CHARACTERS = 4000
-"""How much of what a failed section has printed is kept."""
+"""How much of what a failed section has printed is kept in the record, from its end."""
 
 
 class SectionError(Exception):
-    """A section did not come to its end; `results` is how far it came."""
+    """A section has failed."""
 
-    def __init__(self, reason: str, results: Results | None = None) -> None:
-        super().__init__(reason)
-        self.results = results
+    outcome = "failed"
 
 
-class LeftOutError(Exception):
+class OutOfTimeError(SectionError):
+    """A section was ended, because its time was up."""
+
+    outcome = "out of time"
+
+
+class LeftOutError(SectionError):
     """A section cannot run here."""
 
+    outcome = "left out"
 
-@dataclass
+
+@dataclass(frozen=True)
 class Run:
-    """What sections know of the command, and what they have in common."""
+    """What a section knows of the command.
+
+    Args:
+        options: The arguments.
+        section: Its name.
+        end: When it has to be done: `time.monotonic()`.
+    """
 
     options: argparse.Namespace
-    folder: Path
-    """For files of this run."""
-    limit_s: float = 0.0
-    """How long the section may take."""
-    began: float = field(default_factory=time.monotonic)
-    """When it began."""
+    section: str
+    end: float
 
     @property
     def left_s(self) -> float:
-        """What is left of that."""
-        return max(1.0, self.limit_s - (time.monotonic() - self.began))
+        """What is left of its time."""
+        return max(0.0, self.end - time.monotonic())
+
+    @property
+    def lines(self) -> Path:
+        """The file of lines: see gpu_lines.py."""
+        return self.options.out.with_suffix(".jsonl")
+
+    @property
+    def log(self) -> Path:
+        """The file of all that is printed."""
+        return self.options.out.with_suffix(".log")
+
+    def path(self, *under: str) -> list[str]:
+        """Where a result of this section belongs in the record."""
+        return ["sections", self.section, "results", *under]
 
     def part(
-        self, script: str, *arguments: object, ranks: int = 1, mpi: bool = True, share: float = 1.0
-    ) -> Results:
-        """Run a part of this benchmark on some ranks, for a share of the time left; returns what it wrote."""
-        out = self.folder / f"{len(list(self.folder.iterdir()))}.json"
-        options = ["--out", out, "--shrink", self.options.shrink, "--iterations", self.options.iterations]
-        command = [HERE / script, *arguments, *options]
-        limit_s = self.left_s * share
+        self,
+        script: str | Path,
+        *arguments: object,
+        ranks: int = 1,
+        mpi: bool = True,
+        share: float = 1.0,
+        under: Sequence[str] = (),
+    ) -> None:
+        """Run a part of this benchmark on some ranks, for a share of the time left."""
+        options = ["--shrink", self.options.shrink, "--iterations", self.options.iterations]
+        out = ["--out", self.lines.absolute(), "--under", *self.path(*under)]
+        command, limit_s = [HERE / script, *arguments, *options, *out], self.left_s * share
         if ranks == 1:
-            done = run_limited([sys.executable, *command], timeout_s=limit_s)
+            done = run_limited([sys.executable, *command], timeout_s=limit_s, log=self.log)
         else:
-            done = launch(ranks, command, timeout_s=limit_s, mpi=mpi)
-        results = json.loads(out.read_text()) if out.exists() else {}
-        if done.returncode:
-            raise SectionError(ending(done, limit_s), results)
-        return results
+            done = launch(ranks, command, timeout_s=limit_s, mpi=mpi, log=self.log)
+        raise_unless_well(done, limit_s)
+
+    def pytest(
+        self,
+        *arguments: object,
+        through: Sequence[str] = (),
+        share: float = 1.0,
+        under: Sequence[str] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        """Run tests on the GPU, perhaps through another program, for a share of the time left."""
+        names = [argument for name in self.path(*under) for argument in ("--under", name)]
+        plugins = ["-p", "gpu_pytest", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30"]
+        options = ["-m", "gpu", "-q", *plugins, "--lines", self.lines.absolute(), *names]
+        path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+        limit_s = self.left_s * share
+        return run_limited(
+            [*through, sys.executable, "-m", "pytest", *arguments, *options],
+            timeout_s=limit_s,
+            env={**os.environ, "PYTHONPATH": path, SECTION_ENDS: str(time.time() + limit_s)},
+            log=self.log,
+        )
 
 
-def ending(done: subprocess.CompletedProcess[str], limit_s: float) -> str:
-    """Why a process did not end well, and the last that it printed."""
-    why = f"not done after {limit_s:.0f} s" if done.returncode == 124 else f"exit code {done.returncode}"
-    return f"{why}: {done.stdout.strip()[-OUTPUT_CHARACTERS:]}"
+def raise_unless_well(done: subprocess.CompletedProcess[str], limit_s: float) -> None:
+    """Raise why a process did not end well, and the last that it printed."""
+    if not done.returncode:
+        return
+    printed = f": {done.stdout.strip()[-OUTPUT_CHARACTERS:]}".rstrip(": ")
+    if done.returncode == 124:
+        raise OutOfTimeError(f"not done after {limit_s:.0f} s{printed}")
+    by = f"exit code {done.returncode}"
+    if done.returncode - 128 in set(signal.Signals):
+        by = f"ended by {signal.Signals(done.returncode - 128).name}"
+    raise SectionError(f"{by}{printed}")
 
 
 # ---------------------------------------------------------------------------------------------------
 # Sections
 # ---------------------------------------------------------------------------------------------------
 
-
-def device(run: Run) -> Results:
-    """What there is."""
-    return run.part("gpu_world.py")
-
-
 GPU_TESTS = HERE.parent / "tests" / "gpu"
+TESTS_FAILED = 1
+"""pytest's exit code."""
+
+NAMED = 5
+"""Tests that are named in the reason; all are in the results."""
 
 
-def gpu_tests(run: Run) -> Results:
-    """The gpu tests."""
-    report = run.folder / "tests.xml"
-    command = ["-m", "pytest", "-m", "gpu", GPU_TESTS, "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+def device(run: Run) -> None:
+    """What there is."""
+    run.part("gpu_world.py")
+
+
+def kernel_tests(run: Run) -> None:
+    """Tests of the kernels."""
+    gpu_tests(run, "test_gpu_kernels.py")
+
+
+def rank_tests(run: Run) -> None:
+    """Tests of ranks: as threads, and over NCCL."""
+    gpu_tests(run, "test_gpu_ranks.py")
+
+
+def torch_tests(run: Run) -> None:
+    """Tests of tensors and of training."""
+    if importlib.util.find_spec("torch") is None:
+        raise LeftOutError("PyTorch is not installed")
+    gpu_tests(run, "test_gpu_torch.py")
+
+
+def gpu_tests(run: Run, file: str) -> None:
+    """Some of the gpu tests."""
     limit_s = run.left_s
-    done = run_limited([sys.executable, *command], timeout_s=limit_s)
-    if not report.exists():
-        raise SectionError(ending(done, limit_s))
-    results = counted(ElementTree.parse(report).getroot())
-    if done.returncode:
-        raise SectionError(f"{len(results['failures'])} tests failed", results)
-    return results
+    done = run.pytest(GPU_TESTS / file)
+    if done.returncode == TESTS_FAILED:
+        found = gpu_report.counted(gpu_lines.read(run.lines)["sections"][run.section]["results"])
+        names = [failure["test"] for failure in found["failures"]]
+        raise SectionError(
+            f"{len(names)} tests failed: {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}"
+        )
+    raise_unless_well(done, limit_s)
 
 
-def counted(report: ElementTree.Element) -> Results:
-    """How many tests passed, and the names and messages of those that did not."""
-    failures, skipped, count = [], 0, 0
-    for case in report.iter("testcase"):
-        count += 1
-        skipped += case.find("skipped") is not None
-        for problem in (*case.iter("failure"), *case.iter("error")):
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failures.append({"test": name, "message": (problem.get("message") or "")[:OUTPUT_CHARACTERS]})
-    return {"passed": count - skipped - len(failures), "skipped": skipped, "failures": failures}
-
-
-def codecs(run: Run) -> Results:
+def codecs(run: Run) -> None:
     """Kernels, one by one."""
-    return run.part("gpu_codecs.py", "--dtypes", *run.options.dtypes)
+    run.part("gpu_codecs.py", "--dtypes", *run.options.dtypes)
 
 
-def costs(run: Run) -> Results:
+def costs(run: Run) -> None:
     """What one call enqueues."""
-    return run.part("gpu_ranks.py", "costs", ranks=2)
+    run.part("gpu_ranks.py", "costs", ranks=2)
 
 
-def threads(run: Run) -> Results:
+def threads(run: Run) -> None:
     """Averages between threads."""
-    return run.part("gpu_ranks.py", "threads")
+    run.part("gpu_ranks.py", "threads")
 
 
-def ranks(run: Run) -> Results:
+WORLDS = [("nccl", 2, 0.4), ("nccl", 4, 0.6), ("staged", 2, 1.0)]
+"""What carries device arrays between how many ranks, and which share of the time left they get."""
+
+
+def ranks(run: Run) -> None:
     """Averages between processes."""
-    found: Results = {}
-    worlds = [(t, count) for t in run.options.transports for count in ((2, 4) if t == "nccl" else (2,))]
-    for number, (transport, count) in enumerate(worlds):
-        name, share = f"{transport}, {count} ranks", 1 / (len(worlds) - number)
+
+    def compare(transport: str, count: int, share: float) -> None:
+        under = [f"{transport}, {count} ranks"]
+        run.part("gpu_ranks.py", "allreduce", "--gpu", transport, ranks=count, share=share, under=under)
+
+    each_of(
+        {
+            f"{transport}, {count} ranks": partial(compare, transport, count, share)
+            for transport, count, share in WORLDS
+            if transport in run.options.transports
+        }
+    )
+
+
+def each_of(calls: Mapping[str, Callable[[], object]]) -> None:
+    """Make all calls, and raise what they have raised together."""
+    found: dict[str, SectionError] = {}
+    for name, call in calls.items():
         try:
-            found[name] = run.part("gpu_ranks.py", "allreduce", "--gpu", transport, ranks=count, share=share)
+            call()
         except SectionError as exc:
-            found[name] = {"failed": str(exc), **(exc.results or {})}
-    return without_failures(found)
+            found[name] = exc
+    if found:
+        kinds = {type(exc) for exc in found.values()}
+        kind = OutOfTimeError if kinds == {OutOfTimeError} else SectionError
+        raise kind("\n".join(f"{name}: {exc}" for name, exc in found.items()))
 
 
-def without_failures(found: Results) -> Results:
-    """The results of several runs, if none of them has failed."""
-    failed = [f"{name}: {each['failed']}" for name, each in found.items() if "failed" in each]
-    if failed:
-        raise SectionError("\n".join(failed), found)
-    return found
-
-
-def training(run: Run) -> Results:
+def training(run: Run) -> None:
     """Steps of a model."""
     if importlib.util.find_spec("torch") is None:
         raise LeftOutError("PyTorch is not installed")
-    return run.part("gpu_training.py", "--device", run.options.device, ranks=2, mpi=False)
+    run.part("gpu_training.py", "--device", run.options.device, ranks=2, mpi=False)
 
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 
 
-def sanitizer(run: Run) -> Results:
+def sanitizer(run: Run) -> None:
     """compute-sanitizer over some tests of the kernels; without CuPy's pool, whose arrays lie close together."""
     program = find_sanitizer(os.environ)
     if program is None:
         raise LeftOutError("compute-sanitizer is not installed")
-    chosen = GPU_TESTS / "test_gpu_kernels.py"
-    found: Results = {}
-    for number, tool in enumerate(TOOLS):
-        limit_s = run.left_s / (len(TOOLS) - number)
-        pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            chosen,
+    tools = run.options.tools
+
+    def examine(tool: str, share: float) -> None:
+        limit_s = run.left_s * share
+        done = run.pytest(
+            GPU_TESTS / "test_gpu_kernels.py",
             "-k",
             "forward",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ]
-        command = [program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20", *pytest]
-        done = run_limited(command, timeout_s=limit_s)
+            through=[program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20"],
+            share=share,
+            under=[tool],
+        )
         summaries = re.findall(r"^=+ (.*SUMMARY: .*)$", done.stdout, re.MULTILINE)
-        found[tool] = {"program": program, "exit_code": done.returncode, "summary": summaries}
-        if done.returncode:
-            found[tool]["failed"] = ending(done, limit_s)
-    return without_failures(found)
+        for name, value in (("program", program), ("exit_code", done.returncode), ("summary", summaries)):
+            gpu_lines.append(run.lines, run.path(tool, name), value)
+        raise_unless_well(done, limit_s)
+
+    each_of({tool: partial(examine, tool, 1 / (len(tools) - i)) for i, tool in enumerate(tools)})
 
 
 def find_sanitizer(environment: Mapping[str, str]) -> str | None:
@@ -246,40 +334,47 @@ def find_sanitizer(environment: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the record, and the most time that it may take."""
+    """A part of the record, and the time that it may take in any case."""
 
     name: str
-    run: Callable[[Run], Results]
+    run: Callable[[Run], None]
     limit_s: float
 
 
 SECTIONS = [
-    Section("device", device, 60),
-    Section("tests", gpu_tests, 150),
+    Section("device", device, 35),
+    Section("kernel-tests", kernel_tests, 50),
     Section("codecs", codecs, 90),
-    Section("costs", costs, 50),
-    Section("ranks", ranks, 90),
-    Section("training", training, 60),
-    Section("threads", threads, 40),
-    Section("sanitizer", sanitizer, 90),
+    Section("costs", costs, 35),
+    Section("rank-tests", rank_tests, 75),
+    Section("torch-tests", torch_tests, 70),
+    Section("ranks", ranks, 40),
+    Section("sanitizer", sanitizer, 35),
+    Section("training", training, 20),
+    Section("threads", threads, 15),
 ]
 
 
-def recorded(section: Section, run: Run, left_s: float) -> Results:
-    """Run a section, whatever comes of it."""
-    if left_s < 5:
-        return {"outcome": "left out", "reason": "no time was left for it"}
-    run.limit_s, run.began = min(section.limit_s, left_s), time.monotonic()
-    entry: Results = {"outcome": "ok"}
-    try:
-        entry["results"] = section.run(run)
-    except LeftOutError as exc:
-        entry = {"outcome": "left out", "reason": str(exc)}
-    except SectionError as exc:
-        entry = {"outcome": "failed", "error": str(exc), "results": exc.results}
-    except Exception as exc:
-        entry = {"outcome": "failed", "error": f"{type(exc).__name__}: {exc}"}
-    return {**entry, "seconds": round(time.monotonic() - run.began, 1)}
+def recorded(section: Section, run: Run) -> Results:
+    """Run a section, whatever comes of it; returns its entry, which is in the lines, too."""
+    place, began = ["sections", section.name], time.monotonic()
+    limit_s = round(run.left_s, 1)
+    entry: Results = {"outcome": "left out", "reason": "no time was left for it"}
+    if limit_s >= LEAST_S:
+        # What the record says if nobody is left to say more.
+        begun = {"outcome": "out of time", "reason": "the command was ended meanwhile", "limit_s": limit_s}
+        gpu_lines.append(run.lines, place, begun)
+        entry = {"outcome": "passed", "reason": None}
+        try:
+            section.run(run)
+        except SectionError as exc:
+            entry = {"outcome": exc.outcome, "reason": str(exc)}
+        except Exception as exc:
+            entry = {"outcome": "failed", "reason": f"{type(exc).__name__}: {exc}"}
+    entry["seconds"] = round(time.monotonic() - began, 1)
+    for name, value in entry.items():
+        gpu_lines.append(run.lines, [*place, name], value)
+    return entry
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -291,18 +386,27 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments; `--quick` sets two of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [section.name for section in SECTIONS]
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu.json", metavar="FILE")
-    parser.add_argument("--quick", action="store_true", help="smaller arrays, fewer calls")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "gpu.json", metavar="FILE.json")
+    parser.add_argument("--report", action="store_true", help="make the record of the lines of an earlier run")
+    parser.add_argument("--quick", action="store_true", help="smaller arrays, fewer calls: says nothing of speed")
     parser.add_argument(
         "--sections", nargs="+", choices=names, default=names, metavar="SECTION", help="only these"
     )
-    parser.add_argument("--shrink", type=int, metavar="N", help="make all arrays N times smaller")
+    parser.add_argument(
+        "--limit-s", type=float, default=TOTAL_S, metavar="S", help="for everything; sections share it"
+    )
+    parser.add_argument(
+        "--shrink", type=int, metavar="N", help="make all arrays N times smaller: says nothing of speed"
+    )
     parser.add_argument("--iterations", type=int, metavar="N", help="timed calls of each")
     dtypes, transports = ["float32", "float16", "bfloat16"], ["nccl", "staged"]
     parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="of codecs")
     parser.add_argument("--transports", nargs="+", choices=transports, default=transports, help="of ranks")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS[:1], help="of compute-sanitizer")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of training")
     options = parser.parse_args(argv)
+    if options.out.suffix != ".json":
+        parser.error(f"--out {options.out}: expected a name that ends in .json")
     defaults = QUICK if options.quick else {"shrink": 1, "iterations": 20}
     options.shrink = options.shrink or defaults["shrink"]
     options.iterations = options.iterations or defaults["iterations"]
@@ -324,45 +428,82 @@ def commit() -> str:
     return described.stdout.strip()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sections; 0 if none has failed, and all results are right."""
-    options = parse_arguments(argv)
-    began = time.monotonic()
-    arguments = argparse.Namespace(**{key: str(value) for key, value in vars(options).items()})
-    record = begin_record("gpu", arguments, ranks=1)
+def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Section]) -> None:
+    """Write what is known before anything runs."""
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    for file in (lines, lines.with_suffix(".log")):
+        file.write_text("")
+    arguments = argparse.Namespace(
+        **{key: value if isinstance(value, int) else str(value) for key, value in vars(options).items()}
+    )
+    record: dict[str, Any] = begin_record("gpu", arguments, ranks=1)
     del record["ranks"]
     record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    record["commit"], record["stand_in"], sections = commit(), None, dict[str, Results]()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(options, Path(folder))
-        for section in SECTIONS:
-            if section.name not in {"device", *options.sections}:
-                continue
-            entry = recorded(section, run, TOTAL_S - (time.monotonic() - began))
-            sections[section.name] = entry
-            print(f"{section.name:<12}{entry['outcome']:<10}{entry.get('seconds', 0):>7} s", flush=True)
-            if entry["outcome"] == "failed":
-                print(entry["error"], file=sys.stderr)
-            if section.name == "device":
-                facts = entry.get("results") or {}
-                record["stand_in"] = facts.get("stand_in")
-                if entry["outcome"] == "failed":
-                    print("There is no GPU here that CuPy can use; nothing was measured.", file=sys.stderr)
-                    return 2
-                if record["stand_in"] and options.out.resolve().parent == HERE / "results":
-                    print("Figures of a stand-in for CuPy are no results; give --out.", file=sys.stderr)
-                    return 2
-            record.update(
-                targets=[target.row(sections) for target in TARGETS],
-                checks=checks(sections),
-                left_out=left_out(sections),
-                sections=sections,
-            )
-            write_json(options.out, record)
-    print(*summary(record), sep="\n")
-    failed = [name for name, entry in sections.items() if entry["outcome"] == "failed"]
-    return 1 if failed or record["checks"]["wrong"] else 0
+    record["commit"] = commit()
+    waiting = {"outcome": "left out", "reason": "the command was ended before"}
+    record["sections"] = {section.name: waiting for section in chosen}
+    for name, value in record.items():
+        gpu_lines.append(lines, [name], value)
+
+
+def report(options: argparse.Namespace) -> Results:
+    """Make the record of the lines that there are."""
+    record = gpu_report.report(gpu_lines.read(options.out.with_suffix(".jsonl")))
+    whole = options.out.with_suffix(".part")
+    write_json(whole, record)
+    whole.replace(options.out)  # at once: this process may be ended at any time
+    return record
+
+
+def run_sections(options: argparse.Namespace) -> str | None:
+    """Run the chosen sections one after the other; returns why nothing could be measured, if so."""
+    began = time.monotonic()
+    chosen = [section for section in SECTIONS if section.name in {"device", *options.sections}]
+    stretch = options.limit_s / sum(section.limit_s for section in chosen)
+    begin_lines(options.out.with_suffix(".jsonl"), options, chosen)
+    end = began
+    for section in chosen:
+        end += section.limit_s * stretch
+        run = Run(options, section.name, end)
+        entry = recorded(section, run)
+        print(f"{section.name:<14}{entry['outcome']:<13}{entry['seconds']:>6} s", flush=True)
+        if entry["outcome"] != "passed":
+            print(entry["reason"], file=sys.stderr, flush=True)
+        if section.name == "device":
+            if entry["outcome"] != "passed":
+                return "There is no GPU here that CuPy can use; nothing was measured."
+            stand_in = gpu_lines.read(run.lines)["sections"]["device"].get("results", {}).get("stand_in")
+            if stand_in and options.out.resolve().parent == HERE / "results":
+                return "Figures of a stand-in for CuPy are no results; give --out."
+        report(options)
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections; 0 if all have passed or were left out, and all results are right."""
+    options = parse_arguments(argv)
+    if not options.report:
+        try:
+            obstacle = run_sections(options)
+        except BaseException:
+            report(options)
+            raise
+        if obstacle:
+            print(obstacle, file=sys.stderr)
+            for suffix in (".jsonl", ".log"):
+                options.out.with_suffix(suffix).unlink(missing_ok=True)
+            return 2
+    record = report(options)
+    print(*gpu_report.summary(record), sep="\n")
+    outcomes = {entry["outcome"] for entry in record["sections"].values()}
+    return 1 if outcomes & {"failed", "out of time"} or record["checks"]["wrong"] else 0
+
+
+def command() -> NoReturn:
+    """The command: SIGTERM ends its sections, and then itself."""
+    signal.signal(signal.SIGTERM, leave)
+    sys.exit(main())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -2,7 +2,7 @@
 
 A part of benchmarks/gpu.py; alone:
 
-    python benchmarks/gpu_codecs.py --out codecs.json
+    python benchmarks/gpu_codecs.py --out codecs.jsonl
 
 GB/s count the bytes that a call must read and write, in 10**9:
 
@@ -12,9 +12,11 @@ GB/s count the bytes that a call must read and write, in 10**9:
     steps     each array once for every time that it is read or written
 
 `of_copy` is the time of a device-to-device copy that reads half as many bytes and writes them, over that of the
-call; the two are timed in turn. `beside` has the same formula in plain operations of CuPy and PyTorch, which pack
-nothing into one message: its `slower` is how many times longer they take. `wrong` counts bytes that are not those
-of host.py; `plain_agrees` does so for plain operations.
+call; the two are timed in turn, and find nothing of theirs in the cache. With `--shrink` it means nothing:
+arrays fit into the cache, and launches take longer than the work. `beside` has the same formula in plain
+operations of CuPy and PyTorch, which pack nothing into one message: its `slower` is how many times longer they
+take. `wrong` counts bytes that are not those of host.py; `plain_agrees` does so for plain operations. Arrays
+repeat the same numbers again and again, so that the host need draw and encode only few.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from typing import Any
 import numpy as np
 from common import Spread, count_wrong
 from gpu_world import (
-    FLUSH_BYTES,
     Results,
     Stopwatch,
     counted_launches,
@@ -38,13 +39,19 @@ from gpu_world import (
 )
 
 from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8, kernels
-from bagua_comm.arrays import Array, dtype_named
+from bagua_comm.arrays import Array, DType, dtype_named
 from bagua_comm.kernels import host
 
 NBYTES = 128 << 20
-"""Of the elements of one call."""
+"""Of the elements that a call encodes or decodes, and of each array of a step."""
+
+ROW = 32 << 20
+"""Elements of a row that a call combines: two rows of the wire are larger than the cache, too."""
 
 CHUNKS = 8
+DRAWN = 1 << 17
+"""Numbers that are drawn for a row, and then repeat: whole blocks of every codec, whose ends need no padding."""
+
 DTYPES = ("float32", "float16", "bfloat16")
 BLOCK = 512
 
@@ -173,10 +180,15 @@ class Bench:
     def __init__(self, shrink: int, iterations: int) -> None:
         import cupy
 
-        self.cupy, self.iterations, self.nbytes = cupy, iterations, NBYTES // shrink
-        self.watch = Stopwatch(FLUSH_BYTES // shrink)
+        self.cupy, self.iterations, self.nbytes, self.row = cupy, iterations, NBYTES // shrink, ROW // shrink
+        self.watch = Stopwatch()
         self.rivals = rivals(cupy)
+        self._numbers = np.random.default_rng(0).standard_normal((CHUNKS, DRAWN), np.float32)
         self._source = self._target = cupy.empty(0, np.uint8)
+
+    def drawn(self, rows: int, count: int, dtype: DType) -> Array:
+        """On the host, normally distributed numbers: so many of each row that they may repeat."""
+        return self._numbers[:rows, : min(count, DRAWN)].astype(dtype)
 
     def up(self, x: Array) -> Array:
         """A copy of a host array on the device."""
@@ -184,15 +196,28 @@ class Bench:
         array.set(np.ascontiguousarray(x))
         return array
 
+    def repeated(self, x: Array, count: int) -> Array:
+        """On the device, rows of `count` elements that repeat those of host rows `x`."""
+        out = self.cupy.empty((len(x), count), x.dtype)
+        target, source = out.view(np.uint8), self.up(x).view(np.uint8)  # CuPy copies no bfloat16 that is in parts
+        period = source.shape[1]
+        for start in range(0, target.shape[1], period):
+            part = target[:, start : start + period]
+            part[...] = source[:, : part.shape[1]]
+        return out
+
+    def copy(self) -> dict[str, Any]:
+        """How fast a device-to-device copy is, which all is compared with."""
+        nbytes = 2 * self.nbytes
+        seconds = self.watch.seconds({"copy": self.copier(nbytes)}, iterations=self.iterations)["copy"]
+        return {"bytes": nbytes, "us": us(seconds), "gb_per_s": asdict(Spread.of(nbytes / seconds / 1e9))}
+
     def copier(self, nbytes: int) -> Callable[[], None]:
         """A copy that reads and writes so many bytes together."""
         half = nbytes // 2
         if self._source.nbytes < half:
             self._source, self._target = (self.cupy.empty(half, np.uint8) for _ in range(2))
-            noise = self.up(np.random.default_rng(9).integers(0, 256, min(half, 1 << 24), np.uint8))
-            for start in range(0, half, noise.size):
-                part = self._source[start : start + noise.size]
-                part[...] = noise[: part.size]
+            self._source[...] = self.repeated(self._numbers.view(np.uint8).reshape(1, -1), half)[0]
         runtime, stream = self.cupy.cuda.runtime, self.cupy.cuda.get_current_stream().ptr
         target, source, kind = self._target.data.ptr, self._source.data.ptr, runtime.memcpyDeviceToDevice
         return lambda: runtime.memcpyAsync(target, source, half, kind, stream)
@@ -227,33 +252,63 @@ def codec_rows(bench: Bench, name: str, dtype: str) -> Iterator[tuple[str, dict[
     """Encode, decode and combine of one codec and dtype."""
     codec, summands = CODECS[name]
     kind = dtype_named(dtype)
-    # Whole blocks, which the plain formulas need.
-    count = max(1, bench.nbytes // kind.itemsize // CHUNKS // 4096) * 4096
-    x = np.random.default_rng(0).standard_normal((CHUNKS, count), np.float32).astype(kind)
+    count = whole_blocks(bench.nbytes // kind.itemsize // CHUNKS)
+    x = bench.drawn(CHUNKS, count, kind)
     shape = (CHUNKS, codec.wire_nbytes(count, kind))
-    chunks, wire, decoded = bench.up(x), bench.cupy.empty(shape, np.uint8), bench.cupy.empty(x.shape, kind)
+    chunks, wire = bench.repeated(x, count), bench.cupy.empty(shape, np.uint8)
+    decoded = bench.cupy.empty(chunks.shape, kind)
     encode, decode = partial(codec.encode, chunks, wire), partial(codec.decode, wire, decoded)
-    plain = (
-        plain_codecs(bench, chunks) if (name, dtype) in (("minmax", "float32"), ("float16", "float32")) else {}
-    )
+    with_plain = (name, dtype) in (("minmax", "float32"), ("float16", "float32"))
+    plain = plain_codecs(bench, chunks) if with_plain else {}
 
     passes = _passes(encode)
-    first = codec.encode(x[:1])
-    wrong = count_wrong(wire[:1].get(), first)
-    yield "encode", bench.measured(encode, passes * x.nbytes + wire.nbytes, wrong, _of(plain, name, "encode"))
+    encoded = codec.encode(x)
+    wrong = wrong_on_wire(codec, wire[:1].get(), encoded[:1], count, x)
+    nbytes = passes * chunks.nbytes + wire.nbytes
+    yield "encode", bench.measured(encode, nbytes, wrong, _of(plain, name, "encode"))
 
     decode()
-    wrong = _different_bytes(decoded[:1].get(), codec.decode(first, np.empty_like(x[:1])))
-    yield "decode", bench.measured(decode, x.nbytes + wire.nbytes, wrong, _of(plain, name, "decode"))
+    expected = codec.decode(encoded[:1], np.empty_like(x[:1]))
+    wrong = _different_bytes(decoded[:1].get(), resized(expected, count))
+    yield "decode", bench.measured(decode, chunks.nbytes + wire.nbytes, wrong, _of(plain, name, "decode"))
 
+    del chunks, wire, decoded, encode, decode, plain
+    count = whole_blocks(bench.row)
+    wire = bench.cupy.empty((max(summands), codec.wire_nbytes(count, kind)), np.uint8)
+    for row in range(len(wire)):  # one by one, which takes less memory
+        codec.encode(bench.repeated(x[row : row + 1], count), wire[row : row + 1])
     for p in summands:
-        out = bench.cupy.empty((1, shape[1]), np.uint8)
+        out = bench.cupy.empty((1, wire.shape[1]), np.uint8)
         combine = partial(codec.combine, wire[:p], out, op="avg", count=count, dtype=kind)
         passes = _passes(combine)
-        expected = codec.combine(wire[:p].get(), op="avg", count=count, dtype=kind)
-        nbytes = passes * wire[:p].nbytes + out.nbytes
-        beside = _of(plain, name, "combine") if p == CHUNKS else {}
-        yield f"combine {p}", bench.measured(combine, nbytes, count_wrong(out.get(), expected), beside)
+        expected = codec.combine(encoded[:p], op="avg", count=x.shape[1], dtype=kind)
+        wrong = wrong_on_wire(codec, out.get(), expected, count, x)
+        beside = plain_combine(bench, x, count) if with_plain and name == "minmax" and p == CHUNKS else {}
+        yield f"combine {p}", bench.measured(combine, passes * wire[:p].nbytes + out.nbytes, wrong, beside)
+
+
+def whole_blocks(count: int) -> int:
+    """About so many elements: whole blocks of every codec, and if they repeat, whole repetitions."""
+    size = DRAWN if count >= DRAWN else 4096
+    return max(1, count // size) * size
+
+
+def resized(x: Array, count: int) -> Array:
+    """Host rows that repeat those of `x`, or begin as they do, with `count` elements."""
+    return np.stack([np.resize(row, count) for row in x])
+
+
+def wrong_on_wire(codec: Codec, actual: Array, expected: Array, count: int, x: Array) -> int:
+    """How many bytes differ from those of the host, which has encoded the numbers that repeat, `x`.
+
+    What the wire says of blocks comes first, and repeats, as do the codes behind it.
+    """
+    kind, drawn = x.dtype, x.shape[1]
+    size = 1 if isinstance(codec, MinMaxUInt8) else codec.wire_nbytes(count, kind) // count
+    start, start_of_drawn = codec.wire_nbytes(count, kind) - size * count, expected.shape[1] - size * drawn
+    return count_wrong(actual[:, :start], resized(expected[:, :start_of_drawn], start)) + count_wrong(
+        actual[:, start:], resized(expected[:, start_of_drawn:], size * count)
+    )
 
 
 def _passes(call: Callable[[], object]) -> int:
@@ -276,8 +331,16 @@ def plain_codecs(bench: Bench, chunks: Array) -> dict[str, dict[str, Callable[[]
         calls.setdefault("minmax encode", {})[library] = partial(plain.minmax_encode, x)
         encoded = plain.minmax_encode(x)
         calls.setdefault("minmax decode", {})[library] = partial(plain.minmax_decode, *encoded)
-        calls.setdefault("minmax combine", {})[library] = partial(plain.minmax_combine, *encoded)
     return calls
+
+
+def plain_combine(bench: Bench, x: Array, count: int) -> dict[str, Callable[[], object]]:
+    """Averages of rows of so many elements by plain operations, by library."""
+    rows = bench.repeated(x, count)
+    return {
+        library: partial(plain.minmax_combine, *plain.minmax_encode(view(rows)))
+        for library, (plain, view) in bench.rivals.items()
+    }
 
 
 def _of(
@@ -350,69 +413,90 @@ CHECKED = 1 << 20
 """Elements of a step that are compared with the host's."""
 
 
+class Operands:
+    """Arrays of a step: on the device, and what repeats there on the host."""
+
+    def __init__(self, bench: Bench, arrays: int, dtype: DType) -> None:
+        count = bench.nbytes // dtype.itemsize
+        drawn = np.abs(bench.drawn(arrays, count, dtype))
+        self.device = [bench.repeated(row[None], count)[0] for row in drawn]
+        self._host = list(drawn)
+
+    def wrong(self, step: Callable[..., None]) -> int:
+        """How many bytes are not those of the host: after one step there, of what the device has done once."""
+        step(host, *self._host)
+        return sum(
+            _different_bytes(x[:CHECKED].get(), np.resize(expected, min(CHECKED, x.size)))
+            for x, expected in zip(self.device, self._host, strict=True)
+        )
+
+
 def step_row(bench: Bench, name: str, dtype: str) -> dict[str, Any]:
     """One element-wise step."""
     taken, moves, settings = STEPS[name]
-    kind = dtype_named(dtype)
-    count = bench.nbytes // kind.itemsize
-    random = np.random.default_rng(2)
-    values = [
-        np.abs(random.standard_normal(count, np.float32)).astype(kind) for _ in range(taken + ("out" in settings))
-    ]
-    arrays = [bench.up(x) for x in values]
+    operands = Operands(bench, taken + ("out" in settings), dtype_named(dtype))
 
-    def call(run: Any, operands: list[Array]) -> None:
-        options = settings | ({"out": operands[-1]} if "out" in settings else {})
-        getattr(run, name)(*operands[:taken], **options)
+    def step(run: Any, *arrays: Array) -> None:
+        options = settings | ({"out": arrays[-1]} if "out" in settings else {})
+        getattr(run, name)(*arrays[:taken], **options)
 
-    run = partial(call, kernels.of(arrays[0]), arrays)
-    run()
-    heads = [x[:CHECKED].copy() for x in values]
-    call(host, heads)
-    wrong = sum(_different_bytes(x[:CHECKED].get(), head) for x, head in zip(arrays, heads, strict=True))
     plain = {}
     if name == "sgd_step" and dtype == "float32":
         plain = {
-            library: partial(rival.sgd_step, *map(view, arrays))
+            library: partial(rival.sgd_step, *map(view, operands.device))
             for library, (rival, view) in bench.rivals.items()
         }
-    return bench.measured(run, moves * arrays[0].nbytes, wrong, plain)
+    return measured_step(bench, operands, step, moves, plain)
 
 
 def adam_row(bench: Bench) -> dict[str, Any]:
     """Both kernels of a step of Adam together, in float32."""
-    count = bench.nbytes // 4
-    random = np.random.default_rng(3)
-    values = [np.abs(random.standard_normal(count, np.float32)) for _ in range(4)]
-    arrays = [bench.up(x) for x in values]
+    operands = Operands(bench, 4, np.dtype(np.float32))
 
     def step(run: Any, x: Array, g: Array, m: Array, v: Array) -> None:
         run.adam_moments(x, g, m, v, **ADAM)
         run.adam_step(x, m, v, **ADAM_STEP)
 
-    run = partial(step, kernels.of(arrays[0]), *arrays)
+    plain = {
+        library: partial(rival.adam, *map(view, operands.device))
+        for library, (rival, view) in bench.rivals.items()
+    }
+    return measured_step(bench, operands, step, 10, plain)
+
+
+def measured_step(
+    bench: Bench,
+    operands: Operands,
+    step: Callable[..., None],
+    moves: int,
+    plain: Mapping[str, Callable[[], object]],
+) -> dict[str, Any]:
+    """Check and time a step, which reads or writes arrays so many times."""
+    run = partial(step, kernels.of(operands.device[0]), *operands.device)
     run()
-    heads = [x[:CHECKED].copy() for x in values]
-    step(host, *heads)
-    wrong = sum(_different_bytes(x[:CHECKED].get(), head) for x, head in zip(arrays, heads, strict=True))
-    plain = {library: partial(rival.adam, *map(view, arrays)) for library, (rival, view) in bench.rivals.items()}
-    return bench.measured(run, 10 * arrays[0].nbytes, wrong, plain)
+    return bench.measured(run, moves * operands.device[0].nbytes, operands.wrong(step), plain)
 
 
 def main() -> None:
-    """Measure everything, the figures that matter most first."""
+    """Measure everything, the figures that matter most first; what raises does not keep the rest from it."""
     parser = part_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options = parser.parse_args()
-    bench, results = Bench(options.shrink, options.iterations), Results(options.out)
+    bench, results = Bench(options.shrink, options.iterations), Results.of(options)
+    results["copy"] = bench.copy()
+    for name in CODECS:
+        for dtype in options.dtypes:
+            with results.going_on(f"{name} {dtype}"):
+                for verb, row in codec_rows(bench, name, dtype):
+                    results[f"{name} {verb} {dtype}"] = row
     results["plain_agrees"] = plain_agrees(bench)
-    for dtype in options.dtypes:
-        for name in CODECS:
-            for verb, row in codec_rows(bench, name, dtype):
-                results[f"{name} {verb} {dtype}"] = row
-        for name in STEPS:
-            results[f"{name} {dtype}"] = step_row(bench, name, dtype)
-    results["adam float32"] = adam_row(bench)
+    for name in STEPS:
+        for dtype in options.dtypes:
+            with results.going_on(f"{name} {dtype}"):
+                results[f"{name} {dtype}"] = step_row(bench, name, dtype)
+    with results.going_on("adam float32"):
+        results["adam float32"] = adam_row(bench)
+    results.end()
 
 
 if __name__ == "__main__":

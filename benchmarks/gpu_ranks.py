@@ -2,7 +2,7 @@
 
 A part of benchmarks/gpu.py, which starts it on 2 and 4 ranks (`gpu_world.launch`); the threads start themselves:
 
-    python benchmarks/gpu_ranks.py threads --out threads.json
+    python benchmarks/gpu_ranks.py threads --out threads.jsonl
 
     costs       kernels, collectives and host time of one call; the same through a CUDA graph
     allreduce   time, bandwidth, bytes and error beside NCCL's own allreduce of float32 and float16
@@ -283,10 +283,9 @@ def compared(comm: Communicator, nbytes: int, iterations: int) -> dict[str, Any]
 
     names = ("quantized minmax", "quantized float16", "exact float32", "exact float16")
     calls = [Call(partial(run, name), poison, expected, DEVICE_ERROR) for name in names]
-    # Every result is compared in float64 on the host, which takes far longer than the call.
-    most = max(min(5, iterations), iterations * SIZES[0] // max(nbytes, SIZES[0]))
+    warmup, most = rounds(comm.size, nbytes, iterations)
     barrier = comm.transports[0].barrier  # which nobody counts
-    measured = measure(comm, calls, barrier=barrier, warmup=2, iterations=most)
+    measured = measure(comm, calls, barrier=barrier, warmup=warmup, iterations=most)
     reference = measured[names.index("exact float32")].seconds
     table: dict[str, Any] = {"bytes": 4 * count, "ranks": comm.size}
     for name, each in zip(names, measured, strict=True):
@@ -302,6 +301,20 @@ def compared(comm: Communicator, nbytes: int, iterations: int) -> dict[str, Any]
     comm.check_consistency(run("quantized minmax"))
     table["same_bytes_on_all_ranks"] = True  # or the line before has raised
     return table
+
+
+def rounds(ranks: int, nbytes: int, iterations: int) -> tuple[int, int]:
+    """How often ranks make each call untimed, and then timed.
+
+    Every result is compared in float64 on the host, which takes far longer than the call. And where more than two
+    processes take turns on the GPU, a large call may take a second.
+
+    >>> rounds(2, 1 << 20, 20), rounds(2, 64 << 20, 20), rounds(4, 64 << 20, 20)
+    ((2, 20), (2, 5), (1, 2))
+    """
+    fewest = min(iterations, 5 if ranks <= 2 else 2)
+    timed = max(fewest, iterations * SIZES[0] // max(nbytes, SIZES[0]))
+    return min(2, max(1, timed // 2)), timed
 
 
 def threads(results: Results, options: argparse.Namespace) -> None:
@@ -329,10 +342,10 @@ def main() -> None:
     parser.add_argument("--gpu", choices=["nccl", "staged"], default="nccl", help="what carries device arrays")
     options = parser.parse_args()
     if options.part == "threads":
-        threads(Results(options.out), options)
+        threads(Results.of(options), options)
         return
     with joined(options.gpu) as comm:
-        PARTS[options.part](comm, Results(options.out, rank=comm.rank), options)
+        PARTS[options.part](comm, Results.of(options, rank=comm.rank), options)
 
 
 if __name__ == "__main__":

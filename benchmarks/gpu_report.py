@@ -1,12 +1,195 @@
-"""What benchmarks/gpu.py makes of its record: what was aimed at, what was right, and what was left out."""
+"""What benchmarks/gpu.py makes of its lines: what was aimed at, what was right, and what was not done.
+
+How fast a codec's kernel can be follows from arithmetic: each lane of a GPU issues one instruction a cycle, and a
+kernel cannot be faster than a copy of as many bytes. `python benchmarks/gpu_report.py` prints what that gives for
+some GPUs, which is the table of the README. It is arithmetic, and was not measured.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).parent
 Results = dict[str, Any]
+
+# ---------------------------------------------------------------------------------------------------
+# What arithmetic expects of the codecs
+# ---------------------------------------------------------------------------------------------------
+
+LANES = 128
+"""Of a multiprocessor: each issues one instruction a cycle."""
+
+ISSUED, REACHED = 0.75, 0.95
+"""What kernels reach of all instructions that can be issued, and at most of a copy: a guess, within about 0.1."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the expectation rests on.
+
+    Args:
+        architecture: For which the kernels are compiled.
+        multiprocessors: How many.
+        clock_hz: While all of them work.
+        copy_bytes_per_s: What a device-to-device copy reads and writes.
+        memory_bytes_per_s: What the data sheet says of the memory.
+    """
+
+    architecture: str
+    multiprocessors: int
+    clock_hz: float
+    copy_bytes_per_s: float
+    memory_bytes_per_s: float
+
+
+GPUS = {
+    "H100 SXM": Gpu("sm_90", 132, 1.755e9, 2.95e12, 3.35e12),
+    "H100 PCIe": Gpu("sm_90", 114, 1.755e9, 1.8e12, 2.04e12),
+    "H200": Gpu("sm_90", 132, 1.755e9, 4.2e12, 4.8e12),
+}
+
+_DEVICE_NAMES = {"NVIDIA H100 80GB HBM3": "H100 SXM", "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA H200": "H200"}
+"""What CUDA calls them."""
+
+
+def issue_cap(instructions: float, nbytes: float, gpu: Gpu) -> float:
+    """The share of a copy's speed at which a kernel would use every cycle, of so many of both an element.
+
+    >>> round(issue_cap(40, 5.02, GPUS["H100 SXM"]), 2), round(issue_cap(146, 9.14, GPUS["H100 PCIe"]), 2)
+    (1.26, 0.89)
+    """
+    elements_per_s = gpu.multiprocessors * LANES * gpu.clock_hz / instructions
+    return elements_per_s * nbytes / gpu.copy_bytes_per_s
+
+
+def expected_share(instructions: float, nbytes: float, gpu: Gpu) -> float:
+    """The share of a copy's speed that is expected of a kernel.
+
+    >>> round(expected_share(38, 3.01, GPUS["H100 SXM"]), 2), expected_share(29, 5.02, GPUS["H100 SXM"])
+    (0.6, 0.95)
+    """
+    return min(REACHED, ISSUED * issue_cap(instructions, nbytes, gpu))
+
+
+def instruction_counts(architecture: str) -> dict[str, float]:
+    """How many instructions each step issues for an element: counted in what NVRTC compiles."""
+    counts: dict[str, dict[str, float]] = json.loads((HERE / "results" / "kernel_instructions.json").read_text())
+    return counts.get(architecture, {})
+
+
+BLOCK = 512
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+AIMED = {"encode": 0.85, "decode": 0.85, "combine": 0.8}
+"""The share of a copy's speed aimed at, where the GPU can issue that many instructions."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a codec does with blocks of 512 elements.
+
+    Args:
+        verb: "encode", "decode" or "combine".
+        dtype: Of the elements.
+        rows: Of the wire; it is 1 but for "combine".
+    """
+
+    verb: str
+    dtype: str
+    rows: int = 1
+
+    @property
+    def name(self) -> str:
+        """As in benchmarks/results/kernel_instructions.json."""
+        return f"{self.verb} {self.dtype}" + (f" p={self.rows}" if self.verb == "combine" else "")
+
+    @property
+    def result(self) -> str:
+        """Its name in the section `codecs`."""
+        return f"minmax {self.verb} {self.rows} {self.dtype}" if self.rows > 1 else f"minmax {self.name}"
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that are read and written for an element of the result: the wire has two ends a block.
+
+        >>> round(Step("encode", "float32").nbytes, 2), round(Step("combine", "float32", 8).nbytes, 2)
+        (5.02, 9.14)
+        """
+        wire = 1 + 2 * ITEMSIZE[self.dtype] / BLOCK
+        return (self.rows + 1) * wire if self.verb == "combine" else ITEMSIZE[self.dtype] + wire
+
+    def expected(self, gpu: Gpu) -> float | None:
+        """The share of a copy that arithmetic expects; None if nobody has counted the instructions."""
+        instructions = instruction_counts(gpu.architecture).get(self.name)
+        return None if instructions is None else round(expected_share(instructions, self.nbytes, gpu), 2)
+
+    def target(self, gpu: Gpu | None) -> float:
+        """What is aimed at. More than a GPU can issue would never be met, so it is at most what is expected."""
+        expected = None if gpu is None else self.expected(gpu)
+        return AIMED[self.verb] if expected is None else min(AIMED[self.verb], expected)
+
+
+STEPS = [
+    *(Step(verb, dtype) for verb in ("encode", "decode") for dtype in ITEMSIZE),
+    *(Step("combine", dtype, rows) for dtype in ITEMSIZE for rows in (2, 4, 8)),
+]
+
+
+def steps(sections: Results, shrink: int) -> list[Results]:
+    """What each step reached of a copy, beside what is expected and aimed at; None for what is not known.
+
+    Arrays that were made smaller lie in the cache: their shares are neither met nor missed.
+    """
+    gpu = gpu_of(sections)
+    rows = []
+    for step in STEPS:
+        measured = at(sections, "codecs", "results", step.result, "of_copy", "median")
+        target = step.target(gpu)
+        rows.append(
+            {
+                "step": step.name,
+                "measured": measured,
+                "expected": None if gpu is None else step.expected(gpu),
+                "target": target,
+                "met": None if measured is None or shrink > 1 else measured >= target,
+            }
+        )
+    return rows
+
+
+def gpu_of(sections: Results) -> Gpu | None:
+    """The GPU that was measured, if it is in the table."""
+    name = at(sections, "device", "results", "name")
+    return GPUS.get(_DEVICE_NAMES.get(name, ""))
+
+
+def copy(sections: Results) -> Results:
+    """How fast a copy was, beside what is assumed of this GPU, and what its data sheet says of the memory."""
+    gpu = gpu_of(sections)
+    return {
+        "gb_per_s": at(sections, "codecs", "results", "copy", "gb_per_s", "median"),
+        "assumed_gb_per_s": None if gpu is None else gpu.copy_bytes_per_s / 1e9,
+        "data_sheet_gb_per_s": None if gpu is None else gpu.memory_bytes_per_s / 1e9,
+    }
+
+
+def table() -> Iterator[str]:
+    """What arithmetic expects, for the README."""
+    yield f"| expected share of a copy | {' | '.join(GPUS)} |"
+    yield "| --- |" + " --- |" * len(GPUS)
+    for step in STEPS:
+        shares = [step.expected(gpu) for gpu in GPUS.values()]
+        cells = [f"{share:.2f}" for share in shares if share is not None]
+        if len(cells) == len(GPUS):
+            yield f"| {step.name} | {' | '.join(cells)} |"
+
+
+# ---------------------------------------------------------------------------------------------------
+# What else was aimed at
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -27,16 +210,16 @@ class Target:
 
     def row(self, sections: Results) -> Results:
         """The target beside what was measured; None for what was not."""
-        figure: Any = sections
-        for key in self.path:
-            figure = figure.get(key) if isinstance(figure, dict) else None
+        figure = at(sections, *self.path)
         met = None if figure is None else self.met(figure, self.wanted)
         return {"target": self.name, "wanted": self.wanted, "measured": figure, "met": met}
 
 
-def at_least(figure: float, wanted: float) -> bool:
-    """Whether a figure is high enough."""
-    return figure >= wanted
+def at(found: Any, *path: str) -> Any:
+    """What is at a place of the record; None if nothing is."""
+    for key in path:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def at_most(figure: float, wanted: float) -> bool:
@@ -52,19 +235,6 @@ def is_equal(figure: Any, wanted: Any) -> bool:
 _ENQUEUED = ("costs", "results", "enqueued, 1024 KiB")
 
 TARGETS = [
-    *(
-        Target(
-            f"{verb} of float32 in blocks of 512: bandwidth as a share of a copy's, at least",
-            ("codecs", "results", f"minmax {call} float32", "of_copy", "median"),
-            share,
-            at_least,
-        )
-        for verb, call, share in (
-            ("encode", "encode", 0.85),
-            ("decode", "decode", 0.85),
-            ("combine, p = 8,", "combine 8", 0.8),
-        )
-    ),
     Target("kernels per quantized_allreduce", (*_ENQUEUED, "kernels"), ["encode", "combine", "decode"], is_equal),
     Target(
         "collectives per quantized_allreduce",
@@ -80,10 +250,63 @@ TARGETS = [
     ),
 ]
 
+# ---------------------------------------------------------------------------------------------------
+# The record
+# ---------------------------------------------------------------------------------------------------
 
-def left_out(sections: Results) -> list[str]:
-    """What was not done, and why."""
-    whole = [f"{name}: {entry['reason']}" for name, entry in sections.items() if "reason" in entry]
+
+def report(lines: Results) -> Results:
+    """The whole record, of what the lines say."""
+    sections = {
+        name: {**entry, "results": counted(entry.get("results", {}))} for name, entry in lines["sections"].items()
+    }
+    return {
+        **lines,
+        "stand_in": at(sections, "device", "results", "stand_in"),
+        "copy": copy(sections),
+        "steps": steps(sections, at(lines, "arguments", "shrink") or 1),
+        "targets": [target.row(sections) for target in TARGETS],
+        "checks": checks(sections),
+        "not_done": not_done(sections),
+        "sections": sections,
+    }
+
+
+def counted(results: Results) -> Results:
+    """The same results, with a count in place of each list of tests, and all about those that did not pass."""
+    found: Results = {}
+    for key, value in results.items():
+        if key == "tests":
+            found |= _count(value)
+        else:
+            found[key] = counted(value) if isinstance(value, dict) else value
+    return found
+
+
+SLOWEST = 5
+
+
+def _count(tests: Results) -> Results:
+    by: dict[str, list[str]] = {}
+    for name, test in tests.items():
+        by.setdefault(test["outcome"], []).append(name)
+    seconds = sorted(((test.get("seconds", 0.0), name) for name, test in tests.items()), reverse=True)
+    return {
+        "passed": len(by.get("passed", [])),
+        "skipped": len(by.get("skipped", [])),
+        "failures": [{"test": name, "message": tests[name]["message"]} for name in by.get("failed", [])],
+        "unfinished": by.get("begun", []),
+        "slowest": {name: spent for spent, name in seconds[:SLOWEST]},
+    }
+
+
+def not_done(sections: Results) -> list[str]:
+    """What was not done, or not to its end, and why."""
+    whole = [
+        f"{name}: {entry['outcome']}: {entry['reason'].splitlines()[0]}"
+        for name, entry in sections.items()
+        if entry["outcome"] in ("left out", "out of time")
+    ]
     return whole + [f"{path}: {reason}" for path, key, reason in leaves(sections) if key == "left_out"]
 
 
@@ -124,8 +347,17 @@ def leaves(sections: Results) -> Iterator[tuple[str, str, Any]]:
 
 def summary(record: Results) -> Iterator[str]:
     """The end of what is printed."""
+    verdicts = {True: "met", False: "missed", None: "not measured"}
+    speed = record["copy"]
+    yield "a copy: {gb_per_s} GB/s; assumed {assumed_gb_per_s}, data sheet {data_sheet_gb_per_s}".format(**speed)
+    for row in (row for row in record["steps"] if row["measured"] is not None):
+        share = "{step}, share of a copy: {measured}; expected {expected}, target {target}".format(**row)
+        yield f"{share} ({verdicts[row['met']]})"
     for row in record["targets"]:
-        verdict = {True: "met", False: "missed", None: "not measured"}[row["met"]]
-        yield f"{row['target']} {row['wanted']}: {row['measured']} ({verdict})"
+        yield f"{row['target']} {row['wanted']}: {row['measured']} ({verdicts[row['met']]})"
     yield f"{record['checks']['right']} results right; wrong: {record['checks']['wrong'] or 'none'}"
-    yield from (f"left out: {reason}" for reason in record["left_out"])
+    yield from (f"not done: {reason}" for reason in record["not_done"])
+
+
+if __name__ == "__main__":
+    print(*table(), sep="\n")

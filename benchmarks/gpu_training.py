@@ -180,7 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     with joined("nccl" if options.device == "cuda" else "none") as comm:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.size))
-        results = Results(options.out, rank=comm.rank)
+        results = Results.of(options, rank=comm.rank)
         results["parameters"] = sum(p.numel() for p in Task(0, options.shrink, "cpu").model.parameters())
         for name, algorithm in METHODS.items():
             results[name] = ours(comm, algorithm, options)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -235,7 +236,9 @@ def test_one_rank_needs_nothing_beside_its_own_transport(device, gpu):
         assert total(comm) == [1.0]
 
 
-A = GpuFacts("a", "00:01", 23203, "", False)
+A = GpuFacts("a", "00:01", "5a", 23203, "", False)
+SLICE = A._replace(uuid="5b")
+OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +247,14 @@ A = GpuFacts("a", "00:01", 23203, "", False)
         ([A], None),
         ([A, A._replace(bus_id="00:02"), A._replace(machine="b")], None),  # another slot, another machine
         ([A, A._replace(bus_id="00:02"), A], "ranks [0, 2] share the GPU 00:01 of a"),
+        ([A, SLICE], None),
+        ([A, SLICE, SLICE], "ranks [1, 2] share the GPU 00:01 of a"),
+        (
+            [OLD, OLD_SLICE],
+            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL knows apart from version",
+        ),
+        ([OLD, OLD], "ranks [0, 1] share the GPU 00:01 of a"),
+        ([OLD, OLD._replace(bus_id="00:02")], None),
         ([A._replace(shares=True)] * 2, None),
         ([A._replace(shares=True), A], "ranks [0, 1] share"),
         ([A._replace(shares=True, nccl=22907)] * 2, "ranks [0, 1] share"),
@@ -256,8 +267,20 @@ def test_whom_nccl_serves(gpus, obstacle):
     assert found is None if obstacle is None else found.startswith(obstacle)
 
 
+def test_a_default_stream_for_each_thread_is_warned_of(device, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
+    with pytest.warns(
+        RuntimeWarning, match=r"connect: .* \(CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), .* unset that"
+    ):
+        bagua_comm.connect().close()
+
+
 def test_nccl_hostid_is_the_machine_that_nccl_sees(device, monkeypatch):
-    assert bootstrap.my_gpu(0) == GpuFacts(socket.gethostname(), "0000:00:00.0", 23203, "", False)
+    assert bootstrap.my_gpu(0) == GpuFacts(
+        socket.gethostname(), "0000:00:00.0", "ff" * 15 + "00", 23203, "", False
+    )
     monkeypatch.setenv("NCCL_HOSTID", "rank-7")
     assert bootstrap.my_gpu(0).machine == "rank-7"
 

@@ -91,6 +91,14 @@ def test_environment_variables_are_read_only_where_they_may_be(path):
     assert "getenv" not in source
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_events_are_asked_by_arrays_passed_for_done_of_cupy_hides_errors(path):
+    tree = ast.parse(path.read_text())
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # future.done()
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "done"]
+    assert [node.lineno for node in found if id(node) not in called] == []
+
+
 def test_importing_the_library_imports_numpy_and_nothing_heavier():
     code = (
         "import sys; before = set(sys.modules); import numpy; numpys = set(sys.modules);"

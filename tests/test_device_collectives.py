@@ -128,6 +128,19 @@ def test_a_quantized_allreduce_is_three_kernels_and_two_collectives_and_nothing_
         assert sorted(names) == sorted(kernels + nccl)
 
 
+@pytest.mark.parametrize("average", [Exact(), Quantized()], ids=repr)
+@pytest.mark.parametrize("kind", ["local", "nccl"])
+def test_one_rank_copies_no_array_onto_itself(device, kind, average):
+    def body(comm):
+        mean, x = average.bind(comm), up(values(0, 100))
+        before = len(device.log)
+        assert mean(x).get().tobytes() == values(0, 100).tobytes()
+        return [entry.name for entry in device.log[before:]]
+
+    (names,) = run_on_devices(device, 1, kind, body)
+    assert "copy" not in names
+
+
 @pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(None), Float16()], ids=repr)
 def test_a_quantized_allreduce_can_be_captured_and_replayed(device, codec):
     first, second = ([values(10 * k + rank, 20000) for rank in range(2)] for k in (1, 2))

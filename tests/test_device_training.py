@@ -22,6 +22,7 @@ from bagua_comm import (
     Hierarchical,
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
+    MinMaxUInt8,
     Plan,
     Point,
     QAdam,
@@ -53,6 +54,8 @@ ALGORITHMS = [
     every(2, Decentralized("all")),
     after(2, GradientAllReduce(), LowPrecisionDecentralized()),
 ]
+
+
 KEEPING = [
     GradientAllReduce(ErrorFeedback(Quantized())),
     QAdam(warmup_steps=2),
@@ -327,3 +330,32 @@ def test_a_nan_does_not_stay_in_the_padding(device):
         return [bool(np.isfinite(values).all()) for values in found]
 
     assert run_on_devices(device, 2, "nccl", body) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("device", ["lazy"], indirect=True)
+@pytest.mark.parametrize("block", [64, None])
+@pytest.mark.parametrize("size", [100, 40_000])
+def test_kernels_of_codecs_are_loaded_when_the_engine_is_made(device, monkeypatch, block, size):
+    import cupy
+
+    loaded, get_function = [], cupy.RawModule.get_function
+    monkeypatch.setattr(
+        cupy.RawModule, "get_function", lambda module, name: loaded.append(name) or get_function(module, name)
+    )
+    algorithm = after(9, GradientAllReduce(Quantized(MinMaxUInt8(block=block))), AsyncModelAverage())
+    plan = Plan.pack([TensorSpec("a", (size,), "float32")], bucket_bytes=1 << 20)
+
+    def body(comm):
+        storage = {payload: [cupy.zeros(size, np.float32)] for payload in ("grad", "weight")}
+        with Engine(comm, algorithm, plan, storage) as engine:
+            assert type(engine._lane) is ThreadLane
+            assert {"encode", "combine", "decode"} <= {*loaded}
+            comm.transports[0].barrier()
+            before = len(loaded)
+            engine.at(Point.FORWARD)
+            engine.ready("a")
+            engine.at(Point.BACKWARD)
+            assert len(loaded) == before
+            engine.stop()
+
+    run_on_devices(device, 2, "nccl", body)

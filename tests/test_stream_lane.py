@@ -2,13 +2,14 @@
 
 import itertools
 import threading
+import time
 import weakref
 
 import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, UnsupportedError, trace
-from bagua_comm.lane import DeviceClock, DeviceSpan, StreamLane, ThreadLane, use_address
+from bagua_comm.lane import DeviceClock, DeviceSpan, StreamLane, ThreadLane, _stream_at, use_address
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import DEVICE_SPANS, Recorder
 
@@ -284,18 +285,52 @@ def test_close_waits_for_the_device_and_then_closes_the_communicator(cupy, make)
         lane.submit(print)
 
 
-class Never:
-    done = False
+@each_lane
+def test_close_gives_the_memory_of_the_side_stream_back(cupy, make):
+    x, pool = cupy.zeros(400, np.uint8), cupy.get_default_memory_pool()
+    before = pool.total_bytes()
+    with make(FakeComm()) as lane:
+        lane.submit(lambda: x.copy() is None)
+        lane.wait()
+        assert pool.total_bytes() == before + 400
+    assert pool.total_bytes() == before
 
 
 @each_lane
-def test_a_device_that_is_stuck_makes_close_raise(make):
-    comm = FakeComm(timeout_s=0.001)
-    lane = make(comm)
-    lane._side.end = Never
-    lane._side.join = lambda: None
+def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
+    lane = make(FakeComm(timeout_s=0.001))
+    lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    monkeypatch.setattr("bagua_comm.lane.passed", lambda event: False)
     with pytest.raises(CommTimeout, match=r"for more than 0\.002 s"):
         lane.close()
+
+
+@each_lane
+def test_a_device_that_has_met_an_error_makes_done_and_close_raise_it_at_once(device, cupy, make):
+    device.main = device.side = "lazy"
+    lane = make(FakeComm())
+    future = lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    assert future.exception(PATIENCE_S) is None
+    device.break_device(0)
+    start = time.monotonic()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        future.done()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        lane.close()
+    assert time.monotonic() - start < 1
+
+
+@each_lane
+def test_a_device_that_breaks_while_close_waits_for_it_ends_the_wait(device, cupy, make, monkeypatch):
+    device.main = device.side = "lazy"
+    lane = make(FakeComm())
+    lane.submit(copy, 1, cupy.zeros(4, np.float32))
+    monkeypatch.setattr(device, "settle", lambda *_, **__: None)  # polling does not make the device go on
+    threading.Timer(0.05, device.break_device, [0]).start()
+    start = time.monotonic()
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
+        lane.close()
+    assert time.monotonic() - start < 1
 
 
 # Which lane a communicator makes
@@ -390,6 +425,20 @@ def test_spans_of_the_device_are_bounded(cupy):
 
 
 # Streams of other libraries
+
+
+def test_the_handle_of_a_stream_is_made_once_for_each_address(cupy, monkeypatch):
+    _stream_at.cache_clear()  # addresses of another machine
+    stream, other, made = cupy.cuda.Stream(), cupy.cuda.Stream(), []
+    from_external = cupy.cuda.Stream.from_external
+    monkeypatch.setattr(
+        cupy.cuda.Stream, "from_external", lambda obj: made.append(obj.address) or from_external(obj)
+    )
+    for _ in range(3):
+        for each in (stream, other):
+            with use_address(each.ptr):
+                assert each == cupy.cuda.get_current_stream()
+    assert made == [stream.ptr, other.ptr]
 
 
 def test_the_stream_at_an_address_is_current_in_the_body(cupy):

@@ -11,6 +11,8 @@ A NaN or an infinity stays visible: what decodes from it is not finite. What is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +26,9 @@ ALIGNMENT = 32
 
 _HEADER_BYTES = 4
 """Of the widest number in a header, which a device reads only where it is aligned."""
+
+_LONG = 1 << 14
+"""Elements of a chunk, which take other kernels than few do where it is one block."""
 
 
 class Codec(ABC):
@@ -107,6 +112,14 @@ class Codec(ABC):
         self._combine(wire, out, op, count, dtype)
         return out
 
+    def prepare(self, like: Array) -> None:
+        """Have everything that codes arrays like this one compiled and loaded, where it lies."""
+        run = arrays.namespace(like)
+        for count in (1, _LONG):
+            chunk = run.zeros((1, count), like.dtype)
+            wire = self.combine(self.encode(chunk), op="avg", count=count, dtype=like.dtype)
+            self.decode(wire, chunk)
+
     @abstractmethod
     def _encode(self, chunks: Array, wire: Array) -> None: ...
 
@@ -165,6 +178,15 @@ def check_count(call: str, count: object) -> int:
             f"{call}: count is {shown(count)}, expected a number of elements, an integer of at least 0"
         )
     return int(count)
+
+
+def codecs_in(settings: object) -> Iterator[Codec]:
+    """All codecs in the settings of an algorithm or an average, which are dataclasses."""
+    if isinstance(settings, Codec):
+        yield settings
+    elif is_dataclass(settings):
+        for field in fields(settings):
+            yield from codecs_in(getattr(settings, field.name))
 
 
 def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:

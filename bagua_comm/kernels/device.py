@@ -260,20 +260,25 @@ def _ctas(count: int, dtype: DType) -> int:
     return min(-(-count * dtype.itemsize // (_ACCESS_BYTES * _THREADS)), _MOST_CTAS)
 
 
-@functools.cache
 def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
-    return _module(file, element, *defines).get_function(name)
+    """A kernel for the current device."""
+    return _loaded(cupy.cuda.Device().compute_capability, file, name, element, *defines)
 
 
 @functools.cache
-def _module(file: str, element: str, *defines: str) -> Any:
+def _loaded(architecture: str, file: str, name: str, element: str, *defines: str) -> Any:
+    return _module(architecture, file, element, *defines).get_function(name)
+
+
+@functools.cache
+def _module(architecture: str, file: str, element: str, *defines: str) -> Any:
     # CuPy would compile `code=` with -ftz=true, which makes zero of denormal numbers.
-    return cupy.RawModule(path=str(_compiled(file, compile_options(element, *defines))))
+    return cupy.RawModule(path=str(_compiled(architecture, file, compile_options(element, *defines))))
 
 
-def _compiled(file: str, options: tuple[str, ...]) -> Path:
+def _compiled(architecture: str, file: str, options: tuple[str, ...]) -> Path:
     """What NVRTC makes of a .cu file for the current device, from disk if it was made before."""
-    code, architecture = source(file), cupy.cuda.Device().compute_capability
+    code = source(file)
     what = repr((code, options, architecture, cupy.cuda.nvrtc.getVersion()))
     digest = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
     name = f"{Path(file).stem}-sm_{architecture}-{digest}.cubin"

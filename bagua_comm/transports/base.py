@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
-from ..errors import BootstrapError, UnsupportedError
+from ..errors import BootstrapError, CommError, UnsupportedError
 
 Message = tuple[int, Array]
 """A peer, and the contiguous array sent to it or received from it."""
@@ -155,7 +155,8 @@ class Transport(ABC):
         Collective.
         """
         if self.size == 1:
-            out[...] = x
+            if not arrays.same_memory(x, out):
+                out[...] = x
             return
         x, out = x.reshape(-1), out.reshape(-1)
         bounds = chunk_bounds(x.size, self.size)
@@ -361,11 +362,22 @@ class Transport(ABC):
         """
         return True
 
-    def close(self) -> None:  # noqa: B027 - a transport without resources has nothing to close
+    def tell(self, group: str, error: CommError) -> None:  # noqa: B027 - not every transport can tell
+        """Say to the other ranks that this one gives up a group of ranks that is no transport's own.
+
+        Any thread may call this and `heard`, also while another one is in a call. Neither waits.
+        """
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """What to raise if another rank has given up one of these groups, as `tell` says."""
+        return None
+
+    def close(self) -> None:
         """Free what is held.
 
         Collective.
         """
+        self._scratch.clear()
 
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""

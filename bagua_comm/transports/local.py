@@ -12,15 +12,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array, after, mark
-from ..errors import CommAborted, CommMismatch, CommTimeout
+from ..arrays import Array, after, mark, passed
+from ..errors import CommAborted, CommError, CommMismatch, CommTimeout
 from .base import POINT_TO_POINT, Message, Transport
+from .notices import given_up
 
 
 class Hub:
@@ -36,6 +37,8 @@ class Hub:
         self.groups: WeakSet[Hub] = WeakSet()
         """Groups split off, as long as one of their ranks holds them."""
         self.aborted: str | None = None
+        self.given_up: dict[str, tuple[int, CommError]] = {}
+        """Which rank has given up a group of `Transport.tell`, and why."""
 
     def abort(self, reason: str) -> None:
         """Wake all waiting ranks, here and in groups split off; they raise `CommAborted`."""
@@ -80,7 +83,7 @@ class LocalTransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
         hub = self._hub
-        while self._read and self._read[0][1].done:
+        while self._read and passed(self._read[0][1]):
             self._read.popleft()
         copies = [x.copy() for _, x in sends]
         signature = self.signature() if tag != POINT_TO_POINT else ""
@@ -142,6 +145,18 @@ class LocalTransport(Transport):
     def abort(self, exit_code: int = 1) -> None:
         """Wake all ranks; they raise `CommAborted`."""
         self._hub.abort(f"rank {self.rank} aborted")
+
+    def tell(self, group: str, error: CommError) -> None:
+        """See `Transport.tell`."""
+        self._hub.given_up.setdefault(group, (self.rank, error))
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.heard`."""
+        for group in groups:
+            rank, error = self._hub.given_up.get(group, (self.rank, None))
+            if error is not None and rank != self.rank:
+                return given_up(f"rank {self.rank} of {self.size}: rank {rank}", type(error).__name__, str(error))
+        return None
 
     def _check_alive(self) -> None:
         reason = self._hub.aborted or self._broken

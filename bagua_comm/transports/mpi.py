@@ -43,7 +43,7 @@ from ..errors import (
 from ..kernels import host
 from ..processes import state_of
 from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
-from .notices import GAVE_UP, LEFT, Notice, Notices
+from .notices import GAVE_UP, LEFT, Notice, Notices, given_up
 from .shared import open_window
 
 T = TypeVar("T")
@@ -178,7 +178,8 @@ class _World:
         """Say to these ranks of the world that this one leaves, or gives up the calls of some groups."""
         name = type(error).__name__ if error is not None else ""
         reason = str(error) if error is not None else ""
-        notice = Notice(kind, name, reason[:500], {group: self.completed[group][0] for group in groups})
+        completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
+        notice = Notice(kind, name, reason[:500], completed)
         with suppress(MPI.Exception):  # a rank that has died needs no notice
             self.notices.tell(ranks, notice)
 
@@ -657,7 +658,7 @@ class MPITransport(Transport):
         if reason is not None or self._broken is not None:
             world.tell(self.others(), LEFT, error, world.latest_groups())
             return False
-        start, spoke = time.monotonic(), np.zeros(1, np.uint8)
+        start, spoke = time.monotonic(), np.array([not world.is_quiet], np.uint8)
 
         def ended(request: MPI.Request, *, may_speak: bool) -> bool:
             while not request.Test():
@@ -668,8 +669,8 @@ class MPITransport(Transport):
                     failure = CommAborted("it did not wait any longer for the other ranks to leave")
                     world.tell(self.others(), LEFT, failure, world.latest_groups())
                     return False
-                if waited > _LEAVE_QUIETLY_S and may_speak and not spoke[0]:
-                    spoke[0] = 1
+                if waited > _LEAVE_QUIETLY_S and may_speak:
+                    may_speak, spoke[0] = False, 1
                     world.tell(self.others(), LEFT, None, world.latest_groups())
                 time.sleep(min(max(_NAPS_S[0], waited / 10), _NAPS_S[1]) if waited > _SPIN_S else 0)
             return True
@@ -684,6 +685,25 @@ class MPITransport(Transport):
             return False  # a rank has died
         world.orderly, world.is_quiet = True, not spoke[0]
         return True
+
+    def tell(self, group: str, error: CommError) -> None:
+        """See `Transport.tell`. Where MPI is one thread's alone, nothing is told, nor heard."""
+        if self.concurrent and not MPI.Is_finalized():
+            self._world.is_quiet = False
+            self._world.tell([self.members[rank] for rank in self.others()], GAVE_UP, error, [group])
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.heard`."""
+        if not self.concurrent or MPI.Is_finalized():
+            return None
+        notices = self._world.notices
+        notices.listen()
+        for rank in self.others():
+            for notice, _ in notices.from_rank(self.members[rank]):
+                if notice.kind == GAVE_UP and not notice.completed.keys().isdisjoint(groups):
+                    who = f"rank {self.rank} of {self.size}: {self._name_rank(rank)}"
+                    return given_up(who, notice.error, notice.reason)
+        return None
 
     def _somebody_failed(self) -> bool:
         """Whether a rank has said that it leaves because of an error, or has given up this communicator."""

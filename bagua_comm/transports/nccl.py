@@ -13,10 +13,13 @@ NCCL compares nothing: ranks whose calls or sizes don't fit together wait for ea
 all calls between the two ranks, collectives included. A message to oneself needs both ends in one `exchange`.
 
 A watchdog looks after what is in flight. A call that is not done `timeout_s` after it was made, whatever its
-stream does before it, or an error that NCCL reports, ends NCCL's communicator: streams go on, what was in flight
-is lost, and all later calls raise, or `close`. A replayed CUDA graph is not watched. While one is captured, the
-watchdog may query events: capture in relaxed mode, CuPy's default, or in thread-local mode. NCCL frees no
-communicator that a graph still uses: drop graphs before `close`, which waits for them `LEAVE_S` at most.
+stream does before it, or an error of NCCL or of CUDA, ends NCCL's communicator: streams go on, what was in flight
+is lost, and all later calls raise, or `close`. The other ranks are told, over the host transport if that can
+(`Transport.tell`), and those that wait raise as well. A rank whose program catches an error, and goes on without
+the call, has not given up: it is found out when the time is over.
+
+A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: drop graphs before
+`close`, which waits for them `LEAVE_S` at most.
 
 Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where they are made to
 keep an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), it must be the same on all ranks, which
@@ -27,14 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
 from cupy.cuda import nccl
 
 from ..arrays import FLOATS, Array, address, dtype_name, same_memory
-from ..errors import CommError, CommTimeout, RankFailed, UnsupportedError
+from ..errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from .base import POINT_TO_POINT, Message, Transport, check_timeout
 from .watchdog import Watch, Watchdog
 
@@ -64,6 +67,14 @@ _LIBRARY_ERRORS = (nccl.NcclError, KeyError)
 """CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises KeyError, with the number."""
 
 
+class Names(NamedTuple):
+    """What ranks call a communicator where they tell each other, over the host, that they have given up."""
+
+    name: str
+    family: str
+    """Of all that were split off one another, with the same ranks; who leaves gives up all of them."""
+
+
 class NcclTransport(Transport):
     """One rank of an NCCL communicator, made by `connect`, on the device that is current then."""
 
@@ -71,11 +82,23 @@ class NcclTransport(Transport):
     enqueues = True
     adds_in_rank_order = False
 
-    def __init__(self, comm: Any, rank: int, size: int, *, watchdog: Watchdog) -> None:
+    def __init__(
+        self, comm: Any, rank: int, size: int, *, watchdog: Watchdog, host: Transport, names: Names
+    ) -> None:
         super().__init__()
         self.rank, self.size, self.timeout_s = rank, size, watchdog.timeout_s
-        self._comm, self._watchdog = comm, watchdog
-        self._watch = Watch(_who(self), watchdog, check=self._check, destroy=comm.destroy, abort=comm.abort)
+        self._comm, self._watchdog, self._host, self._names = comm, watchdog, host, names
+        self._splits = 0
+        self._others_know = False  # that this communicator has failed
+        self._watch = Watch(
+            _who(self),
+            watchdog,
+            check=self._check,
+            destroy=comm.destroy,
+            abort=comm.abort,
+            tell=self._tell,
+            listen=self._listen,
+        )
 
     @classmethod
     def connect(cls, host: Transport, *, timeout_s: float | None = None) -> NcclTransport:
@@ -84,7 +107,7 @@ class NcclTransport(Transport):
         Collective. Each rank needs a device of its own. If it fails on one rank, it fails on all.
 
         Args:
-            host: Carries NCCL's address to all ranks; not used afterwards.
+            host: Carries NCCL's address to all ranks, and afterwards what ranks say that have given up.
             timeout_s: How long a call may take; that of `host` if None.
 
         Raises:
@@ -106,7 +129,8 @@ class NcclTransport(Transport):
             lambda: watchdog.limited(make, host.timeout_s / 2, f"{_who(host)}: NCCL"),
             undo=lambda comm: watchdog.start(comm.abort),
         )
-        return cls(comm, host.rank, host.size, watchdog=watchdog)
+        name = unique_id[:16].tobytes().hex()
+        return cls(comm, host.rank, host.size, watchdog=watchdog, host=host, names=Names(name, f"{name}*"))
 
     def moves(self, x: Array) -> bool:
         """Device arrays."""
@@ -234,14 +258,30 @@ class NcclTransport(Transport):
         try:
             with self._watch:
                 start(stream.ptr)
+            if call is not None:
+                events = self._watch.spare_events
+                event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
+                event.record(stream)
+                call.event = event
+        except cupy.cuda.runtime.CUDARuntimeError as exc:
+            self._watch.fail(CommError, f"{_who(self)}: {name}: CUDA failed: {exc}")
+            self._watch.check_usable(exc)
         except _LIBRARY_ERRORS as exc:
             self._watch.fail(*_translated(exc, f"{_who(self)}: {name}"))
             self._watch.check_usable(exc)
-        if call is not None:
-            events = self._watch.spare_events
-            event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
-            event.record(stream)
-            call.event = event
+
+    def _tell(self, error: CommError) -> None:
+        """Say to the other ranks that this one has given up, unless they know."""
+        if not self._others_know:
+            self._others_know = True
+            self._host.tell(self._names.name, error)
+
+    def _listen(self) -> None:
+        """Raise if another rank has given up."""
+        told = self._host.heard(self._names)
+        if told is not None:
+            self._others_know = True
+            raise told
 
     def _check(self) -> None:
         """Raise if NCCL has found an error."""
@@ -268,7 +308,12 @@ class NcclTransport(Transport):
         except _LIBRARY_ERRORS as exc:
             self._watch.fail(*_translated(exc, who))
             self._watch.check_usable(exc)
-        return NcclTransport(comm, comm.rank_id(), comm.size(), watchdog=self._watchdog)
+        self._splits += 1
+        name = f"{self._names.name}.{self._splits}:{color}"
+        names = Names(name, self._names.family if comm.size() == self.size else f"{name}*")
+        return NcclTransport(
+            comm, comm.rank_id(), comm.size(), watchdog=self._watchdog, host=self._host, names=names
+        )
 
     def shrink(self, host: Transport | None = None) -> Transport:
         """A new communicator over the survivors, who meet over `host`."""
@@ -278,8 +323,16 @@ class NcclTransport(Transport):
         return NcclTransport.connect(host, timeout_s=self.timeout_s)
 
     def abort(self, exit_code: int = 1) -> None:
-        """End what is in flight on this rank. Its peers find out by an error or a timeout; no process ends."""
+        """End what is in flight on this rank. Its peers are told, if `host` of `connect` can; no process ends."""
         self._watch.abort()
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`; with a `reason`, what is in flight on this rank ends."""
+        if reason is not None:
+            self._others_know = True
+            self._host.tell(self._names.family, CommAborted(reason))
+            self._watch.abort()
+        return True
 
     def close(self) -> None:
         """Free NCCL's communicator, once what is in flight is done.
@@ -289,6 +342,7 @@ class NcclTransport(Transport):
         Raises:
             CommError: Something failed, and no call has raised it yet.
         """
+        super().close()
         self._watch.close(self.timeout_s)
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from ..errors import CommAborted, CommError, CommTimeout
+
 LEFT, GAVE_UP = "left", "gave up"
 
 
@@ -34,6 +36,12 @@ class Notice:
         """Whether it takes no part in collective call number `call` of `group`; the first has number 1."""
         completed = self.completed.get(group)
         return self.kind == LEFT if completed is None else completed < call
+
+
+def given_up(who: str, error: str, reason: str) -> CommError:
+    """What to raise where a rank has given up, by an error of this kind."""
+    kind = CommTimeout if error == CommTimeout.__name__ else CommAborted
+    return kind(f"{who} gave up, by {error}: {reason}")
 
 
 class Notices:

@@ -134,6 +134,7 @@ class StagedTransport(Transport):
         """Close the host transport. Collective."""
         if self._last_up is not None:
             self._last_up.synchronize()
+        super().close()
         self._host.close()
 
     # Pinned memory, and copies ----------------------------------------------------------------------

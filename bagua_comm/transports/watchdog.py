@@ -9,15 +9,17 @@ with garbage in what was to be received, and whoever calls next is told why.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from typing import Any
 
-from ..arrays import use_device
+from ..arrays import passed, use_device
 from ..errors import CommAborted, CommError, CommTimeout
 
 LOOK_S = 0.2
@@ -46,6 +48,8 @@ class Watch:
         check: Raises a `CommError` if the library has found an error.
         destroy: Frees the communicator; may wait for peers.
         abort: Ends what is in flight, and frees it.
+        tell: Says to the other ranks why this one has given up; it does not wait.
+        listen: Raises a `CommError` if another rank has said so, while something is in flight.
     """
 
     def __init__(
@@ -56,9 +60,12 @@ class Watch:
         check: Callable[[], None],
         destroy: Callable[[], None],
         abort: Callable[[], None],
+        tell: Callable[[CommError], None],
+        listen: Callable[[], None],
     ) -> None:
         self.who, self._watchdog = who, watchdog
         self._check, self._destroy, self._abort = check, destroy, abort
+        self._tell, self._listen = tell, listen
         self._calls: deque[Call] = deque()
         self.spare_events: list[Any] = []
         self.stuck = False
@@ -98,13 +105,15 @@ class Watch:
             if self._failure is not None or self._closed:
                 return False
             try:
-                while self._calls and self._calls[0].event is not None and self._calls[0].event.done:
+                while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
                     self.spare_events.append(self._calls.popleft().event)
                 self._check()
+                if self._calls:
+                    self._listen()
             except CommError as exc:
                 self.fail(type(exc), str(exc))
-            except RuntimeError:
-                pass  # of CUDA: a stream is being captured, or an error that reaches its caller by itself
+            except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
+                self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
             for call in tuple(self._calls)[:1]:
                 age = time.monotonic() - call.start
                 if age > self._watchdog.timeout_s:
@@ -121,7 +130,9 @@ class Watch:
 
     def fail(self, kind: type[CommError], reason: str) -> None:
         """Give up: the communicator is aborted, and later calls raise this."""
-        self._failure = self._failure or (kind, reason)
+        if self._failure is None:
+            self._failure = kind, reason
+            self._tell(kind(reason))
         self._over.set()
 
     def check_usable(self, cause: BaseException | None = None) -> None:
@@ -162,7 +173,7 @@ class Watch:
 
         The thread is there from the start: while a process ends, none can be started.
         """
-        use_device(self._watchdog.device)
+        _work_beside(self._watchdog.device)
         self._over.wait()
         # Whoever has passed `check_usable` is about to leave the library, unless it is what hangs.
         deadline = time.monotonic() + 1
@@ -170,8 +181,12 @@ class Watch:
             time.sleep(0.001)
         with self._looking:  # nobody looks from now on
             free = self._destroy if self._failure is None else self._abort
-        if not self.stuck:
+        if self.stuck:
+            return
+        try:
             free()
+        except Exception as exc:
+            self.fail(CommError, f"{self.who}: this communicator could not be freed: {exc}")
 
 
 class Watchdog:
@@ -220,7 +235,7 @@ class Watchdog:
 
         def run() -> None:
             try:
-                use_device(self.device)
+                _work_beside(self.device)
                 outcome.set_result(task())
             except BaseException as exc:
                 outcome.set_exception(exc)
@@ -237,3 +252,19 @@ class Watchdog:
                 if not any(in_flight):
                     break
                 time.sleep(min(LOOK_S, self.timeout_s / 10))
+
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
+
+def _work_beside(device: int) -> None:
+    """Make a device this thread's current one, and the thread a stranger to captures that others begin.
+
+    To ask about an event ends a capture in global mode, PyTorch's default, unless the thread that asks has said
+    that it has no part in it. CuPy does not know this call.
+    """
+    use_device(device)
+    with suppress(OSError, AttributeError):  # no such library: there is no driver, or not under this name
+        mode = ctypes.c_int(_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))

@@ -7,6 +7,8 @@ its stream should have by then, a test waits for that stream, and for no other.
 
 import contextlib
 import functools
+import threading
+import time
 import types
 
 import pytest
@@ -27,6 +29,7 @@ from torch_training import (
 import bagua_torch
 from bagua_comm import (
     ByteGrad,
+    CommError,
     Decentralized,
     DiLoCo,
     ErrorFeedback,
@@ -174,6 +177,34 @@ def test_new_buckets_are_filled_in_the_order_of_pytorchs_stream(on_host, played,
     assert [values for _, values in run_on_devices(played.device, 2, kind, body)] == on_host
 
 
+@policies_in_turn(
+    ("algorithm",), [(algorithm,) for algorithm in (GradientAllReduce(), ByteGrad(), Decentralized())]
+)
+def test_a_wrapper_may_be_made_on_another_stream_than_it_is_trained_on(on_host, played, algorithm, monkeypatch):
+    """PyTorch accumulates gradients where the wrapper was made, and joins that with where it is called."""
+    backward = torch.Tensor.backward
+
+    def joined(loss):
+        training, accumulating = played.stream, made_on[played.device.device]
+        accumulating.wait_event(training.record())
+        played.streams[played.device.device] = accumulating
+        backward(loss)
+        played.streams[played.device.device] = training
+        training.wait_event(accumulating.record())
+
+    made_on = {}
+    monkeypatch.setattr(torch.Tensor, "backward", joined)
+
+    def body(comm):
+        model = Model(comm, algorithm, played.wait)
+        made_on[comm.device] = played.streams.pop(comm.device)
+        model.train(range(5))
+        assert played.stream != made_on[comm.device]
+        return model.end()
+
+    assert [values for _, values in run_on_devices(played.device, 2, "nccl", body)] == on_host
+
+
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
 def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
     def body(comm):
@@ -273,6 +304,28 @@ def test_the_backward_pass_is_seen_on_the_device(played):
         assert passes[0].end_ns <= passes[1].start_ns
 
 
+@pytest.mark.parametrize(
+    "end", [DistributedDataParallel.close, lambda wrapped: wrapped.switch(ByteGrad())], ids=["close", "switch"]
+)
+def test_after_an_error_of_the_device_the_end_comes_at_once(played, device, end):
+    broken = threading.Barrier(2, action=lambda: [device.break_device(index) for index in (0, 1)])
+
+    def body(comm):
+        wrapped = DistributedDataParallel(make_model(), comm=comm)
+        lane = wrapped.engine._lane
+        loss_of(wrapped, batch(comm.rank, 0)).backward()
+        broken.wait()
+        start = time.monotonic()
+        with pytest.raises((CommError, played.cupy.cuda.runtime.CUDARuntimeError), match="illegal memory access"):
+            end(wrapped)
+        for left in (lane.comm, comm):
+            with contextlib.suppress(CommError):
+                left.close()
+        return time.monotonic() - start
+
+    assert max(run_on_devices(device, 2, "nccl", body)) < 1
+
+
 # PyTorch's own DistributedDataParallel --------------------------------------------------------------------
 
 
@@ -319,6 +372,21 @@ def test_in_torch_stream_cupys_current_stream_is_pytorchs(device, monkeypatch):
             assert (device.device, cupy.cuda.get_current_stream().ptr) == (index, address)
         assert cupy.cuda.get_current_stream().ptr == 0
     assert entered == [0, 1]
+
+
+def test_a_default_stream_for_each_thread_is_refused_with_what_to_do(device, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
+    on_gpu = torch.ones(1).as_subclass(Elsewhere)
+    for call in (lambda: torch_stream(Elsewhere.device).__enter__(), lambda: bagua_torch.as_array(on_gpu)):
+        with pytest.raises(
+            UnsupportedError, match=r"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1\), which .* unset that"
+        ):
+            call()
 
 
 def test_torch_stream_does_nothing_for_the_cpu(monkeypatch):

@@ -5,6 +5,7 @@ It runs in a process of its own, since the two share their names.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import re
@@ -14,7 +15,17 @@ from typing import Any
 from .fake_cuda import Stream
 from .install import MODULES
 
+
+def _event(real: Any) -> Any:
+    """One that could not be made: there is no device."""
+    event = real.__new__(real)
+    with contextlib.suppress(RuntimeError):
+        event.__init__()
+    return event
+
+
 EXAMPLES = {
+    "Event": _event,
     "Stream": lambda real: real.null,
     "CUDARuntimeError": lambda real: real(100),
     "NcclError": lambda real: real(1),

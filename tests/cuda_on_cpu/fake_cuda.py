@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import fake_nccl as nccl  # noqa: F401 - a part of cupy.cuda
-from .machine import CUDARuntimeError, Memory, Operation, Queue, running
+from . import machine
+from .machine import CUDADriverError, CUDARuntimeError, Memory, Operation, Queue, running
 
 
 class MemoryPointer:
@@ -45,7 +48,7 @@ class Device:
 
     @property
     def compute_capability(self) -> str:
-        return "90"
+        return running().architectures.get(self.id, "90")
 
     @property
     def pci_bus_id(self) -> str:
@@ -64,14 +67,23 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
 
+_ptrs = itertools.count(0x100000, 0x10)
+_events: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()
+
+
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self._machine, self._timed, self._device = running(), not disable_timing, running().device
         self._operation: Operation | None = None
+        self.ptr = next(_ptrs)
+        _events[self.ptr] = self
 
     @property
     def done(self) -> bool:
-        return self._machine.poll(self._operation)
+        return self._status() == 0
+
+    def _status(self) -> int:
+        return self._machine.query(self._operation, self._device)
 
     def record(self, stream: Stream | None = None) -> None:
         queue = (stream or get_current_stream())._queue
@@ -145,7 +157,7 @@ class Stream:
 
     @property
     def done(self) -> bool:
-        return running().poll(self._queue.tail)
+        return running().query(self._queue.tail, self._queue.device) == 0
 
     def synchronize(self) -> None:
         running().wait([self._queue.tail], "Stream.synchronize")
@@ -161,12 +173,13 @@ class Stream:
     def begin_capture(self, mode: int | None = None) -> None:
         if self.ptr == 0:
             raise RuntimeError("cannot capture on the default (legacy) stream")
-        running().begin_capture(self._queue)
+        running().begin_capture(self._queue, machine.RELAXED if mode is None else mode)
 
     def end_capture(self) -> Graph:
         return Graph._of(running().end_capture(self._queue))
 
     def is_capturing(self) -> bool:
+        running().check(self._queue.device)
         return self._queue.capture is not None
 
     @property
@@ -211,6 +224,14 @@ def _stack(device: int) -> list[Stream]:
     return running().local.setdefault(("stack", device), [Stream.null])
 
 
+class MemoryPool:
+    def total_bytes(self) -> int:
+        return running().pool_bytes()
+
+    def free_all_blocks(self, stream: Stream | None = None) -> None:
+        running().trim_pool(None if stream is None else stream._queue)
+
+
 class Graph:
     @classmethod
     def _of(cls, operations: list[Operation]) -> Graph:
@@ -232,6 +253,20 @@ def _memcpy_async(dst: int, src: int, size: int, kind: int, stream: int) -> None
         running().enqueue(running().queue(stream), "copy", lambda: np.copyto(target, source), blocks=blocks)
 
 
+class _Driver:
+    """libcuda.so.1."""
+
+    @staticmethod
+    def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
+        """Set what captures of other threads forbid this one; `mode` is a pointer, to what was set before."""
+        before, running().local["capture mode"] = (
+            running().local.get("capture mode", machine.GLOBAL),
+            mode._obj.value,
+        )
+        mode._obj.value = before
+        return 0
+
+
 def _get_device_count() -> int:
     if not running().count:
         raise CUDARuntimeError(100)
@@ -239,13 +274,23 @@ def _get_device_count() -> int:
 
 
 def _compile_using_nvrtc(source: str, options: tuple[str, ...] = (), filename: str = "kern.cu") -> Any:
-    """Keeps the source, which the C++ compiler gets when it is loaded."""
-    return json.dumps([source, options]).encode(), None
+    """Keeps the source, which the C++ compiler gets when it is loaded, for the current device's architecture."""
+    return json.dumps([source, options, Device().compute_capability]).encode(), None
 
 
-def _loaded(path: str) -> tuple[str, tuple[str, ...]]:
-    source, options = json.loads(Path(path).read_bytes().rstrip(b"\0"))
-    return source, tuple(options)
+def _loaded(path: str) -> tuple[str, tuple[str, ...], str]:
+    """Source, options and architecture."""
+    source, options, architecture = json.loads(Path(path).read_bytes().rstrip(b"\0"))
+    return source, tuple(options), architecture
+
+
+def _check_architecture(architecture: str) -> None:
+    """Raise unless the current device can run what was compiled for this one: the same, or a later minor one."""
+    mine, compiled = divmod(int(Device().compute_capability), 10), divmod(int(architecture), 10)
+    if mine[0] != compiled[0] or mine[1] < compiled[1]:
+        raise CUDADriverError(
+            "CUDA_ERROR_NO_BINARY_FOR_GPU: no kernel image is available for execution on the device"
+        )
 
 
 def _module(name: str, **members: Any) -> types.ModuleType:
@@ -255,15 +300,21 @@ def _module(name: str, **members: Any) -> types.ModuleType:
 
 
 compiler = _module("compiler", compile_using_nvrtc=_compile_using_nvrtc)
+driver = _module("driver", CUDADriverError=CUDADriverError)
 nvrtc = _module("nvrtc", getVersion=lambda: (0, 0))
 runtime = _module(
     "runtime",
     CUDARuntimeError=CUDARuntimeError,
     deviceSynchronize=lambda: Device().synchronize(),
     driverGetVersion=lambda: 13000,
+    eventQuery=lambda event: _events[event]._status(),
     getDevice=lambda: running().device,
     getDeviceCount=_get_device_count,
-    getDeviceProperties=lambda device: {"name": b"a CPU", "multiProcessorCount": 2},
+    getDeviceProperties=lambda device: {
+        "name": b"a CPU",
+        "multiProcessorCount": 2,
+        "uuid": b"\xff" * 15 + bytes([device]),
+    },
     memcpyAsync=_memcpy_async,
     memcpyDefault=4,
     memcpyDeviceToDevice=3,
@@ -271,4 +322,7 @@ runtime = _module(
     memcpyHostToDevice=1,
     runtimeGetVersion=lambda: 13000,
     setDevice=lambda device: Device(device).use(),
+    streamCaptureModeGlobal=machine.GLOBAL,
+    streamCaptureModeRelaxed=machine.RELAXED,
+    streamCaptureModeThreadLocal=machine.THREAD_LOCAL,
 )

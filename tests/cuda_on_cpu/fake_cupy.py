@@ -265,6 +265,10 @@ def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
     return _over(running().share(host), host)
 
 
+def get_default_memory_pool() -> cuda.MemoryPool:
+    return cuda.MemoryPool()
+
+
 # Kernels ------------------------------------------------------------------------------------------------
 
 
@@ -272,19 +276,20 @@ class RawModule:
     def __init__(self, code: str | None = None, *, path: str | None = None) -> None:
         if code is not None or not isinstance(path, str):
             raise TypeError("path is a str; `code` would be compiled with -ftz=true")
-        self.code, self.options = cuda._loaded(path)
+        self.code, self.options, self._architecture = cuda._loaded(path)
         self._kernels: Kernels | None = None
 
     def get_function(self, name: str) -> RawKernel:
+        cuda._check_architecture(self._architecture)
         self._kernels = self._kernels or Kernels(self.code, self.options)
-        return RawKernel._of(self._kernels, name)
+        return RawKernel._of(self._kernels, name, self._architecture)
 
 
 class RawKernel:
     @classmethod
-    def _of(cls, kernels: Kernels, name: str) -> RawKernel:
+    def _of(cls, kernels: Kernels, name: str, architecture: str) -> RawKernel:
         kernel = cls.__new__(cls)
-        kernel._kernels, kernel.name = kernels, name
+        kernel._kernels, kernel.name, kernel._architecture = kernels, name, architecture
         return kernel
 
     def __call__(self, grid: tuple, block: tuple, args: tuple, *, shared_mem: int = 0, stream: Any = None) -> Any:
@@ -294,6 +299,7 @@ class RawKernel:
         limits = (2**31 - 1, 65535, 65535, 1024, 1024, 64)
         if math.prod(block) > 1024 or shared_mem > 48 * 1024 or any(map(int.__gt__, grid + block, limits)):
             raise RuntimeError(f"CUDA_ERROR_INVALID_VALUE: grid {grid}, block {block}, {shared_mem} shared bytes")
+        cuda._check_architecture(self._architecture)  # where another device is current, it is loaded there
         what = f"kernel {self.name}"
         arrays = [arg for arg in args if isinstance(arg, ndarray)]
         blocks = [array._memory.block for array in arrays]

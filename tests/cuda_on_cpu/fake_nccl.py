@@ -172,9 +172,14 @@ class NcclCommunicator:
             self._machine.wait(self._pending, "NcclCommunicator.destroy")
             self._world = None
 
+    def _check_device(self) -> None:
+        if self._device in self._machine.broken:
+            raise NcclError(1)
+
     def abort(self) -> None:
         """What this rank has enqueued ends at once, with garbage; its peers' calls never do."""
         with self._machine.changed:
+            self._check_device()
             self._world = None
             for operation in self._pending:
                 if not operation.done:
@@ -256,6 +261,7 @@ class NcclCommunicator:
         to_myself = [call.kind for call in calls if call.slot == (self._rank, self._rank)]
         if to_myself.count("send") != to_myself.count("recv"):
             raise NcclError(5)
+        self._check_device()
         queue = self._machine.queue(calls[0].stream)
         assert queue.device == self._device, f"a communicator of device {self._device} is used on {queue}"
         name = "nccl " + "+".join(dict.fromkeys(call.kind for call in calls))

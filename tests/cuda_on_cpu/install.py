@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from . import build, fake_cuda, fake_cupy, fake_cupyx, fake_nccl, machine
 
@@ -34,9 +36,11 @@ def installed(policy: str) -> Iterator[machine.Machine]:
     os.environ["HOME"] = str(build.folder())  # where compiled kernels are kept
     _forget(OVER_CUPY)
     machine.use(machine.Machine(policy))
+    load, ctypes.CDLL = ctypes.CDLL, _load
     try:
         yield machine.running()
     finally:
+        ctypes.CDLL = load
         _forget(OVER_CUPY)
         if home is None:
             del os.environ["HOME"]
@@ -47,6 +51,13 @@ def installed(policy: str) -> Iterator[machine.Machine]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
+
+
+_load_library = ctypes.CDLL
+
+
+def _load(name: str | None, *args: Any, **kwargs: Any) -> Any:
+    return fake_cuda._Driver if name == "libcuda.so.1" else _load_library(name, *args, **kwargs)
 
 
 def environment(folder: Path) -> dict[str, str]:

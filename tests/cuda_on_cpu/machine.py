@@ -27,6 +27,9 @@ POLICIES = {"lazy": ("lazy", "lazy"), "main-first": ("eager", "lazy"), "side-fir
 POISON = 0xFF
 """Every byte of memory that nobody has written: NaN in all float dtypes."""
 
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+"""Modes of a capture, and of a thread: what is forbidden while a stream is captured."""
+
 ALIGNMENT = GUARD = 512
 GUARD_BYTE = 0x5A
 """Before and after each array, where nobody writes."""
@@ -36,7 +39,9 @@ ERRORS = {
     101: "cudaErrorInvalidDevice: invalid device ordinal",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
     600: "cudaErrorNotReady: device not ready",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
     900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
+    901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
     902: "cudaErrorStreamCaptureMerge: attempt to merge two distinct capture sequences",
     903: "cudaErrorStreamCaptureUnmatched: the capture was not initiated in this stream",
     904: "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work",
@@ -50,6 +55,10 @@ class CUDARuntimeError(RuntimeError):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(ERRORS[status])
+
+
+class CUDADriverError(RuntimeError):
+    """What modules and launches raise."""
 
 
 class Hang(AssertionError):
@@ -140,6 +149,9 @@ class Capture:
     """What was enqueued on `origin`, and on streams that joined it, since begin_capture."""
 
     origin: Queue
+    mode: int = RELAXED
+    is_valid: bool = True
+    thread: int = field(default_factory=threading.get_ident)
     operations: list[Operation] = field(default_factory=list)
     queues: list[Queue] = field(default_factory=list)
 
@@ -155,6 +167,8 @@ class Capture:
                 rest.extend(operation.waits)
         for queue in self.queues:
             queue.capture, queue.tail, queue.before_capture = None, queue.before_capture, None
+        if not self.is_valid:
+            raise CUDARuntimeError(901)
         if len(joined) < len(self.operations):
             raise CUDARuntimeError(904)
 
@@ -174,6 +188,8 @@ class Machine:
 
     Attributes:
         count: How many devices there are.
+        architectures: Of devices, by their index; "90" of the others.
+        broken: The errors of devices that have met one, by their index; see `break_device`.
         log: What was enqueued, in order; `names` picks from it.
         host_syncs: The calls that made the host wait for a device.
         timeout_s: How long anything may wait while nothing happens at all.
@@ -183,6 +199,8 @@ class Machine:
     def __init__(self, policy: str = "lazy", *, count: int = 1, timeout_s: float = 20.0) -> None:
         self.main, self.side = POLICIES[policy]
         self.count, self.timeout_s, self.order = count, timeout_s, "forward"
+        self.architectures: dict[int, str] = {}
+        self.broken: dict[int, int] = {}
         self.changed = threading.Condition(threading.RLock())
         self.log: list[Enqueued] = []
         self.host_syncs: list[str] = []
@@ -192,7 +210,10 @@ class Machine:
         self.nccl_async_error: int | None = None  # what check_async_error reports
         self._queues: dict[tuple[int, int], Queue] = {}  # (device if the default stream, ptr)
         self._ptrs = itertools.count(0x1000, 0x10)
+        self._captures: list[Capture] = []
         self._blocks: dict[int, Block] = {}
+        self._kept: dict[Queue, int] = {}
+        """Bytes that were freed on a stream, and that the pool keeps for it."""
         self._freed: deque[Block] = deque()
         self._forbidden: list[int | None] = []
         self._local = threading.local()
@@ -233,6 +254,17 @@ class Machine:
             assert (-1, ptr) in self._queues, f"there is no stream at {ptr:#x}"
             return self._queues[-1, ptr]
 
+    def break_device(self, device: int, status: int = 700) -> None:
+        """Nothing on this device goes on, and every call on it gives this error from now on."""
+        with self.changed:
+            self.broken[device] = status
+            self.progress()
+
+    def check(self, device: int) -> None:
+        """Raise the error that a device has met, if it has met one."""
+        if device in self.broken:
+            raise CUDARuntimeError(self.broken[device])
+
     # Work -------------------------------------------------------------------------------------------
 
     def enqueue(
@@ -248,6 +280,7 @@ class Machine:
     ) -> Operation:
         """Put an operation at the end of a stream. Returns at once; nothing here waits for another rank."""
         with self.changed:
+            self.check(queue.device)
             self._reuse_freed()
             blocks = tuple(blocks)
             for block in blocks:
@@ -319,6 +352,8 @@ class Machine:
                 on_path.add(blocker)
                 continue
             if not operation.done:
+                if operation.queue.device in self.broken:
+                    return f"{operation}, on a device that is broken"
                 if steps == 0:
                     return f"{operation}, which is not done yet"
                 steps -= 1
@@ -328,16 +363,33 @@ class Machine:
 
     # The host ---------------------------------------------------------------------------------------
 
-    def poll(self, operation: Operation | None) -> bool:
-        """Whether `operation` is done. Time passes meanwhile: whoever polls makes one operation run."""
+    def query(self, operation: Operation | None, device: int) -> int:
+        """The status of `operation`, on `device`. Time passes meanwhile: whoever asks makes one operation run."""
         with self.changed:
+            if device in self.broken:
+                return self.broken[device]
+            if self._breaks_a_capture():
+                return 900
             if operation is None:
-                return True
+                return 0
             if operation.capture is not None:
-                raise CUDARuntimeError(907)
+                return 907
             if not operation.done:
                 self.settle(operation, steps=1)
-            return operation.done
+            return 0 if operation.done else 600
+
+    def _breaks_a_capture(self) -> bool:
+        """Whether a call that may wait is forbidden to this thread; it ends the captures that forbid it."""
+        thread = threading.get_ident()
+        forbidding = [
+            capture
+            for capture in self._captures
+            if self.local.get("capture mode", GLOBAL) != RELAXED
+            and (capture.mode == GLOBAL or (capture.mode == THREAD_LOCAL and capture.thread == thread))
+        ]
+        for capture in forbidding:
+            capture.is_valid = False
+        return bool(forbidding)
 
     def settle(self, operation: Operation | None, *, steps: int = sys.maxsize) -> None:
         """Let the device do what `operation` needs, as far as it can. The host waits for nothing."""
@@ -357,8 +409,12 @@ class Machine:
                     continue
                 if operation.capture is not None:
                     raise CUDARuntimeError(900)
-                self.wait_until(lambda op=operation: self._advance(op), f"{call} stands at")
+                self.wait_until(lambda op=operation: self._stuck_at(op), f"{call} stands at")
             self.progress()
+
+    def _stuck_at(self, operation: Operation) -> str | None:
+        self.check(operation.queue.device)
+        return self._advance(operation)
 
     def wait_until(self, stuck_at: Callable[[], str | None], what: str) -> None:
         """Block until `stuck_at` returns None; every wait of the host for others ends here, or as a `Hang`."""
@@ -403,6 +459,8 @@ class Machine:
         data = guarded[start : start + nbytes]
         poison(data)
         address, device = data.ctypes.data if nbytes else 0, None if pool is None else pool.device
+        if pool in self._kept:
+            self._kept[pool] = max(0, self._kept[pool] - nbytes)
         return self._own(Block(address, data, device, pool, guarded[: start + nbytes + GUARD]))
 
     def share(self, host: np.ndarray) -> Memory:
@@ -429,12 +487,29 @@ class Machine:
             block.check_guard("before it was freed")
             del self._blocks[id(block)]
             if block.pool is not None:
+                self._kept[block.pool] = self._kept.get(block.pool, 0) + len(block.bytes)
                 before = [block.pool.tail] if block.pool.tail else []
                 block.pool.tail = Operation(block.pool, "reuse of freed memory", block.poison, before)
                 if block.pool.eager:
                     self._advance(block.pool.tail)
             elif block.guarded is not None:
                 block.poison()
+
+    def pool_bytes(self) -> int:
+        """What the pool of the current device has taken from it, in use or not."""
+        with self.changed:
+            self._reuse_freed()
+            pools = [(block.pool, len(block.bytes)) for block in self._blocks.values()] + [*self._kept.items()]
+            return sum(size for pool, size in pools if pool is not None and pool.device == self.device)
+
+    def trim_pool(self, queue: Queue | None) -> None:
+        """Give the device what its pool keeps, for one stream or for all, and wait for it, as cudaFree does."""
+        with self.changed:
+            self._reuse_freed()
+            found = [each for each in self._kept if each.device == self.device and queue in (None, each)]
+            if any(self._kept.pop(each) for each in found):
+                tails = [each.tail for each in self.queues() if each.device == self.device]
+                self.wait(tails, "MemoryPool.free_all_blocks")
 
     def find(self, address: int, nbytes: int) -> tuple[Block | None, np.ndarray]:
         """The block that has these bytes, and a view of them; no block for no bytes.
@@ -454,18 +529,21 @@ class Machine:
 
     # Graphs -----------------------------------------------------------------------------------------
 
-    def begin_capture(self, queue: Queue) -> None:
+    def begin_capture(self, queue: Queue, mode: int = RELAXED) -> None:
         with self.changed:
             if queue.capture is not None:
                 raise CUDARuntimeError(900)
             self._reuse_freed()
-            Capture(queue).add(queue)
+            capture = Capture(queue, mode)
+            capture.add(queue)
+            self._captures.append(capture)
 
     def end_capture(self, queue: Queue) -> list[Operation]:
         with self.changed:
             capture = queue.capture
             if capture is None or capture.origin is not queue:
                 raise CUDARuntimeError(903)
+            self._captures.remove(capture)
             capture.end()
             return capture.operations
 

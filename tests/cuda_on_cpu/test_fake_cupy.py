@@ -1,5 +1,6 @@
 """The model of a device is worth what it catches: each kind of mistake, next to the same code without it."""
 
+import ctypes
 import functools
 import subprocess
 import sys
@@ -412,11 +413,12 @@ def test_what_a_capture_must_not_do(device):
         for code, call in {
             900: lambda: stream.synchronize(),
             905: lambda: stream.wait_event(event),
-            907: lambda: stream.record().done,
         }.items():
             with pytest.raises(CUDARuntimeError) as caught:
                 call()
             assert code == caught.value.status
+        captured = stream.record()
+        assert (cuda.runtime.eventQuery(captured.ptr), captured.done) == (907, False)
         side.wait_event(stream.record())
         with side:
             x.fill(2)
@@ -434,6 +436,104 @@ def test_a_graph_over_memory_that_was_freed_is_caught(device):
         del x
         with pytest.raises(AssertionError, match="freed since it was captured"):
             graph.launch()
+
+
+@pytest.mark.parametrize("mode", ["Global", "ThreadLocal", "Relaxed"])
+def test_who_asks_while_a_stream_is_captured_breaks_the_capture_unless_its_mode_allows_that(device, mode):
+    event, stream = cuda.get_current_stream().record(), cuda.Stream(non_blocking=True)
+    found = {}
+
+    def ask(who):
+        found[who] = cuda.runtime.eventQuery(event.ptr)
+
+    def relax():
+        wanted = ctypes.c_int(2)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(wanted))
+        assert wanted.value == 0
+
+    stream.begin_capture(getattr(cuda.runtime, f"streamCaptureMode{mode}"))
+    for who in ("another", "relaxed"):
+        thread = threading.Thread(target=lambda who=who: (who == "relaxed" and relax(), ask(who)))
+        thread.start()
+        thread.join()
+    allowed = mode != "Global"
+    assert found == {"another": 0 if allowed else 900, "relaxed": 0}
+    if mode == "ThreadLocal":
+        ask("its own")
+        assert found["its own"] == 900
+    if mode == "Relaxed":
+        stream.end_capture()
+    else:
+        with pytest.raises(CUDARuntimeError, match="Invalidated"):
+            stream.end_capture()
+
+
+def test_the_pool_keeps_what_is_freed_for_the_stream_that_it_was_made_on(device):
+    pool, side = cupy.get_default_memory_pool(), cuda.Stream(non_blocking=True)
+    x = cupy.zeros(100, np.uint8)
+    with side:
+        y = cupy.zeros(10, np.uint8)
+    assert pool.total_bytes() == 110
+    del x, y
+    assert pool.total_bytes() == 110
+    pool.free_all_blocks(side)
+    assert pool.total_bytes() == 100
+    assert device.host_syncs == ["MemoryPool.free_all_blocks"]
+    x = cupy.zeros(30, np.uint8)
+    assert pool.total_bytes() == 100
+    pool.free_all_blocks()
+    assert pool.total_bytes() == x.nbytes
+
+
+# A device that has met an error
+
+
+def test_every_call_on_a_broken_device_gives_its_error_but_done_is_only_false(device):
+    device.count = 2
+    x, stream = cupy.zeros(1), cuda.get_current_stream()
+    event = stream.record()
+    device.break_device(0)
+    for call in (
+        stream.record,
+        stream.synchronize,
+        stream.is_capturing,
+        lambda: x.fill(1),
+        lambda: x.get(),
+        lambda: stream.wait_event(event),
+    ):
+        with pytest.raises(CUDARuntimeError, match="cudaErrorIllegalAddress: an illegal memory access") as caught:
+            call()
+        assert caught.value.status == 700
+    assert (event.done, stream.done, cuda.runtime.eventQuery(event.ptr)) == (False, False, 700)
+    with cuda.Device(1):
+        assert cupy.zeros(1).item() == 0
+
+
+def test_who_waits_for_a_device_that_breaks_is_woken(device):
+    def body(comm):
+        x = cupy.zeros(1, np.float32)
+        if comm.rank_id() == 0:
+            allreduce(comm, x)
+            threading.Timer(0.05, device.break_device, [0]).start()
+            with pytest.raises(CUDARuntimeError, match="IllegalAddress"):
+                x.get()
+            with pytest.raises(nccl.NcclError, match="unhandled cuda error"):
+                allreduce(comm, x)
+
+    ranks(2, body, nccl_connects=False)
+
+
+def test_a_kernel_runs_only_on_devices_of_the_architecture_that_it_was_compiled_for(device, tmp_path):
+    device.count, device.architectures = 3, {0: "80", 1: "86", 2: "90"}
+    path = tmp_path / "kernel.cubin"
+    binary, _ = cuda.compiler.compile_using_nvrtc('extern "C" __global__ void nothing() {}')
+    path.write_bytes(binary)
+    kernel = cupy.RawModule(path=str(path)).get_function("nothing")
+    for index in (0, 1):
+        with cuda.Device(index):
+            kernel((1,), (1,), ())
+    with cuda.Device(2), pytest.raises(cuda.driver.CUDADriverError, match="CUDA_ERROR_NO_BINARY_FOR_GPU"):
+        kernel((1,), (1,), ())
 
 
 # NCCL

@@ -96,7 +96,7 @@ def run_processes(ranks, **options):
     """What each body raised in processes, by rank, and what they printed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        done = launch(ranks, [HERE / "rank_process.py", out], timeout_s=100, **options)
+        done = launch(ranks, [HERE / "rank_process.py", out], timeout_s=50, **options)
         found = json.loads(out.read_text()) if out.exists() else {}
     return found, f"exit code {done.returncode}: {done.stdout}"
 

@@ -2,13 +2,14 @@
 
 import contextlib
 import io
+import textwrap
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from device_ranks import HostOnly, over
-from launch import run_python
+from gpu_world import launch
 from torch import nn
 from torch_training import QADAM, batch, loss_of, make_model, optimizer_for, sgd, through_a_file, train_step
 
@@ -217,7 +218,7 @@ TWO_RANKS = """
     import os
     import sys
 
-    os.environ["NCCL_HOSTID"] = "host of rank " + os.environ["OMPI_COMM_WORLD_RANK"]
+    os.environ["NCCL_HOSTID"] = f"host of process {os.getpid()}"
     sys.path.insert(0, sys.argv[1])
 
     import torch
@@ -240,6 +241,7 @@ TWO_RANKS = """
 
     with bagua_torch.connect(gpu="nccl", timeout_s=60) as comm:
         for algorithm in ALGORITHMS:
+            print("begins", algorithm, flush=True)
             lane, actual = trained(comm, algorithm, "cuda")
             comm.check_consistency(bagua_torch.as_array(actual))
             assert lane == ("ThreadLane" if algorithm in ASYNC_ALGORITHMS else "StreamLane"), algorithm
@@ -253,7 +255,8 @@ TWO_RANKS = """
 
 @pytest.mark.timeout(300)
 def test_two_ranks_on_one_gpu_train_as_on_the_host(tmp_path):
-    tests = Path(__file__).parents[1]
-    result = run_python(2, tests, script=(tmp_path / "train.py", TWO_RANKS), timeout_s=280)
-    assert result.returncode == 0, result.stdout + result.stderr
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TWO_RANKS))
+    result = launch(2, [script, Path(__file__).parents[1]], timeout_s=280)
+    assert result.returncode == 0, result.stdout
     assert result.stdout.count("trained") == 2

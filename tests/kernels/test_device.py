@@ -323,11 +323,22 @@ def test_a_kernel_that_others_could_have_written_is_compiled_again(device, run, 
     good = kept.read_bytes()
     kept.write_bytes(b"something else")
     kept.chmod(0o666)
-    run._module.cache_clear(), run._kernel.cache_clear()
+    run._module.cache_clear(), run._loaded.cache_clear()
     run.add(x, x, out=x)
     assert x.get().tolist() == [4.0]
     assert kept.read_bytes() == good
     assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_devices_of_several_architectures_each_have_their_own_kernels(device, run):
+    import cupy
+
+    device.count, device.architectures = 2, {0: "80", 1: "90"}
+    for index in (0, 1, 0):
+        with cupy.cuda.Device(index):
+            x = up(np.ones(3, np.float32))
+            run.add(x, x, out=x)
+            assert x.get().tolist() == [2] * 3
 
 
 def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp_path, monkeypatch):
@@ -335,7 +346,7 @@ def test_compiled_kernels_are_found_on_disk_by_the_next_process(device, run, tmp
 
     monkeypatch.setattr(run.Path, "home", lambda: tmp_path)
     run.add(*[up(np.ones(1, np.float32))] * 3)
-    run._module.cache_clear(), run._kernel.cache_clear()
+    run._module.cache_clear(), run._loaded.cache_clear()
     monkeypatch.delattr(cupy.cuda.compiler, "compile_using_nvrtc")
     run.add(*[up(np.ones(1, np.float32))] * 3)
 

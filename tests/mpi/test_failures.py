@@ -1,5 +1,6 @@
 """What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
 
+import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -255,3 +256,29 @@ def test_integers_wrap_around_as_numpy_has_it(comm, dtype, op):
         at_root = comm.reduce(xs[comm.rank], root=comm.size - 1, op=op)
         if at_root is not None:
             np.testing.assert_array_equal(at_root, expected)
+
+
+def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_calls(comm):
+    host, heard = comm.transports[0], []
+
+    def listen():
+        give_up = time.monotonic() + 20
+        while not heard and time.monotonic() < give_up:
+            heard.extend(filter(None, [host.heard({"another", "a group"})]))
+            time.sleep(0.001)
+
+    listener = threading.Thread(target=listen)
+    if comm.rank == 0:
+        host.tell("a group", CommError("the device has met an error"))
+    else:
+        listener.start()
+    for _ in range(100):
+        comm.allreduce(np.ones(10_000))
+    if comm.rank:
+        listener.join()
+        (error,) = heard
+        assert type(error) is CommAborted
+        assert str(error).startswith(f"rank {comm.rank} of {comm.size}: rank 0 (on ")
+        assert str(error).endswith(" gave up, by CommError: the device has met an error")
+    assert host.heard({"another"}) is None
+    comm.barrier()

@@ -1,5 +1,6 @@
 """NCCL: what is enqueued, what waits, and what happens when a rank, a call or NCCL itself fails."""
 
+import contextlib
 import subprocess
 import sys
 import textwrap
@@ -197,6 +198,46 @@ def test_calls_in_a_graph_are_replayed_and_not_watched(device):
     assert run_over_nccl(device, 2, body=body) == [(True, [21.0] * 4)] * 2
 
 
+def test_a_lane_that_is_closed_leaves_no_memory_behind(device):
+    import cupy
+
+    def body(comm):
+        x, pool = cupy.zeros(1000, np.float32), cupy.get_default_memory_pool()
+        before = pool.total_bytes()
+        with comm.lane("stream") as lane:
+            lane.submit(bagua_comm.quantized_allreduce, lane.comm, x, out=x)
+            lane.submit(lane.comm.allreduce, x, out=x, op="max")
+            lane.wait()
+            assert pool.total_bytes() > before
+        return pool.total_bytes() - before
+
+    assert run_over_nccl(device, 2, body=body) == [0, 0]
+
+
+def test_the_watchdog_ends_no_capture_of_any_mode(device, monkeypatch):
+    import cupy
+
+    device.nccl_connects = False
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    looks, query = [], cupy.cuda.runtime.eventQuery
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda ptr: looks.append(1) or query(ptr))
+
+    def body(comm):
+        x, stream = cupy.zeros(3), cupy.cuda.Stream(non_blocking=True)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+            looks.clear()
+            while len(looks) < 3:
+                time.sleep(0.001)
+            stream.end_capture()
+        comm.transports[0].barrier()
+        if comm.rank == 1:
+            comm.allreduce(x)
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
 # Failure ------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +255,14 @@ def call_until_it_fails(comm, x):
     while True:
         comm.allreduce(x)
         time.sleep(0.01)
+
+
+def call_once_it_fails(comm):
+    """As `call_until_it_fails`, but what is in flight is not added to."""
+    watch = comm.transports[1]._watch
+    while watch._failure is None:
+        time.sleep(0.01)
+    watch.check_usable()
 
 
 @pytest.mark.parametrize("connects", [True, False], ids=["in NCCL", "on its stream"])
@@ -279,6 +328,140 @@ def test_errors_that_nccl_finds_later_are_raised_by_the_next_call(device, code, 
         comm.transports[0].barrier()
 
     in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
+@one_policy
+def test_an_error_of_the_device_is_raised_at_once_in_cudas_words(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            comm.allreduce(x)
+            device.break_device(0)
+            while comm.transports[1]._watch._failure is None:
+                time.sleep(0.01)
+            with pytest.raises(
+                CommError, match=r"rank 0 of 2: CUDA failed: .*an illegal memory access"
+            ) as caught:
+                comm.transports[1].split(0, 0)
+            assert type(caught.value) is CommError
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+
+
+@one_policy
+def test_a_call_that_a_broken_device_does_not_even_take_is_not_waited_for(device, monkeypatch):
+    import cupy
+    from cupy.cuda import nccl
+
+    def body(comm):
+        x = cupy.zeros(3)
+        if comm.rank == 0:
+            monkeypatch.setattr(nccl.NcclCommunicator, "allReduce", lambda *_: device.break_device(0))
+            with pytest.raises(
+                CommError, match=r"rank 0 of 2: allreduce: CUDA failed: .*an illegal memory access"
+            ):
+                comm.allreduce(x)
+            comm.close()
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+
+
+@one_policy
+def test_an_event_that_cannot_be_asked_about_during_a_capture_is_no_error(device, monkeypatch):
+    import cupy
+
+    status = []
+
+    def body(comm):
+        query = cupy.cuda.runtime.eventQuery
+        monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda ptr: status[0] if status else query(ptr))
+        for status[:] in ([code] for code in (900, 901, 906, 907)):
+            comm.allreduce(cupy.zeros(3))
+            watch = comm.transports[1]._watch
+            assert watch.look()
+        status.clear()
+        comm.transports[1].agree(True)
+        return len(watch._calls)
+
+    assert run_over_nccl(device, 1, body=body) == [0]
+
+
+@one_policy
+def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
+    import cupy
+
+    device.nccl_connects = False
+    waiting = threading.Event()
+
+    def body(comm):
+        x = cupy.zeros(3)
+        with comm.split(0) as group, comm.dup() as unused:
+            if comm.rank == 0:
+                assert waiting.wait(5)
+                group.allreduce(x, op="max")  # not the call that the others make
+                device.break_device(0)
+                while group.transports[1]._watch._failure is None:
+                    time.sleep(0.01)
+            else:
+                group.allreduce(x)
+                waiting.set()
+                with pytest.raises(CommAborted, match=r"rank . of 3: rank 0 gave up, by CommError: .*: CUDA"):
+                    call_once_it_fails(group)
+            comm.transports[0].barrier()
+            assert unused.transports[1]._watch._failure is None
+            for left in (group, unused, comm):
+                with contextlib.suppress(CommError):
+                    left.close()
+
+    in_time(lambda: run_over_nccl(device, 3, body=body), seconds=5)
+
+
+@one_policy
+def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        lane = comm.lane("stream")
+        if comm.rank == 0:
+            with pytest.raises(MemoryError), comm:
+                raise MemoryError("no room for a bucket")
+        else:
+            lane.submit(lane.comm.allreduce, x)
+            with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
+                call_once_it_fails(lane.comm)
+        comm.transports[0].barrier()
+        with contextlib.suppress(CommError):
+            lane.comm.close()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=5)
+
+
+@one_policy
+def test_a_rank_that_has_given_up_one_group_of_ranks_goes_on_in_others(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        with comm.split(comm.rank % 2) as half, comm.split(0) as other:
+            if comm.rank == 0:
+                half.transports[1].abort()
+            comm.transports[0].barrier()
+            result = other.allreduce(cupy.asarray(np.ones(3))).get().tolist()
+            if comm.rank % 2:
+                assert half.allreduce(cupy.asarray(np.ones(3))).get().tolist() == [2.0] * 3
+            return result
+
+    assert in_time(lambda: run_over_nccl(device, 4, body=body)) == [[4.0] * 3] * 4
 
 
 @one_policy

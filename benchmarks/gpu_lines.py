@@ -1,0 +1,46 @@
+"""A record that grows line by line, so that whoever is ended leaves all that it had found.
+
+Each line is JSON, {"at": [key, ...], "value": ...}: put the value there. Read in order, lines make the record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def append(path: Path, at: Sequence[str], value: object) -> None:
+    """Add a line: at once and as a whole, also where several processes do so."""
+    line = json.dumps({"at": list(at), "value": value}) + "\n"
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The record that the lines make; without a line of which only a part was written.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "lines"
+    >>> append(path, ["a"], {"b": 1})
+    >>> append(path, ["a", "c"], 2)
+    >>> read(path)
+    {'a': {'b': 1, 'c': 2}}
+    """
+    record: dict[str, Any] = {}
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        place = record
+        *outer, last = entry["at"]
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[last] = entry["value"]
+    return record
