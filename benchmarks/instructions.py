@@ -1,12 +1,11 @@
-"""How many machine instructions the codec's kernels issue for an element: `python benchmarks/instructions.py`.
+"""How many machine instructions the codec's kernels issue for an element, which bounds their speed.
 
     python benchmarks/instructions.py                                           # compile, count, print
     python benchmarks/instructions.py --json benchmarks/results/kernel_instructions.json
 
-NVRTC compiles the kernels, nvdisasm shows what came out; neither needs a GPU. What is counted is the hot path of a
-thread: the shortest way through the code on which it moves its sixteen elements in 16-byte words and takes part in
-the range of its block, without a call. (What is rare is a call, or longer.) A kernel can be no faster than its issue slots:
-a multiprocessor issues an instruction for 128 threads a cycle.
+NVRTC compiles the kernels, nvdisasm shows what came out; neither needs a GPU. What is counted is the hot path of
+a thread: the shortest way through the code on which it moves its sixteen elements in 16-byte words and takes part
+in the range of its block, without a call. What is rare is longer, or a call.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Moves(NamedTuple):
     """What a way through a kernel must do to be the hot one."""
 
     loads: int = 0
-    """Of 16 bytes, from the device's memory; at least so many, since one that is skipped is an instruction, too."""
+    """Of 16 bytes, from the device's memory, or more: one that is skipped is an instruction, too."""
 
     stores: int = 0
     """Of 16 bytes, to it."""
@@ -69,7 +68,7 @@ class Block(NamedTuple):
     """Where threads that part after this block meet again (BSSY): the number of a barrier, and an address."""
 
     follow: tuple[int | str, ...]
-    """The addresses of the blocks that may come next; -1 for the end; where it is a barrier's (BSYNC), its number."""
+    """The blocks that may come next, by address; -1 is the end; a barrier (BSYNC) stands for where it leads."""
 
 
 def compiled(file: str, dtype: str, architecture: str) -> bytes:
@@ -78,7 +77,11 @@ def compiled(file: str, dtype: str, architecture: str) -> bytes:
     nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
     program = nvrtc.createProgram(device.source(file), file, (), ())
     try:
-        options = (*device.compile_options(dtype), f"-arch=sm_{architecture}", "--device-as-default-execution-space")
+        options = (
+            *device.compile_options(dtype),
+            f"-arch=sm_{architecture}",
+            "--device-as-default-execution-space",
+        )
         nvrtc.compileProgram(program, options)
         cubin: bytes = nvrtc.getCUBIN(program)
         return cubin
@@ -104,7 +107,9 @@ def _nvdisasm() -> Path:
 
 def blocks_of(text: str, kernel: str) -> dict[int, Block]:
     """The basic blocks of a kernel, by address, from the text of nvdisasm."""
-    (body,) = (part for part in re.split(r"\n(?=\.text\.)", text) if part.startswith(f".text.{kernel}:"))
+    (body,) = (
+        part for part in re.split(r"\n(?=\s*\.text\.)", text) if part.strip().startswith(f".text.{kernel}:")
+    )
     lines = re.findall(r"^(\.L_x_\d+):|/\*([0-9a-f]{4,})\*/\s+([^;]*?) *;", body, re.MULTILINE)
     labels: dict[str, int] = {}
     waiting: list[str] = []
@@ -121,6 +126,7 @@ def blocks_of(text: str, kernel: str) -> dict[int, Block]:
     starts.update(after for leaves, (after, _) in zip(leaving, code[1:], strict=False) if leaves)
     found: dict[int, Block] = {}
     texts: list[str] = []
+    start = code[0][0]
     for (address, text_of), after in zip(code, [*(later for later, _ in code[1:]), -1], strict=True):
         start = address if not texts else start
         texts.append(text_of)
@@ -174,7 +180,7 @@ def _moves(texts: Sequence[str]) -> Moves:
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
-    """Where the last instruction of a block leads: not into calls, nor to where threads of a warp are apart (BRA.DIV)."""
+    """Where a block's last instruction leads, but for calls, and for threads of a warp that are apart (BRA.DIV)."""
     conditional = re.match(r"@!?U?P\w+ ", text) is not None
     jump = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", text)  # ptxas also writes CALL for a jump
     if re.search(r"\b(RET|BRX)\b|\bBRA\.DIV\b", text) or ("CALL" in text and not jump):
@@ -217,17 +223,18 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
     raise ValueError(f"there is no way through this kernel with {moves}")
 
 
-def counted(architecture: str) -> dict[str, float]:
-    """Instructions an element of each step of MinMaxUInt8, blocks of 512, for "sm_" + `architecture`."""
-    counts = {}
-    for dtype in DTYPES:
-        text = disassembled(compiled("minmax.cu", dtype, architecture))
-        encode, decode, combine = (blocks_of(text, name) for name in ("encode", "decode", "combine"))
-        counts[f"encode {dtype}"] = shortest(encode, Moves(WORDS[dtype], 0, SHUFFLES, 0, 1)) / HELD
-        counts[f"decode {dtype}"] = shortest(decode, Moves(0, WORDS[dtype], 0, 0, 2)) / HELD
-        for p in SUMMANDS:
-            counts[f"combine {dtype} p={p}"] = shortest(combine, Moves(p, 1, SHUFFLES, p, 3)) / HELD
-    return counts
+def counted(cubin: bytes, dtype: str) -> dict[str, float]:
+    """Instructions an element of each step of MinMaxUInt8, in blocks of 512, in what minmax.cu was compiled to."""
+    text = disassembled(cubin)
+    encode, decode, combine = (blocks_of(text, name) for name in ("encode", "decode", "combine"))
+    counts = {
+        f"encode {dtype}": shortest(encode, Moves(loads=WORDS[dtype], shuffles=SHUFFLES, reciprocals=1)),
+        f"decode {dtype}": shortest(decode, Moves(stores=WORDS[dtype], reciprocals=2)),
+    }
+    for p in SUMMANDS:
+        hot = Moves(stores=1, shuffles=SHUFFLES, decoders=p, reciprocals=3)
+        counts[f"combine {dtype} p={p}"] = shortest(combine, hot)
+    return {step: count / HELD for step, count in counts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -235,7 +242,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Instructions an element, counted in compiled kernels.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    table = {f"sm_{architecture}": counted(architecture) for architecture in ARCHITECTURES}
+    table: dict[str, dict[str, float]] = {}
+    for architecture in ARCHITECTURES:
+        counts = table[f"sm_{architecture}"] = {}
+        for dtype in DTYPES:
+            counts |= counted(compiled("minmax.cu", dtype, architecture), dtype)
     steps = list(next(iter(table.values())))
     print(f"{'instructions an element':28}" + "".join(f"{name:>9}" for name in table))
     for step in steps:

@@ -156,81 +156,83 @@ def _cast(
 # ---------------------------------------------------------------------------------------------------
 
 
-class _Teams(NamedTuple):
-    """How minmax.cu shares out rows of `count` elements, cut into blocks, among threads."""
+_LAYOUT = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("rows", "count", "block", "blocks", "segments", "all_segments", "start", "stride")
+    ]
+    + [("eps", np.float32)],
+    align=True,
+)
+"""Layout of minmax.cu."""
 
-    block: int
-    blocks: int
-    segments: int
-    """Of a block."""
+
+class _Work(NamedTuple):
+    """How minmax.cu shares out rows of elements, cut into blocks, among threads."""
 
     grid: tuple[int, int]
     cta: tuple[int, int]
     """Threads in a team, teams in a CTA."""
 
+    segments: int
+    """Of a block."""
+
+    ranges: int
+    """How many ranges of segments there are in all."""
+
+    layout: np.ndarray[Any, Any]
+    """Of one `_LAYOUT`, which CuPy passes to a kernel by its value: one argument in place of nine."""
+
 
 @functools.lru_cache(maxsize=1024)
-def _teams(rows: int, count: int, block: int) -> _Teams:
+def _work(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> _Work:
     block = min(block, count)
     blocks, threads = -(-count // block), -(-block // _HELD)
     team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
     segments = -(-threads // team)
     teams = _THREADS // team if team <= _WARP else 1
     ctas = -(-blocks * segments // teams)
-    return _Teams(block, blocks, segments, (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS)), (team, teams))
+    layout = np.array((rows, count, block, blocks, segments, blocks * segments, start, stride, eps), _LAYOUT)
+    grid = (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS))
+    return _Work(grid, (team, teams), segments, rows * blocks * segments, layout)
 
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
     n, m = chunks.shape
-    _encode("encode", (chunks,), wire, n, m, start, block, eps, chunks.dtype)
+    if n * m:
+        _encode("encode", (chunks,), wire, _work(n, m, block, start, wire.shape[1], eps), chunks.dtype)
 
 
 def minmax_combine(
     wire: Array, out: Array, count: int, dtype: DType, start: int, block: int, eps: float, op: str
 ) -> None:
     """See `host.minmax_combine`."""
-    _encode("combine", (wire, len(wire), int(op == "avg")), out, 1, count, start, block, eps, dtype)
+    if count:
+        work = _work(1, count, block, start, out.shape[1], eps)
+        _encode("combine", (wire, len(wire), int(op == "avg")), out, work, dtype)
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
     n, m = out.shape
-    if out.size:
-        teams, kernel = _teams(n, m, block), _kernel("minmax.cu", "decode", dtype_name(out.dtype))
-        kernel(teams.grid, teams.cta, (wire, out, *_layout(n, m, teams, start, wire, eps)))
+    if n * m:
+        work = _work(n, m, block, start, wire.shape[1], eps)
+        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(work.grid, work.cta, (wire, out, work.layout))
 
 
-def _encode(
-    name: str,
-    source: tuple[Any, ...],
-    wire: Array,
-    rows: int,
-    count: int,
-    start: int,
-    block: int,
-    eps: float,
-    dtype: DType,
-) -> None:
+def _encode(name: str, source: tuple[Any, ...], wire: Array, work: _Work, dtype: DType) -> None:
     """Encode what kernel `name` reads from `source`; in two passes if blocks are longer than a CTA holds."""
-    if not rows * count:
-        return
-    teams, element = _teams(rows, count, block), dtype_name(dtype)
-    grid, cta, layout = teams.grid, teams.cta, _layout(rows, count, teams, start, wire, eps)
-    if teams.segments == 1:
-        _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, *layout))
+    grid, cta, layout, element = work.grid, work.cta, work.layout, dtype_name(dtype)
+    if work.segments == 1:
+        _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, layout))
         return
     stream = cupy.cuda.get_current_stream()
     ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
-        "ranges", (rows * teams.blocks * teams.segments, 2), np.float32, like=wire
+        "ranges", (work.ranges, 2), np.float32, like=wire
     )
-    _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, *layout))
-    _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, *layout))
-
-
-def _layout(rows: int, count: int, teams: _Teams, start: int, wire: Array, eps: float) -> tuple[Any, ...]:
-    """The arguments that all kernels of minmax.cu end with."""
-    return rows, count, teams.block, teams.blocks, teams.segments, start, wire.shape[1], float(eps)
+    _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, layout))
+    _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, layout))
 
 
 @functools.cache
@@ -262,12 +264,12 @@ def _ctas(count: int, dtype: DType) -> int:
 
 def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
     """A kernel for the current device."""
-    return _loaded(cupy.cuda.Device().compute_capability, file, name, element, *defines)
+    return _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
 
 
 @functools.cache
-def _loaded(architecture: str, file: str, name: str, element: str, *defines: str) -> Any:
-    return _module(architecture, file, element, *defines).get_function(name)
+def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> Any:
+    return _module(cupy.cuda.Device(device).compute_capability, file, element, *defines).get_function(name)
 
 
 @functools.cache

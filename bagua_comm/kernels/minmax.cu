@@ -376,6 +376,9 @@ struct Bool {
 template <class Visit>
 __device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) {
     int capacity = blockDim.x * held;
+    // Threads that may need each other; how far the last of these reaches from the CTA's first element.
+    int together = max(int(blockDim.x), warp);
+    int reach = ((threadIdx.y * blockDim.x + threadIdx.x | together - 1) + 1) * held;
     for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y)
         for (int64 first = int64(blockIdx.x) * blockDim.y; first < layout.all_segments;
              first += int64(gridDim.x) * blockDim.y) {
@@ -384,7 +387,7 @@ __device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) 
             int64 end = segment.begin + layout.block;
             bool whole;
             if (layout.segments == 1) {
-                whole = layout.block == capacity && (first + blockDim.y) * capacity <= layout.count;
+                whole = layout.block == capacity && first * capacity + reach <= layout.count;
             } else {
                 segment.block = index / layout.segments;
                 segment.number = index - segment.block * layout.segments;

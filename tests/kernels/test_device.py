@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda_on_cpu.build import Kernels
 
 from bagua_comm import ArrayError, BFloat16, Float16, MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, INTEGERS, dtype_named
@@ -72,7 +73,11 @@ def twice(codec, x, shift=0):
         (2, 333, 20),  # blocks that words don't fit
         (3, 777, 64),
         (2, 5000, 700),  # a CTA of two warps
+        (4, 1040, 16),  # a thread a block; those of two warps are whole
+        (3, 1024, 64),
+        (2, 4096, 2048),
         (2, 9000, None),  # one block a chunk: two segments, the second short
+        (2, 16384, None),
     ],
 )
 def test_minmax(device, dtype, n, m, block, order):
@@ -86,22 +91,28 @@ FINITE = {"float32": 3e38, "float16": 65504.0, "bfloat16": 3e38}
 
 
 @pytest.mark.parametrize("dtype", CODED)
-@pytest.mark.parametrize("shift", [0, 1, 3])
-def test_minmax_of_special_values_at_odd_addresses(device, dtype, shift):
-    x = normal((11, 1030), dtype, scale=30)
+@pytest.mark.parametrize(("m", "shift"), [(1024, 0), (1030, 0), (1030, 1), (1030, 3)])
+def test_minmax_of_special_values_in_whole_blocks_and_at_odd_addresses(device, dtype, m, shift):
+    on_host, on_device = twice(MinMaxUInt8(), special_values(m, dtype), shift)
+    assert on_host == on_device
+
+
+def special_values(m, dtype):
+    """Rows of `m` elements, each another way to need care."""
+    x = normal((11, m), dtype, scale=30)
     x[0, 700] = np.nan
     x[1, 3], x[1, 600] = np.inf, -np.inf
     x[2] = 1.5
     x[3] = 0
     x[3, ::2] *= -1  # -0.0
-    x[4] = normal(1030, dtype, scale=1e-42 if dtype != "float16" else 1e-7)  # denormal
+    x[4] = normal(m, dtype, scale=1e-42 if dtype != "float16" else 1e-7)  # denormal
     x[5] = FINITE[dtype]
-    x[6] = np.linspace(-FINITE[dtype], FINITE[dtype], 1030)  # the range overflows float32
-    x[7] = 1e4 + normal(1030, "float32").astype(x.dtype)  # far from zero
-    x[8] = normal(1030, dtype) ** 5  # heavy tails
-    x[9, 512:] = FINITE[dtype] / 2 * (1 - np.arange(518) / 1e5)
-    on_host, on_device = twice(MinMaxUInt8(), x, shift)
-    assert on_host == on_device
+    x[6] = np.linspace(-FINITE[dtype], FINITE[dtype], m)  # the range overflows float32
+    x[7] = 1e4 + normal(m, "float32").astype(x.dtype)  # far from zero
+    x[8] = normal(m, dtype) ** 5  # heavy tails
+    x[9, 512:] = FINITE[dtype] / 2 * (1 - np.arange(m - 512) / 1e5)
+    x[10] = 1e4 + np.arange(m) % 7 * (0.07 if dtype == "float32" else 8)  # farther
+    return x
 
 
 @pytest.mark.parametrize("case", json.loads((GOLDEN / "minmax.json").read_text()), ids=lambda case: case["name"])
@@ -147,6 +158,47 @@ def decoded_twice(wire):
 def test_decode_divides_as_exactly_as_the_host(device):
     expected, actual = decoded_twice(wire_of_any_blocks())
     assert expected == actual
+
+
+EACH_QUOTIENT = """
+extern "C" __global__ void quotients(const float* levels, const float* scales, float* out, int64 count) {
+    for (int64 i = 0; i < count; ++i) {
+        Decoder decoder;
+        decoder.scale = scales[i];
+        decoder.inverse = 1 / scales[i];
+        out[i] = decoder.divide(levels[i]);
+    }
+}
+"""
+
+
+def quotients_beside_the_middle_of_two_floats(scales):
+    """Levels whose quotients by `scales`, 24-bit integers, are nearest to where rounding turns."""
+    odd = scales // (scales & -scales)
+    for distance in range(1, 9):
+        level = distance % odd
+        for _ in range(48):  # level * 2**k = distance, modulo `odd`
+            level = np.where(level % 2, level + odd, level) // 2
+            for sign in (1, -1):
+                near = level if sign > 0 else odd - level
+                few = (near > 0) & (near <= 2**22 + 255)
+                yield near[few], scales[few]
+
+
+def test_one_correction_makes_every_quotient_exact(run):
+    random = np.random.default_rng(0)
+    scales = np.concatenate(
+        [random.integers(2**23, 2**24, 3000), 2**23 + np.arange(500), 2**24 - 1 - np.arange(500)]
+    )
+    pairs = [*quotients_beside_the_middle_of_two_floats(scales)]
+    levels, scales = (np.concatenate(each).astype(np.float32) for each in zip(*pairs, strict=True))
+    out = np.empty_like(levels)
+    kernels = Kernels(run.source("minmax.cu") + EACH_QUOTIENT, run.compile_options("float32"))
+    kernels.launch("quotients", (1,), (1,), [*(x.ctypes.data for x in (levels, scales, out)), len(out)])
+
+    assert len(levels) > 1_000_000
+    assert (levels.astype(np.float64) / scales.astype(np.float64)).astype(np.float32).tobytes() == out.tobytes()
+    assert (levels * (1 / scales) != out).any()  # without it they are not
 
 
 def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
@@ -381,8 +433,16 @@ def check_warps(run):
     return twice(MinMaxUInt8(), x)
 
 
+def check_many_rows(run):
+    return twice(MinMaxUInt8(), normal((40, 512), "float32"))
+
+
+def check_special_values(run):
+    return twice(MinMaxUInt8(), special_values(1024, "float32"))
+
+
 def check_odd_addresses(run):
-    return twice(MinMaxUInt8(), normal((3, 1100), "float32"), shift=1)
+    return twice(MinMaxUInt8(), normal((3, 1024), "float32"), shift=1)
 
 
 def check_ctas(run):
@@ -417,16 +477,25 @@ MUTANTS = {
     "barrier that not all reach": ("    __syncthreads();\n", "    if (lane) __syncthreads();\n", check_ctas),
     "wrong stride": ("slot * int(blockDim.x) +", "slot * warp +", check_ctas),
     "half of the lanes": ("int distance = lanes / 2", "int distance = lanes / 4", check_warps),
-    "words at any address": ("aligned<sizeof(word)>(from)", "true", check_odd_addresses),
+    "words at any address": ("whole && fit_words", "whole", check_odd_addresses),
     "one element too many": ("if (i < valid) to[i]", "if (i <= valid) to[i]", check_warps),
-    "truncated codes": ("rintf(values[j][i] * found.scale)", "truncf(values[j][i] * found.scale)", check_warps),
-    "padding not cleared": ("if (segment.last) clear", "if (false) clear", check_warps),
-    "another row's header": ("own.of(r, lanes)", "own.of(rows - 1 - r, lanes)", check_warps),
-    "a row twice": ("memcpy(codes, next, width)", "if (r) memcpy(codes, next, width)", check_warps),
-    "quotients not corrected": ("quotient = fmaf(fmaf(-scale", "level = fmaf(fmaf(-scale", check_quotients),
+    "truncated codes": ("(x * found.scale + shift)", "(truncf(x * found.scale) + shift)", check_warps),
+    "truncated codes far from zero": ("rintf(x * found.scale)", "truncf(x * found.scale)", check_special_values),
+    "codes of no block far from zero": ("fabsf(found.lower) < 4194048", "true", check_special_values),
+    "blocks that are all plain": ("if (surely_plain || plain())", "if (true)", check_special_values),
+    "segments that are all whole": ("+ reach <= layout.count", "+ reach <= layout.count + 500", check_warps),
+    "padding not cleared": ("clear(at, layout.start + layout.count", "clear(at, layout.stride", check_warps),
+    "another row's header": ("decoders[lane] = own", "decoders[rows - 1 - lane] = own", check_warps),
+    "headers too early": ("__syncwarp();  // the decoders", "// the decoders", check_many_rows),
+    "a row twice": ("if (r + k + ahead < rows) codes", "if (r + k + ahead < rows - 1) codes", check_warps),
+    "quotients not corrected": (
+        "return fmaf(fmaf(-scale",
+        "return true ? quotient : fmaf(fmaf(-scale",
+        check_quotients,
+    ),
     "NaN not seen": ("a < b || is_nan(a) ? a : b", "a < b ? a : b", check_warps),
     "half-way cases up": ("0x7fff + (bits >> 16 & 1)", "0x8000", check_rows),
-    "sums not rounded": ("widen(narrow<element>(total))", "total", check_bfloat16),
+    "sums not rounded": ("widen(narrow<element>(total[i]))", "total[i]", check_bfloat16),
     "a segment forgotten": ("i < layout.segments;", "i < layout.segments - 1;", check_segments),
     "rows that overlap": ("rows + r * count + at", "rows + r * (count - 1) + at", check_rows),
 }

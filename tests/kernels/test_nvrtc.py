@@ -3,12 +3,21 @@
 NVRTC is driven through its binding, since `cupy.cuda.compiler` asks for a driver.
 """
 
+import functools
 import inspect
+import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from pathlib import Path
 
 import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+
+import instructions  # noqa: E402
 
 ARCHITECTURES = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120")
 REGISTERS = 65536  # of a multiprocessor
@@ -27,6 +36,7 @@ def nvrtc():
     return import_module("cupy_backends.cuda.libs.nvrtc")
 
 
+@functools.cache
 def compiled(nvrtc, file, architecture, options):
     """The cubin and what ptxas says of it."""
     device = import_module("bagua_comm.kernels.device")
@@ -71,6 +81,53 @@ def check(cubin, log, what):
     assert frames, what
     assert [line for line in frames if " 0 bytes stack" not in line] == [], what
     assert most * import_module("bagua_comm.kernels.device").LARGEST_CTA <= REGISTERS, what
+
+
+TABLE = json.loads((BENCHMARKS / "results" / "kernel_instructions.json").read_text())
+SLACK = 1.05
+"""Another version of the compiler may differ by as much."""
+
+
+@pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
+def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(nvrtc, architecture):
+    cubin, _ = compiled(nvrtc, "minmax.cu", architecture, MODULES["minmax.cu"][0])
+    counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]
+    assert counts.keys() == {step for step in known if "float32" in step}
+    assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}
+
+
+def test_the_codecs_kernels_are_as_lean_as_was_aimed_at():
+    aims = {"encode float32": 28, "decode float32": 23, "combine float32 p=2": 46, "combine float32 p=8": 104}
+    assert {step: n for step, n in aims.items() if TABLE["sm_90"][step] > n} == {}
+
+
+CODE = """
+	.text.step:
+.L_x_0:
+        /*0000*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+        /*0020*/                   BSSY B0, `(.L_x_1) ;
+        /*0030*/               @P1 BRA `(.L_x_3) ;
+        /*0040*/                   FADD R4, R4, R4 ;
+        /*0050*/                   FADD R4, R4, R4 ;
+        /*0060*/                   BSYNC B0 ;
+.L_x_3:
+        /*0070*/                   CALL.REL.NOINC `($slow) ;
+        /*0080*/                   BSYNC B0 ;
+.L_x_1:
+        /*0090*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*00a0*/               @P2 BRA `(.L_x_0) ;
+.L_x_2:
+        /*00b0*/                   EXIT ;
+"""
+
+
+def test_the_shortest_way_makes_all_moves_and_no_call():
+    blocks = instructions.blocks_of(CODE, "step")
+    assert instructions.shortest(blocks, instructions.Moves(1, 1)) == 10
+    assert instructions.shortest(blocks, instructions.Moves(2, 2)) == 19
+    with pytest.raises(ValueError, match="no way through this kernel with Moves"):
+        instructions.shortest(blocks, instructions.Moves(1, 1, shuffles=1))
 
 
 def test_denormal_numbers_are_kept_and_no_product_is_fused_with_a_sum(nvrtc):
