@@ -180,7 +180,7 @@ def _moves(texts: Sequence[str]) -> Moves:
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
-    """Where a block's last instruction leads, but for calls, and for threads of a warp that are apart (BRA.DIV)."""
+    """Where a block may lead that ends so: no calls, and no ways for a warp whose threads are apart (BRA.DIV)."""
     conditional = re.match(r"@!?U?P\w+ ", text) is not None
     jump = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", text)  # ptxas also writes CALL for a jump
     if re.search(r"\b(RET|BRX)\b|\bBRA\.DIV\b", text) or ("CALL" in text and not jump):
@@ -224,7 +224,7 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
 
 
 def counted(cubin: bytes, dtype: str) -> dict[str, float]:
-    """Instructions an element of each step of MinMaxUInt8, in blocks of 512, in what minmax.cu was compiled to."""
+    """Instructions an element of each step of MinMaxUInt8, in blocks of 512, from what NVRTC made of minmax.cu."""
     text = disassembled(cubin)
     encode, decode, combine = (blocks_of(text, name) for name in ("encode", "decode", "combine"))
     counts = {

@@ -152,4 +152,4 @@ def test_a_mistake_is_an_error(nvrtc, monkeypatch):
     broken = device.source("cast.cu").replace("int64 summands", "summands")
     monkeypatch.setattr(device, "source", lambda file: broken)
     with pytest.raises(nvrtc.NVRTCError):
-        compiled(nvrtc, "cast.cu", "90", ("float32", "WIRE=float16"))
+        compiled.__wrapped__(nvrtc, "cast.cu", "90", ("float32", "WIRE=float16"))
