@@ -251,7 +251,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, str], Array] = {}
+        self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
         """Device memory that a CUDA graph may have captured."""
         self._views: dict[Any, Array] = {}
@@ -259,7 +259,7 @@ class Scratch:
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
-        place = (key, library(like))
+        place = (key, isinstance(like, np.ndarray))
         wanted = (place, shape, dtype)
         if wanted in self._views:
             return self._views[wanted]
@@ -268,7 +268,7 @@ class Scratch:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.nbytes < nbytes:
             room = nbytes
-            if place[1] != "numpy":
+            if not place[1]:
                 room = 1 << max(nbytes - 1, 0).bit_length()  # so that the outgrown are together no larger
                 self._outgrown += [] if buffer is None else [buffer]
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)

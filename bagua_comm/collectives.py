@@ -19,7 +19,7 @@ import numpy as np
 from . import arrays, kernels
 from .arrays import FLOATS, Array
 from .codecs import Codec, MinMaxUInt8
-from .codecs.base import check_codec_argument
+from .codecs.base import check_aligned, check_codec_argument
 from .comm import Communicator, Operation, finished
 from .errors import ArrayError, UnsupportedError
 from .transports.base import LAG, Transport, Wait, cut, pipeline
@@ -236,6 +236,9 @@ class _Levels:
         return x
 
 
+_EIGHT_BITS = MinMaxUInt8()
+
+
 def quantized_allreduce(
     comm: Communicator,
     x: Array,
@@ -275,13 +278,17 @@ def quantized_allreduce(
     array([0., 2., 4.], dtype=float32)
     """
     call, p = "quantized_allreduce", comm.size
-    codec = MinMaxUInt8() if codec is None else codec
+    codec = _EIGHT_BITS if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
     send, transport = comm.accept(call, "x", x)
     check_codec_argument(call, codec, arrays.dtype_name(send.dtype))
     out, target = comm.landing(call, out, send.shape, send)
-    send = arrays.contiguous(comm.in_place(call, send, target))
+    send = comm.in_place(call, send, target)
+    if send is not target:
+        send = arrays.contiguous(send)
+        check_aligned(call, "x", send)
+    check_aligned(call, "out", target)
     if residual is not None and (
         residual.shape != send.shape or residual.dtype != send.dtype or not arrays.is_contiguous(residual)
     ):
@@ -329,13 +336,19 @@ def _quantize_and_reduce(
         if residual is not None:
             kernels.of(send).add(send.reshape(-1), residual.reshape(-1), out=chunks.reshape(-1)[: send.size])
         with comm.tracer.span(call, codec=codec, op=op, bytes=send.nbytes):
-            _reduce_at_once(comm, codec, chunks, results, op, residual)
+            _reduce_at_once(comm, transport, codec, chunks, results, op, residual)
     if send.size != p * count:
         target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
 
 
 def _reduce_at_once(
-    comm: Communicator, codec: Codec, chunks: Array, results: Array, op: str, residual: Array | None
+    comm: Communicator,
+    transport: Transport,
+    codec: Codec,
+    chunks: Array,
+    results: Array,
+    op: str,
+    residual: Array | None,
 ) -> None:
     """Encode, alltoall, combine, allgather, decode: `chunks` to `results`, (p, m)."""
     p, count = chunks.shape
@@ -343,14 +356,17 @@ def _reduce_at_once(
     wire = comm.scratch.take("wire", shape, np.uint8, like=chunks)
     received = comm.scratch.take("received", shape, np.uint8, like=chunks)
     combined = comm.scratch.take("combined", (1, shape[1]), np.uint8, like=chunks)
+    encode, decode, combine = codec.unchecked
 
-    codec.encode(chunks, wire)
-    comm.alltoall(wire, received)  # row i is rank i's chunk `rank`
-    codec.combine(received, combined, op=op, count=count, dtype=chunks.dtype)
+    encode(chunks, wire)
+    with Operation(comm, "alltoall", transport, wire, {}, compare=False):
+        transport.alltoall(wire, received)  # row i is rank i's chunk `rank`
+    combine(received, combined, op, count, chunks.dtype)
     if residual is not None:
         _keep_loss(comm, codec, chunks, wire, received, combined, op, residual.reshape(-1))
-    comm.allgather(combined, wire)  # row i is the combined chunk i
-    codec.decode(wire, results)
+    with Operation(comm, "allgather", transport, combined, {}, compare=False):
+        transport.allgather(combined, wire)  # row i is the combined chunk i
+    decode(wire, results)
 
 
 def _reduce_in_pieces(

@@ -224,7 +224,7 @@ def shortest(blocks: dict[int, Block], moves: Moves) -> int:
 
 
 def counted(cubin: bytes, dtype: str) -> dict[str, float]:
-    """Instructions an element of each step of MinMaxUInt8, in blocks of 512, from what NVRTC made of minmax.cu."""
+    """Instructions an element of each step of MinMaxUInt8, blocks of 512, from what NVRTC made of minmax.cu."""
     text = disassembled(cubin)
     encode, decode, combine = (blocks_of(text, name) for name in ("encode", "decode", "combine"))
     counts = {

@@ -11,9 +11,9 @@ A NaN or an infinity stays visible: what decodes from it is not finite. What is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,19 @@ _HEADER_BYTES = 4
 
 _LONG = 1 << 14
 """Elements of a chunk, which take other kernels than few do where it is one block."""
+
+
+class Unchecked(NamedTuple):
+    """The steps of a codec; see `Codec.encode`, `decode` and `combine`."""
+
+    encode: Callable[[Array, Array], None]
+    """(chunks, wire)"""
+
+    decode: Callable[[Array, Array], None]
+    """(wire, out)"""
+
+    combine: Callable[[Array, Array, str, int, DType], None]
+    """(wire, out, op, count, dtype)"""
 
 
 class Codec(ABC):
@@ -112,6 +125,11 @@ class Codec(ABC):
         self._combine(wire, out, op, count, dtype)
         return out
 
+    @property
+    def unchecked(self) -> Unchecked:
+        """The three steps without a check of their arguments, for who has made these himself, or checked them."""
+        return Unchecked(self._encode, self._decode, self._combine)
+
     def prepare(self, like: Array) -> None:
         """Have everything that codes arrays like this one compiled and loaded, where it lies."""
         run = arrays.namespace(like)
@@ -130,15 +148,11 @@ class Codec(ABC):
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None: ...
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
-        where = arrays.library(x)
+        arrays.library(x)
         if x.ndim != 2 or not x.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} has shape {x.shape}, expected C-contiguous (chunks, elements)")
         self._check_dtype(call, x.dtype)
-        if where != "numpy" and arrays.address(x) % x.dtype.itemsize:
-            raise ArrayError(
-                f"{call}: {name} begins at an address that is no multiple of {x.dtype.itemsize}, the size of an "
-                "element, as a device needs it; copy it first"
-            )
+        check_aligned(call, name, x)
         n, m = x.shape
         return n, m
 
@@ -153,6 +167,15 @@ class Codec(ABC):
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
             raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")
+
+
+def check_aligned(call: str, name: str, x: Array) -> None:
+    """Raise `ArrayError` unless kernels can read the elements of `x` where they lie."""
+    if not isinstance(x, np.ndarray) and arrays.address(x) % x.itemsize:
+        raise ArrayError(
+            f"{call}: {name} begins at an address that is no multiple of {x.itemsize}, the size of an element, "
+            "as a device needs it; copy it first"
+        )
 
 
 def _check_target(call: str, name: str, target: Array, source_name: str, source: Array) -> None:

@@ -9,13 +9,15 @@ import functools
 import importlib
 from types import ModuleType
 
-from ..arrays import Array, library
+import numpy as np
+
+from ..arrays import Array
 from . import host
 
 
 def of(x: Array) -> ModuleType:
     """The module whose kernels work where `x` lies."""
-    return on_host() if library(x) == "numpy" else importlib.import_module(".device", __name__)
+    return on_host() if isinstance(x, np.ndarray) else on_device()
 
 
 @functools.cache
@@ -27,4 +29,10 @@ def on_host() -> ModuleType:
         return host
 
 
-__all__ = ["host", "of", "on_host"]
+@functools.cache
+def on_device() -> ModuleType:
+    """`device`, which needs CuPy."""
+    return importlib.import_module(".device", __name__)
+
+
+__all__ = ["host", "of", "on_device", "on_host"]

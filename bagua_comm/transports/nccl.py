@@ -36,7 +36,7 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from ..arrays import FLOATS, Array, address, dtype_name, same_memory
+from ..arrays import FLOATS, Array, address, dtype_name
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from .base import POINT_TO_POINT, Message, Transport, check_timeout
 from .watchdog import Watch, Watchdog
@@ -148,11 +148,12 @@ class NcclTransport(Transport):
 
     def alltoall(self, x: Array, out: Array) -> None:
         """One group of sends and receives, to oneself as well; see `Transport`."""
-        if same_memory(x, out):
+        source, target = address(x), address(out)
+        if source == target:
             copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
             copy[...] = x
-            x = copy
-        nbytes, source, target = x.nbytes // self.size, address(x), address(out)
+            source = address(copy)
+        nbytes = x.nbytes // self.size
         peers = range(self.size) if nbytes else ()
         self._group(
             "alltoall",
@@ -173,8 +174,9 @@ class NcclTransport(Transport):
             finally:
                 nccl.groupEnd()
 
-        self._enqueue(name, sum(nbytes for *_, nbytes in sends + recvs), start)
-        self.sent_bytes += sum(nbytes for peer, _, nbytes in sends if peer != self.rank)
+        sent = sum([nbytes for peer, _, nbytes in sends if peer != self.rank])
+        self._enqueue(name, sum([nbytes for *_, nbytes in sends + recvs]), start)
+        self.sent_bytes += sent
 
     # NCCL's own collectives -------------------------------------------------------------------------
 

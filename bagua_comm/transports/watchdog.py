@@ -90,11 +90,9 @@ class Watch:
     def __enter__(self) -> None:
         """Enter the library; raises if it has failed."""
         self._inside = True  # before the check: see `_end`
-        try:
-            self.check_usable()
-        except CommError:
+        if self._failure is not None or self._closed:
             self._inside = False
-            raise
+            self.check_usable()
 
     def __exit__(self, *exception: object) -> None:
         self._inside = False
