@@ -17,7 +17,7 @@ from . import host
 
 def of(x: Array) -> ModuleType:
     """The module whose kernels work where `x` lies."""
-    return on_host() if isinstance(x, np.ndarray) else on_device()
+    return on_host() if isinstance(x, np.ndarray) else importlib.import_module(".device", __name__)
 
 
 @functools.cache
@@ -29,10 +29,4 @@ def on_host() -> ModuleType:
         return host
 
 
-@functools.cache
-def on_device() -> ModuleType:
-    """`device`, which needs CuPy."""
-    return importlib.import_module(".device", __name__)
-
-
-__all__ = ["host", "of", "on_device", "on_host"]
+__all__ = ["host", "of", "on_host"]
