@@ -12,7 +12,7 @@ from test_device import (  # noqa: F401
     test_few_ctas_do_the_work_of_many,
     test_golden_bytes,
     test_minmax,
-    test_minmax_of_special_values_at_odd_addresses,
+    test_minmax_of_special_values_in_whole_blocks_and_at_odd_addresses,
     test_reduce_rows,
     test_steps_without_weight_decay_or_nesterov,
 )
