@@ -9,9 +9,9 @@ in the range of its block, without a call. What is rare is longer, or a call.
 
 What another formula would give: with level * (1 / scale), rounded twice, in place of the quotient level / scale,
 float32 on sm_90 would need 55.6 instructions in place of 83.8 to combine 8 rows, 33.4 in place of 42.9 for 2, and
-14.6 in place of 15.4 to decode. By the arithmetic of gpu_report.py, combine of 8 rows could then reach 0.95 of a
-copy on an H100 SXM (now 0.82) and 0.87 on an H200 (0.58). It would change the last bit of some decoded numbers, and
-so the wire format's version, its golden files, host.py and compiled.py. A GPU has to say whether that pays.
+14.6 in place of 15.4 to decode. By the arithmetic of gpu_report.py, combining 8 rows could then reach 0.95 of a
+copy on an H100 SXM (now 0.82) and 0.87 on an H200 (0.58). It would change the last bit of some decoded numbers,
+and so the wire format's version, its golden files, host.py and compiled.py. A GPU has to say whether that pays.
 """
 
 from __future__ import annotations
