@@ -270,7 +270,8 @@ def quantized_allreduce(
             becomes what this call loses. See `ErrorFeedback`.
 
     Raises:
-        ArrayError: `out` or `residual` does not fit `x`, or `op` is something else.
+        ArrayError: `out` or `residual` does not fit `x`, or `op` is something else; or one of them begins where a
+            device cannot read its elements.
         UnsupportedError: The codec does not take this dtype, or no transport takes such an array.
 
     >>> from bagua_comm.testing import run_ranks
@@ -287,8 +288,6 @@ def quantized_allreduce(
     send = comm.in_place(call, send, target)
     if send is not target:
         send = arrays.contiguous(send)
-        check_aligned(call, "x", send)
-    check_aligned(call, "out", target)
     if residual is not None and (
         residual.shape != send.shape or residual.dtype != send.dtype or not arrays.is_contiguous(residual)
     ):
@@ -302,6 +301,11 @@ def quantized_allreduce(
         if not arrays.same_memory(send, target):
             target[...] = send
         return finished(out, target)
+    check_aligned(call, "x", send)
+    if send is not target:
+        check_aligned(call, "out", target)
+    if residual is not None:
+        check_aligned(call, "residual", residual)
 
     outermost = comm.take_turn(
         call, lambda: f"{call}({send.dtype}, codec={codec}, op={op})"
@@ -388,6 +392,7 @@ def _reduce_in_pieces(
     nbytes = [codec.wire_nbytes(piece.stop - piece.start, dtype) for piece in pieces]
     sent, received, combined = comm.scratch.take("pieces", (3, ring, p * max(nbytes)), np.uint8, like=chunks)
     waits: list[Wait] = []
+    run = codec.unchecked
 
     def rows(table: Array, i: int) -> Array:
         view: Array = table[i % ring, : p * nbytes[i]].reshape(p, nbytes[i])
@@ -397,7 +402,7 @@ def _reduce_in_pieces(
         to, into = rows(sent, i), rows(received, i)
         for peer in (*others, rank):
             # What this rank keeps lies with what it receives.
-            codec.encode(chunks[peer, None, pieces[i]], (into if peer == rank else to)[peer, None])
+            run.encode(chunks[peer, None, pieces[i]], (into if peer == rank else to)[peer, None])
         waits.append(
             transport.begin([(peer, to[peer]) for peer in others], [(peer, into[peer]) for peer in others])
         )
@@ -405,7 +410,7 @@ def _reduce_in_pieces(
     def combine(i: int) -> None:
         waits[i]()
         table, count = rows(combined, i), pieces[i].stop - pieces[i].start
-        codec.combine(rows(received, i), table[rank, None], op=op, count=count, dtype=dtype)
+        run.combine(rows(received, i), table[rank, None], op, count, dtype)
         waits[i] = transport.begin(
             [(peer, table[rank]) for peer in others], [(peer, table[peer]) for peer in others]
         )
@@ -413,7 +418,7 @@ def _reduce_in_pieces(
     def decode(i: int) -> None:
         waits[i]()
         for row, out in zip(rows(combined, i), results[:, pieces[i]], strict=True):
-            codec.decode(row[None], out[None])
+            run.decode(row[None], out[None])
 
     pipeline(len(pieces), encode, combine, decode)
 
@@ -429,16 +434,16 @@ def _keep_loss(
     residual: Array,
 ) -> None:
     """Write to `residual` what quantizing lost: of this rank's chunks, and of the combined chunk it owns."""
-    run, flat = kernels.of(chunks), chunks.reshape(-1)
+    run, flat, decode = kernels.of(chunks), chunks.reshape(-1), codec.unchecked.decode
     decoded = comm.scratch.take("decoded", chunks.shape, chunks.dtype, like=chunks)
-    codec.decode(wire, decoded)
+    decode(wire, decoded)
     run.loss(flat, decoded.reshape(-1), 1, out=flat)
 
     total = comm.scratch.take("total", chunks.shape[1:], chunks.dtype, like=chunks)
     kept = comm.scratch.take("kept", (1, *chunks.shape[1:]), chunks.dtype, like=chunks)
-    codec.decode(received, decoded)
+    decode(received, decoded)
     run.reduce_rows(decoded, total, op)
-    codec.decode(combined, kept)
+    decode(combined, kept)
     # The next mean divides by p what this rank adds to it.
     run.loss(total, kept[0], comm.size if op == "avg" else 1, out=total)
     run.add(chunks[comm.rank], total, out=chunks[comm.rank])

@@ -348,7 +348,8 @@ class Engine:
         """Load the kernels of codecs on a device now, while no lane works.
 
         CUDA loads a kernel when it is first launched, and may wait for all that the device is doing: also for a
-        call of NCCL on the lane, whose peer's thread may be waiting to launch the same.
+        call of NCCL on the lane, whose peer's thread may be waiting to launch the same. Kernels of sums, of steps
+        and of CuPy itself are loaded when they are met.
         """
         for phase in phases_of(self.algorithm):
             for flat in {bucket.flat.dtype: bucket.flat for bucket in self._buckets[phase.payload]}.values():

@@ -413,12 +413,15 @@ def use_address(address: int) -> AbstractContextManager[None]:
     """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
     if address == current_address():
         return nullcontext()
-    return UseStream(_stream_at(address))
+    return UseStream(_stream_at(address, _cuda().runtime.getDevice()))
 
 
 @functools.lru_cache(maxsize=64)
-def _stream_at(address: int) -> Any:
-    """A handle for a stream that another library made. It owns nothing, and making one takes microseconds."""
+def _stream_at(address: int, device: int) -> Any:
+    """A handle for a stream of this device, the current one, that another library made.
+
+    It owns nothing, and making one takes microseconds. Default streams of all devices have one address.
+    """
     return _cuda().Stream.from_external(_Address(address))
 
 

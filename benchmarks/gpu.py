@@ -428,10 +428,17 @@ def commit() -> str:
     return described.stdout.strip()
 
 
+def before(file: Path) -> Path:
+    """Where the last run's file waits until it is known that this one can measure anything."""
+    return file.with_name(f"{file.name}.before")
+
+
 def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Section]) -> None:
     """Write what is known before anything runs."""
     lines.parent.mkdir(parents=True, exist_ok=True)
     for file in (lines, lines.with_suffix(".log")):
+        if file.exists():
+            file.replace(before(file))
         file.write_text("")
     arguments = argparse.Namespace(
         **{key: value if isinstance(value, int) else str(value) for key, value in vars(options).items()}
@@ -482,16 +489,25 @@ def run_sections(options: argparse.Namespace) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sections; 0 if all have passed or were left out, and all results are right."""
     options = parse_arguments(argv)
+    lines = options.out.with_suffix(".jsonl")
+    if options.report and not lines.exists():
+        print(f"there are no lines {lines} to make a record of; run without --report first", file=sys.stderr)
+        return 2
     if not options.report:
         try:
             obstacle = run_sections(options)
         except BaseException:
-            report(options)
+            if lines.exists():
+                report(options)
             raise
+        for file in (lines, lines.with_suffix(".log")):
+            if obstacle and before(file).exists():
+                before(file).replace(file)
+            elif obstacle:
+                file.unlink(missing_ok=True)
+            before(file).unlink(missing_ok=True)
         if obstacle:
             print(obstacle, file=sys.stderr)
-            for suffix in (".jsonl", ".log"):
-                options.out.with_suffix(suffix).unlink(missing_ok=True)
             return 2
     record = report(options)
     print(*gpu_report.summary(record), sep="\n")

@@ -14,7 +14,7 @@ from typing import Any
 
 def append(path: Path, at: Sequence[str], value: object) -> None:
     """Add a line: at once and as a whole, also where several processes do so."""
-    line = json.dumps({"at": list(at), "value": value}) + "\n"
+    line = "\n" + json.dumps({"at": list(at), "value": value}) + "\n"  # apart from half a line before it
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, line.encode())
@@ -33,7 +33,7 @@ def read(path: Path) -> dict[str, Any]:
     {'a': {'b': 1, 'c': 2}}
     """
     record: dict[str, Any] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:

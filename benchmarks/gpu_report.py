@@ -303,7 +303,7 @@ def _count(tests: Results) -> Results:
 def not_done(sections: Results) -> list[str]:
     """What was not done, or not to its end, and why."""
     whole = [
-        f"{name}: {entry['outcome']}: {entry['reason'].splitlines()[0]}"
+        f"{name}: {entry['outcome']}: {(entry['reason'].splitlines() or ['no reason given'])[0]}"
         for name, entry in sections.items()
         if entry["outcome"] in ("left out", "out of time")
     ]

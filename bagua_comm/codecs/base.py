@@ -45,7 +45,11 @@ class Unchecked(NamedTuple):
 
 
 class Codec(ABC):
-    """A lossy coder of chunks."""
+    """A lossy coder of chunks.
+
+    A subclass says how, in `_encode`, `_decode` and `_combine`, of arguments that were checked; these are what
+    collectives call.
+    """
 
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})
     """Names of the element dtypes that can be encoded."""

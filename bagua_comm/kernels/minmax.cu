@@ -14,8 +14,9 @@
 // A block too long for a CTA is cut into segments of 16 elements a thread: `encode_ranges` leaves the range of each
 // segment, then `encode_segments` reads the elements again.
 //
-// Nearly all CTAs have `whole` segments alone: 16 elements for every thread, at addresses that 16-byte words fit. For them
-// everything is compiled once more, without a check of ends and addresses.
+// Segments are `whole` where every thread of a warp has 16 elements, at addresses that 16-byte words fit: nearly all are, in
+// blocks of 16 * 2^n elements, and in very long ones. For them everything is compiled once more, without a check of ends
+// and addresses.
 //
 // combine is encode of another source: the sum of the decoded rows, in float32 and row order, rounded to the element
 // dtype once. All arithmetic is float32. The specification divides 255 by the range in float64 and rounds to float32,
@@ -148,10 +149,11 @@ struct alignas(16) Decoder {
     }
 
     // level / scale, correctly rounded by one correction of level * inverse (Markstein, "Computation of elementary
-    // functions on the IBM RISC System/6000", 1990). He asks for a first quotient within one ulp; this one is within 3/2.
-    // What it leaves is an error of 2^-23 ulp, which only matters if the true quotient is that near to the middle of two
-    // floats. There the first quotient, a float, is off by an odd number of halves, so by half an ulp, and the error
-    // is at most scale / 2^floor(log2(scale)) * 2^-26 ulp: less than any quotient's distance from the middle.
+    // functions on the IBM RISC System/6000", 1990). He asks for a first quotient within one ulp; this one is less than
+    // 3/2 off. Before it is rounded, the second is less than 2^-22 ulp off, which only matters where the true quotient is
+    // that near to the middle of two floats. There the first one, a float, is off by half an ulp, and the second by no
+    // more than m * 2^-26 ulp, where m is the scale's significand, from 1 to 2; but no level of up to 23 bits has a
+    // quotient nearer to the middle than 2^-24 / m ulp.
     __device__ float32 divide(float32 level) const {
         float32 quotient = level * inverse;
         return fmaf(fmaf(-scale, quotient, level), inverse, quotient);
@@ -192,11 +194,16 @@ struct Sum {
 
     __device__ bool fit_words() const { return ::fit_words(wire, layout); }
 
+    // One for each thread of the CTA.
+    static __device__ Decoder* shared_decoders() {
+        __shared__ Decoder decoders[largest_cta];
+        return decoders;
+    }
+
     template <bool whole>
     __device__ void read(const Segment& segment, float32 (&values)[slots][width]) const {
-        __shared__ Decoder shared[largest_cta];
         int lanes = min(int(blockDim.x), warp), lane = threadIdx.x & (lanes - 1), at = place(0, width);
-        Decoder* decoders = shared + (threadIdx.y * blockDim.x + threadIdx.x - lane);
+        Decoder* decoders = shared_decoders() + (threadIdx.y * blockDim.x + threadIdx.x - lane);
         float32(&total)[width] = values[0];
 #pragma unroll
         for (int i = 0; i < width; ++i) total[i] = -0.0f;  // to which any number is added exactly
@@ -222,7 +229,7 @@ struct Sum {
         divide_and_round(total);
     }
 
-    // Add `rows` rows. Four are on their way at a time.
+    // Add `rows` rows. If all are whole and plain, several are on their way at a time.
     template <bool whole_and_plain>
     __device__ void add(const uint8* from, int rows, int valid, const Decoder* decoders, float32 (&total)[width]) const {
         constexpr int ahead = whole_and_plain ? 4 : 1;

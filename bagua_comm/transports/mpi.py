@@ -180,13 +180,13 @@ class _World:
         reason = str(error) if error is not None else ""
         completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
         notice = Notice(kind, name, reason[:500], completed)
-        with suppress(MPI.Exception):  # a rank that has died needs no notice
-            self.notices.tell(ranks, notice)
+        self.notices.tell(ranks, notice)
 
     def _post(self, rank: int, message: bytes) -> None:
         data = np.frombuffer(message, np.uint8)
-        # Kept as long as this world: nobody waits until it is received.
-        self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
+        with suppress(MPI.Exception):  # a rank that has died needs no notice
+            # Kept as long as this world: nobody waits until it is received.
+            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
 
     def _take(self) -> tuple[int, bytes] | None:
         try:

@@ -29,6 +29,7 @@ lanes on threads don't promise.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -62,6 +63,9 @@ _DTYPES = {
 _FLOAT_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "avg": nccl.NCCL_AVG}
 _INTEGER_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
 
+_TOKEN_BYTES = 16
+"""Of a communicator's name, which no other one has."""
+
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _LIBRARY_ERRORS = (nccl.NcclError, KeyError)
 """CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises KeyError, with the number."""
@@ -72,7 +76,9 @@ class Names(NamedTuple):
 
     name: str
     family: str
-    """Of all that were split off one another, with the same ranks; who leaves gives up all of them."""
+    """Of all that were split off one another, with the same ranks."""
+    joined: list[str]
+    """The families of all that this rank has a part in: who leaves gives up all of them."""
 
 
 class NcclTransport(Transport):
@@ -117,11 +123,13 @@ class NcclTransport(Transport):
         limit_s = host.timeout_s if timeout_s is None else check_timeout(cls.name, timeout_s)
         watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
         mine = _together(host, nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES))
-        unique_id = np.frombuffer(mine, np.uint8).copy()
-        host.broadcast(unique_id, 0)
+        token = secrets.token_bytes(_TOKEN_BYTES)  # NCCL's address may be the same again, after a shrink
+        told = np.frombuffer(mine + token, np.uint8).copy()
+        host.broadcast(told, 0)
+        unique_id, name = told[:-_TOKEN_BYTES].tobytes(), told[-_TOKEN_BYTES:].tobytes().hex()
 
         def make() -> Any:
-            return nccl.NcclCommunicator(host.size, unique_id.tobytes(), host.rank)
+            return nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
         # Half of the time: ranks that wait here for one that failed must still meet it in `_together`.
         comm = _together(
@@ -129,8 +137,9 @@ class NcclTransport(Transport):
             lambda: watchdog.limited(make, host.timeout_s / 2, f"{_who(host)}: NCCL"),
             undo=lambda comm: watchdog.start(comm.abort),
         )
-        name = unique_id[:16].tobytes().hex()
-        return cls(comm, host.rank, host.size, watchdog=watchdog, host=host, names=Names(name, f"{name}*"))
+        family = f"{name}*"
+        names = Names(name, family, [family])
+        return cls(comm, host.rank, host.size, watchdog=watchdog, host=host, names=names)
 
     def moves(self, x: Array) -> bool:
         """Device arrays."""
@@ -280,7 +289,7 @@ class NcclTransport(Transport):
 
     def _listen(self) -> None:
         """Raise if another rank has given up."""
-        told = self._host.heard(self._names)
+        told = self._host.heard((self._names.name, self._names.family))
         if told is not None:
             self._others_know = True
             raise told
@@ -312,9 +321,17 @@ class NcclTransport(Transport):
             self._watch.check_usable(exc)
         self._splits += 1
         name = f"{self._names.name}.{self._splits}:{color}"
-        names = Names(name, self._names.family if comm.size() == self.size else f"{name}*")
+        family, joined = self._names.family, self._names.joined
+        if comm.size() != self.size:
+            family = f"{name}*"
+            joined.append(family)
         return NcclTransport(
-            comm, comm.rank_id(), comm.size(), watchdog=self._watchdog, host=self._host, names=names
+            comm,
+            comm.rank_id(),
+            comm.size(),
+            watchdog=self._watchdog,
+            host=self._host,
+            names=Names(name, family, joined),
         )
 
     def shrink(self, host: Transport | None = None) -> Transport:
@@ -332,7 +349,8 @@ class NcclTransport(Transport):
         """See `Transport.leave`; with a `reason`, what is in flight on this rank ends."""
         if reason is not None:
             self._others_know = True
-            self._host.tell(self._names.family, CommAborted(reason))
+            for family in self._names.joined:
+                self._host.tell(family, CommAborted(reason))
             self._watch.abort()
         return True
 

@@ -105,13 +105,14 @@ class Watch:
             try:
                 while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
                     self.spare_events.append(self._calls.popleft().event)
+            except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
+                self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
+            try:
                 self._check()
                 if self._calls:
                     self._listen()
             except CommError as exc:
                 self.fail(type(exc), str(exc))
-            except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
-                self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
             for call in tuple(self._calls)[:1]:
                 age = time.monotonic() - call.start
                 if age > self._watchdog.timeout_s:
@@ -128,10 +129,12 @@ class Watch:
 
     def fail(self, kind: type[CommError], reason: str) -> None:
         """Give up: the communicator is aborted, and later calls raise this."""
-        if self._failure is None:
+        first = self._failure is None
+        if first:
             self._failure = kind, reason
-            self._tell(kind(reason))
         self._over.set()
+        if first:
+            self._tell(kind(reason))
 
     def check_usable(self, cause: BaseException | None = None) -> None:
         """Raise what has failed, if anything has."""

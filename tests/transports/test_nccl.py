@@ -446,6 +446,31 @@ def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(devic
 
 
 @one_policy
+def test_ranks_that_wait_in_a_smaller_group_learn_at_once_that_another_one_has_left(device):
+    import cupy
+
+    device.nccl_connects = False
+
+    def body(comm):
+        x = cupy.zeros(3)
+        group = comm.split(comm.rank // 2)
+        if comm.rank == 0:
+            with pytest.raises(MemoryError), comm:
+                raise MemoryError("no room for a bucket")
+        elif comm.rank == 1:
+            group.allreduce(x)
+            with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
+                call_once_it_fails(group)
+        comm.transports[0].barrier()
+        if comm.rank > 1:
+            group.transports[1]._watch.check_usable()  # nobody has left this one
+        with contextlib.suppress(CommError):
+            group.close()
+
+    in_time(lambda: run_over_nccl(device, 4, body=body), seconds=5)
+
+
+@one_policy
 def test_a_rank_that_has_given_up_one_group_of_ranks_goes_on_in_others(device):
     import cupy
 
