@@ -36,6 +36,7 @@ struct Layout {                        // as in device.py
     int64 start, stride;               // bytes of a row of the wire before its codes, and in all
     float32 eps;
 };
+static_assert(sizeof(Layout) == 72);
 
 struct Range {
     float32 low, high;
