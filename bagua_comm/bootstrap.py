@@ -864,11 +864,11 @@ def my_gpu(device: int | None) -> GpuFacts:
     bus_id, uuid, version, problem = None, "", 0, ""
     if device is not None:
         arrays.use_device(device)
-        bus_id, uuid = arrays.bus_id(device), arrays.uuid(device)
+        bus_id = arrays.bus_id(device)
         try:
             from .transports import nccl
 
-            version = nccl.version()
+            version, uuid = nccl.version(), arrays.uuid(device)
         except (ImportError, CommError) as exc:
             problem = str(exc)
     machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
