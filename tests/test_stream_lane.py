@@ -441,6 +441,10 @@ def test_the_handle_of_a_stream_is_made_once_for_each_address(cupy, monkeypatch)
     assert made == [stream.ptr, other.ptr]
 
 
+def test_default_streams_of_two_devices_have_a_handle_each_though_one_address(cupy):
+    assert _stream_at(0, 0) is _stream_at(0, 0) is not _stream_at(0, 1)
+
+
 def test_the_stream_at_an_address_is_current_in_the_body(cupy):
     stream = cupy.cuda.Stream()
     with use_address(stream.ptr):

@@ -471,6 +471,31 @@ def test_ranks_that_wait_in_a_smaller_group_learn_at_once_that_another_one_has_l
 
 
 @one_policy
+def test_a_communicator_made_again_at_the_same_address_is_another_one(device, monkeypatch):
+    from cupy.cuda import nccl
+
+    address = nccl.get_unique_id()
+    monkeypatch.setattr(nccl, "get_unique_id", lambda: address)
+
+    def body(comm):
+        transport = comm.transports[1]
+        names = [transport._names.name]
+        transport.abort()
+        comm.transports[0].barrier()
+        device.nccl_worlds.clear()  # NCCL lets ranks meet again where they have met before
+        comm.transports[0].barrier()
+        again = type(transport).connect(comm.transports[0])
+        names.append(again._names.name)
+        again.agree(True)  # what was given up before is not this one
+        again.close()
+        return names
+
+    first, second = run_over_nccl(device, 2, body=body)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+@one_policy
 def test_a_rank_that_has_given_up_one_group_of_ranks_goes_on_in_others(device):
     import cupy
 
