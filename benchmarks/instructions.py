@@ -77,20 +77,17 @@ class Block(NamedTuple):
     """The blocks that may come next, by address; -1 is the end; a barrier (BSYNC) stands for where it leads."""
 
 
-def compiled(file: str, dtype: str, architecture: str) -> bytes:
-    """The cubin of a .cu file of bagua_comm."""
+def compiled(file: str, architecture: str, element: str, *defines: str) -> tuple[bytes, str]:
+    """The cubin of a .cu file of bagua_comm, and what the compiler says of its kernels. Needs no driver."""
     device = import_module("bagua_comm.kernels.device")
+    # Through its binding, since `cupy.cuda.compiler` asks for a driver.
     nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
     program = nvrtc.createProgram(device.source(file), file, (), ())
+    # CuPy adds these two.
+    added = (f"-arch=sm_{architecture}", "--device-as-default-execution-space")
     try:
-        options = (
-            *device.compile_options(dtype),
-            f"-arch=sm_{architecture}",
-            "--device-as-default-execution-space",
-        )
-        nvrtc.compileProgram(program, options)
-        cubin: bytes = nvrtc.getCUBIN(program)
-        return cubin
+        nvrtc.compileProgram(program, (*device.compile_options(element, *defines), *added, "--ptxas-options=-v"))
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
     finally:
         nvrtc.destroyProgram(program)
 
@@ -252,7 +249,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for architecture in ARCHITECTURES:
         counts = table[f"sm_{architecture}"] = {}
         for dtype in DTYPES:
-            counts |= counted(compiled("minmax.cu", dtype, architecture), dtype)
+            cubin, _ = compiled("minmax.cu", architecture, dtype)
+            counts |= counted(cubin, dtype)
     steps = list(next(iter(table.values())))
     print(f"{'instructions an element':28}" + "".join(f"{name:>9}" for name in table))
     for step in steps:

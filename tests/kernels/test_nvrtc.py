@@ -1,7 +1,4 @@
-"""Every kernel compiles for every architecture; this needs no GPU and no driver.
-
-NVRTC is driven through its binding, since `cupy.cuda.compiler` asks for a driver.
-"""
+"""Every kernel compiles for every architecture; this needs no GPU and no driver."""
 
 import functools
 import inspect
@@ -36,38 +33,23 @@ def nvrtc():
     return import_module("cupy_backends.cuda.libs.nvrtc")
 
 
-@functools.cache
-def compiled(nvrtc, file, architecture, options):
-    """The cubin and what ptxas says of it."""
-    device = import_module("bagua_comm.kernels.device")
-    program = nvrtc.createProgram(device.source(file), file, (), ())
-    # CuPy adds the last two.
-    options = [
-        *device.compile_options(*options),
-        f"-arch=sm_{architecture}",
-        "--device-as-default-execution-space",
-    ]
-    try:
-        nvrtc.compileProgram(program, [*options, "--ptxas-options=-v"])
-        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
-    finally:
-        nvrtc.destroyProgram(program)
+compiled = functools.cache(instructions.compiled)
 
 
 @pytest.mark.parametrize("file", MODULES)
-def test_every_file_compiles_for_every_architecture_without_spilling_registers(nvrtc, file):
+def test_every_file_compiles_for_every_architecture_without_spilling_registers(file):
     with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda sm: compiled(nvrtc, file, sm, MODULES[file][0]), ARCHITECTURES)
+        results = pool.map(lambda sm: compiled(file, sm, *MODULES[file][0]), ARCHITECTURES)
         for architecture, (cubin, log) in zip(ARCHITECTURES, results, strict=True):
             check(cubin, log, architecture)
 
 
 @pytest.mark.parametrize("file", MODULES)
-def test_every_file_compiles_for_every_dtype(nvrtc, file):
+def test_every_file_compiles_for_every_dtype(file):
     with ThreadPoolExecutor(2) as pool:
         for options, (cubin, log) in zip(
             MODULES[file],
-            pool.map(lambda options: compiled(nvrtc, file, "75", options), MODULES[file]),
+            pool.map(lambda options: compiled(file, "75", *options), MODULES[file]),
             strict=True,
         ):
             check(cubin, log, options)
@@ -89,8 +71,8 @@ SLACK = 1.05
 
 
 @pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
-def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(nvrtc, architecture):
-    cubin, _ = compiled(nvrtc, "minmax.cu", architecture, MODULES["minmax.cu"][0])
+def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(architecture):
+    cubin, _ = compiled("minmax.cu", architecture, "float32")
     counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]
     assert counts.keys() == {step for step in known if "float32" in step}
     assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}
@@ -152,4 +134,4 @@ def test_a_mistake_is_an_error(nvrtc, monkeypatch):
     broken = device.source("cast.cu").replace("int64 summands", "summands")
     monkeypatch.setattr(device, "source", lambda file: broken)
     with pytest.raises(nvrtc.NVRTCError):
-        compiled.__wrapped__(nvrtc, "cast.cu", "90", ("float32", "WIRE=float16"))
+        instructions.compiled("cast.cu", "90", "float32", "WIRE=float16")

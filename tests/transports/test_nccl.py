@@ -422,6 +422,16 @@ def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
     in_time(lambda: run_over_nccl(device, 3, body=body), seconds=5)
 
 
+def leave_by_an_error(comm):
+    with pytest.raises(MemoryError), comm:
+        raise MemoryError("no room for a bucket")
+
+
+def hear_that_rank_0_left(comm):
+    with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
+        call_once_it_fails(comm)
+
+
 @one_policy
 def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(device):
     import cupy
@@ -432,12 +442,10 @@ def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(devic
         x = cupy.zeros(3)
         lane = comm.lane("stream")
         if comm.rank == 0:
-            with pytest.raises(MemoryError), comm:
-                raise MemoryError("no room for a bucket")
+            leave_by_an_error(comm)
         else:
             lane.submit(lane.comm.allreduce, x)
-            with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
-                call_once_it_fails(lane.comm)
+            hear_that_rank_0_left(lane.comm)
         comm.transports[0].barrier()
         with contextlib.suppress(CommError):
             lane.comm.close()
@@ -455,12 +463,10 @@ def test_ranks_that_wait_in_a_smaller_group_learn_at_once_that_another_one_has_l
         x = cupy.zeros(3)
         group = comm.split(comm.rank // 2)
         if comm.rank == 0:
-            with pytest.raises(MemoryError), comm:
-                raise MemoryError("no room for a bucket")
+            leave_by_an_error(comm)
         elif comm.rank == 1:
             group.allreduce(x)
-            with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
-                call_once_it_fails(group)
+            hear_that_rank_0_left(group)
         comm.transports[0].barrier()
         if comm.rank > 1:
             group.transports[1]._watch.check_usable()  # nobody has left this one
