@@ -20,10 +20,10 @@ from .algorithms import (
     after,
     every,
 )
+from .averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .codecs import BFloat16, Codec, Float16, MinMaxUInt8
-from .collectives import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
 from .comm import Communicator, Nodes
 from .engine import Engine
 from .errors import (
@@ -38,7 +38,7 @@ from .errors import (
     UnsupportedError,
 )
 from .lane import Lane
-from .tuner import Tuner
+from .planning.tuner import Tuner
 
 __version__ = "0.1.0"
 

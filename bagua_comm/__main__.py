@@ -21,8 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, advise, arrays, bootstrap
+from . import __version__, arrays, bootstrap, cuda
 from .errors import ArrayError
+from .planning import advise
 
 DESCRIPTION = "The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`."
 """Not taken from the docstring, which `python -OO` leaves out."""
@@ -238,8 +239,8 @@ def collect_info() -> dict[str, dict[str, Any]]:
         "MPI": _mpi_facts(),
         "devices": {
             "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "CUDA devices": arrays.device_count(),
-            **arrays.device_facts(),
+            "CUDA devices": cuda.device_count(),
+            **cuda.device_facts(),
             "device arrays": _device_side(),
         },
         "transports carry": {
@@ -270,7 +271,7 @@ def _installed(*distributions: str) -> str:
 
 def _device_side() -> str:
     """What `connect` takes for device arrays here, and why."""
-    count = arrays.device_count()
+    count = cuda.device_count()
     if not count:
         return "not carried: there is no device"
     try:

@@ -34,11 +34,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
-from . import arrays
+from . import cuda
 from .comm import Communicator
+from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
-from .lane import STREAMS_PER_THREAD, has_streams_per_thread
 from .processes import state_of
 from .trace import NULL, Recorder
 from .transports import LocalTransport, Transport, base
@@ -688,7 +688,7 @@ class _Ending:
         for world in list(self.worlds):
             with suppress(CommError):
                 self.leave(world)
-        from .transports.mpi import BlockedCall
+        from .transports.mpi.transport import BlockedCall
 
         if any(isinstance(thread, BlockedCall) for thread in threading.enumerate()):
             # A call that timed out still waits inside MPI, which cannot end meanwhile.
@@ -825,7 +825,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     if gpu == "none":
         return None, []
     make_room_for_cupy()
-    count = arrays.device_count()
+    count = cuda.device_count()
     device = setup.local_rank % count if count else None
     if device is not None and has_streams_per_thread():
         warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
@@ -863,12 +863,12 @@ def my_gpu(device: int | None) -> GpuFacts:
     """What there is to tell about this process and its device, which becomes the current one."""
     bus_id, uuid, version, problem = None, "", 0, ""
     if device is not None:
-        arrays.use_device(device)
-        bus_id = arrays.bus_id(device)
+        cuda.use_device(device)
+        bus_id = cuda.bus_id(device)
         try:
-            from .transports import nccl
+            from .transports.nccl import transport as nccl
 
-            version, uuid = nccl.version(), arrays.uuid(device)
+            version, uuid = nccl.version(), cuda.uuid(device)
         except (ImportError, CommError) as exc:
             problem = str(exc)
     machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()

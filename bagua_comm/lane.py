@@ -14,24 +14,19 @@ so what is submitted to one cannot be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
-from .arrays import passed, record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
-from .trace import NULL, Recorder, Tracer
+from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
+from .errors import CommAborted, CommError, CommTimeout, RankFailed
+from .trace import NULL, Tracer
 
 SLACK_S = 5.0
 """How much longer than a call may take `wait` waits, at most: the call itself should say what is wrong."""
@@ -254,216 +249,6 @@ class InlineLane(Lane):
             future.set_exception(exc)
         self._remember(future)
         return future
-
-
-# Streams and events -------------------------------------------------------------------------------------
-
-
-class SideStream:
-    """A CUDA stream beside the caller's, and the events between the two. Only `finish` holds up the host.
-
-    Args:
-        device: The index of the device; it becomes the current one of the calling thread.
-    """
-
-    def __init__(self, device: int) -> None:
-        use_device(device)
-        self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
-        # Else its small kernels would queue up behind the large ones of the backward pass.
-        self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
-        self._callers: dict[int, Any] = {}
-        """Streams on which something was submitted since the last join, by address."""
-        self.end: Any = None
-        """An event behind the latest task."""
-
-    def future(self) -> SideFuture:
-        """The future of a task that comes after everything on the current stream."""
-        caller = self._cuda.get_current_stream()
-        self._callers[caller.ptr] = caller
-        return SideFuture(record_event())
-
-    def after(self, event: Any) -> UseStream:
-        """In the body of `with`, this stream is current; what it does there comes after `event`."""
-        self._stream.wait_event(event)
-        return UseStream(self._stream)
-
-    def join(self) -> None:
-        """The current stream waits for all tasks that were run, and so do those on which they were submitted.
-
-        An array may be freed then: its memory is used again in the order of the stream that it was made on.
-        """
-        current = self._cuda.get_current_stream()
-        if self.end is not None:
-            for stream in ({current.ptr: current} | self._callers).values():
-                stream.wait_event(self.end)
-        self._callers.clear()
-
-    def finish(self, limit_s: float) -> None:
-        """Wait for the device.
-
-        Raises:
-            CommTimeout: It takes longer than this: a peer is missing.
-            CUDARuntimeError: It has met an error.
-        """
-        give_up = time.monotonic() + limit_s
-        while self.end is not None and not passed(self.end):
-            if time.monotonic() > give_up:
-                raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
-            time.sleep(1e-4)
-
-    def free(self) -> None:
-        """Give the device the memory back that was freed on this stream, which nobody else would use again."""
-        importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
-
-
-class SideFuture(Future[Any]):
-    """The future of a task on a side stream."""
-
-    def __init__(self, submitted: Any) -> None:
-        super().__init__()
-        self.submitted = submitted
-        """The event that the task waits for."""
-        self.end: Any = None
-        """The event behind it."""
-
-    def done(self) -> bool:
-        """Whether the task was run, and the device is done with it."""
-        return super().done() and (self.end is None or passed(self.end))
-
-    def result(self, timeout: float | None = None) -> Any:
-        """What the task returned, once it was run; the current stream waits for what it enqueued."""
-        result = super().result(timeout)
-        _cuda().get_current_stream().wait_event(self.end)
-        return result
-
-
-class DeviceClock:
-    """Tells when something happened on a device, on the host's axis of time; see `trace.Clock`.
-
-    It looks at both clocks together each time that it is asked: over hours they drift apart by milliseconds, and
-    CUDA tells time in 32-bit floats.
-    """
-
-    def __init__(self, device: int) -> None:
-        use_device(device)
-        self._device, self._cuda = device, _cuda()
-        self._stream = self._cuda.Stream(non_blocking=True)
-
-    def mark(self) -> Any:
-        """An event on the current stream that remembers its time."""
-        event = self._cuda.Event()
-        event.record()
-        return event
-
-    def times(self, events: Sequence[Any]) -> list[int | None]:
-        """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
-        happened = [passed(event) for event in events]
-        use_device(self._device)
-        now, before_ns = self._cuda.Event(), time.perf_counter_ns()
-        now.record(self._stream)
-        now.synchronize()
-        now_ns = (before_ns + time.perf_counter_ns()) // 2
-        return [
-            now_ns - round(1e6 * self._cuda.get_elapsed_time(event, now)) if known else None
-            for event, known in zip(events, happened, strict=True)
-        ]
-
-
-class DeviceSpan:
-    """A span on a row of the timeline: what the current stream does from here to `end`. A `Recorder` keeps it."""
-
-    def __init__(self, tracer: Tracer, clock: DeviceClock, name: str, row: str) -> None:
-        self._recorder = tracer if isinstance(tracer, Recorder) else None
-        self._clock, self._name, self._row = clock, name, row
-        self._start = clock.mark() if self._recorder is not None else None
-
-    def end(self, **args: Any) -> Any:
-        """Keep the span; returns the event of its end, None if there is no recorder."""
-        if self._recorder is None:
-            return None
-        end = self._clock.mark()
-        self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
-        return end
-
-
-class UseStream:
-    """In the body of `with`, `stream` is CuPy's current one.
-
-    Not CuPy's own `with stream:`, which goes back to the stream of the `with` around it, and so forgets one that
-    `Stream.use` has made current.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._before = _cuda().get_current_stream()
-        self._stream.use()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._before.use()
-
-
-def use_address(address: int) -> AbstractContextManager[None]:
-    """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
-    if address == current_address():
-        return nullcontext()
-    return UseStream(_stream_at(address, _cuda().runtime.getDevice()))
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_at(address: int, device: int) -> Any:
-    """A handle for a stream of this device, the current one, that another library made.
-
-    It owns nothing, and making one takes microseconds. Default streams of all devices have one address.
-    """
-    return _cuda().Stream.from_external(_Address(address))
-
-
-STREAMS_PER_THREAD = (
-    "CuPy has a default stream for each thread (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), which PyTorch's tensors "
-    "do not work with: unset that variable"
-)
-
-
-def has_streams_per_thread() -> bool:
-    """Whether CuPy was told to have a default stream for each thread, and that is the current one."""
-    return int(_cuda().get_current_stream().ptr) == _PER_THREAD
-
-
-def current_address() -> int:
-    """The address of CuPy's current stream, for another library.
-
-    Raises:
-        UnsupportedError: It has none, since it is another stream in each thread.
-    """
-    address = int(_cuda().get_current_stream().ptr)
-    if address == _PER_THREAD:
-        raise UnsupportedError(STREAMS_PER_THREAD)
-    return address
-
-
-_PER_THREAD = 2
-"""cudaStreamPerThread."""
-
-
-@dataclass(frozen=True)
-class _Address:
-    """A stream as CuPy takes it from other libraries."""
-
-    address: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.address
-
-
-def _cuda() -> Any:
-    return importlib.import_module("cupy").cuda
 
 
 def _device_of(comm: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from bagua_comm import UnsupportedError, arrays, lane
+from bagua_comm import UnsupportedError, arrays, cuda
 from bagua_comm.arrays import Array
 
 _DTYPES = {
@@ -58,8 +58,8 @@ _ON_HOST = nullcontext()
 @contextmanager
 def _on_device(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):
-        arrays.use_device(torch.cuda.current_device())
-        with lane.use_address(torch.cuda.current_stream().cuda_stream):
+        cuda.use_device(torch.cuda.current_device())
+        with cuda.use_address(torch.cuda.current_stream().cuda_stream):
             yield
 
 
@@ -68,7 +68,7 @@ def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "cpu":
         return _ON_HOST
     external: Any = torch.cuda.ExternalStream  # torch leaves it untyped
-    return torch.cuda.stream(external(lane.current_address(), device))
+    return torch.cuda.stream(external(cuda.current_address(), device))
 
 
 def as_array(tensor: torch.Tensor) -> Array:
@@ -92,7 +92,7 @@ def as_array(tensor: torch.Tensor) -> Array:
     if tensor.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"a tensor is on {tensor.device}, expected cpu or cuda")
     if tensor.device.type == "cuda":
-        lane.current_address()  # raises where CuPy's cannot be made PyTorch's
+        cuda.current_address()  # raises where CuPy's cannot be made PyTorch's
     tensor = tensor.detach()
     with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device; -1 is the CPU
         if name == "bfloat16":

@@ -29,7 +29,7 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms.base import TRANSIENT, Payload, check_average, check_average_argument
 from bagua_comm.algorithms.state import load_state, save_state
-from bagua_comm.collectives import InPlace
+from bagua_comm.averages import InPlace
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
 

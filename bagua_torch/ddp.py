@@ -54,8 +54,8 @@ from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases
 from bagua_comm.algorithms.schedule import Every
 from bagua_comm.algorithms.state import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import check_fit
-from bagua_comm.lane import DeviceClock, DeviceSpan
 
 from .arrays import as_array, as_tensor, dtype_name, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors, map_leaves

@@ -3,7 +3,7 @@
     python benchmarks/costmodel.py vgg16-*.json bert-*.json --model vgg16 --rates 1000,10000 --out results
 
 writes costmodel.json, costmodel.md and costmodel.png to the folder. The rows of `--algorithms` for that model at
-those network rates are what `bagua_comm.costmodel.calibrate` sees: a slow network shows which share of its rate
+those network rates are what `calibration.calibrate` sees: a slow network shows which share of its rate
 is reached, and a fast one the work. The others are predicted from what comes out and the times of computation
 alone, those of the `alone` row of the same model and network. The JSON file has the calibrated rates as
 `python -m bagua_comm advise --rates` reads them.
@@ -24,21 +24,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from calibration import Measurement, calibrate
 
 import bagua_comm
 from bagua_comm import AsyncModelAverage, DiLoCo
 from bagua_comm.algorithms.schedule import Every
-from bagua_comm.costmodel import (
-    MODELS,
+from bagua_comm.planning.costmodel import (
     Cluster,
     Job,
-    Measurement,
     Method,
     Rates,
     TorchDDP,
-    calibrate,
     predict,
 )
+from bagua_comm.planning.models import MODELS
 
 ALONE = "alone"
 TORCH = {"ddp": TorchDDP(), "ddp-view": TorchDDP(), "ddp-fp16": TorchDDP(dtype="float16")}

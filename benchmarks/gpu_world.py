@@ -88,7 +88,7 @@ def is_stand_in() -> bool:
 
 def _nccl_version() -> object:
     try:
-        from bagua_comm.transports.nccl import version
+        from bagua_comm.transports.nccl.transport import version
 
         return version()
     except (ImportError, CommError) as exc:

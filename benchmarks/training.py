@@ -83,8 +83,8 @@ from bagua_comm import (
 from bagua_comm.arrays import Array
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.engine import check_fit
+from bagua_comm.planning.tuner import period_of
 from bagua_comm.trace import Recorder
-from bagua_comm.tuner import period_of
 
 LEARNING_RATE = 1e-6
 

@@ -38,7 +38,7 @@ from bagua_comm import (
     Quantized,
     Tuner,
 )
-from bagua_comm.tuner import BLOCKS, BUCKET_BYTES, Settings
+from bagua_comm.planning.tuner import BLOCKS, BUCKET_BYTES, Settings
 
 RESULTS = Path(__file__).parent / "results"
 LEARNING_RATE = 1e-6

@@ -25,7 +25,8 @@ import numpy as np
 
 from bagua_comm import ArrayError, CommMismatch, UnsupportedError, arrays
 from bagua_comm.arrays import BITWISE_OPS, FLOATS, INTEGERS, dtype_named
-from bagua_comm.testing import _assert_reduced, _assert_same, reduced, sample, whole_range
+from bagua_comm.testing import reduced, sample, whole_range
+from bagua_comm.testing.transports import _assert_reduced, _assert_same
 
 REDUCED = sorted(INTEGERS | FLOATS)
 MOVED = sorted(arrays.MOVABLE)
@@ -718,7 +719,7 @@ class RandomCalls:
 
 
 SMALL = {
-    "mpi": {
+    "mpi.transport": {
         "MESSAGE_BYTES": 101,
         "EAGER_BYTES": 200,
         "NATIVE_BYTES": 600,
@@ -726,7 +727,7 @@ SMALL = {
         "FAST_PIECE_BYTES": 300,
         "SHARED_BYTES": 1500,
     },
-    "shared": {"SLOT_BYTES": 1024},
+    "mpi.window": {"SLOT_BYTES": 1024},
 }
 """Thresholds of transports, by module: small arrays then go all the ways that large ones go."""
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_ranks import HostOnly
-from launch import run_python
+from support.device_ranks import HostOnly
+from support.launch import run_python
 
 import bagua_comm
 from bagua_comm import BootstrapError, bootstrap

@@ -3,10 +3,10 @@
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
-import calls
 import numpy as np
 import pytest
-from device_ranks import run_on_devices
+from support import calls
+from support.device_ranks import run_on_devices
 
 from bagua_comm import (
     ArrayError,

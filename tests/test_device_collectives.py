@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_ranks import run_on_devices, run_over_nccl
+from support.device_ranks import run_on_devices, run_over_nccl
 
 import bagua_comm
 from bagua_comm import (

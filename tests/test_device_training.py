@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from device_ranks import HostOnly, policies_in_turn, run_on_devices
+from support.device_ranks import HostOnly, policies_in_turn, run_on_devices
 
 from bagua_comm import (
     AsyncModelAverage,

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from references import (
+from support.references import (
     STEPS,
     Trainer,
     assert_restarts,

@@ -184,9 +184,9 @@ def test_connect_works_where_no_home_can_be_written_though_cupy_wants_a_folder_t
 def test_a_cupy_that_finds_no_folder_at_all_is_no_reason_not_to_connect(tmp_path):
     code = """
         import bagua_comm
-        from bagua_comm import arrays
+        from bagua_comm import cuda
         with bagua_comm.connect():
-            print(arrays.device_facts())
+            print(cuda.device_facts())
     """
     cupy = "raise FileNotFoundError('[Errno 2] No such file or directory')"
     assert "CuPy cannot be imported" in run_without_home(tmp_path, code, cupy)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import run_python
+from support.launch import run_python
 
 from bagua_comm import __main__ as cli
 

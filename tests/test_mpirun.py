@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from launch import run_python
+from support.launch import run_python
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 

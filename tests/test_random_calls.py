@@ -4,8 +4,8 @@ import importlib
 
 import numpy as np
 import pytest
-from device_ranks import policies_in_turn, run_on_devices
 from random_calls import CASES, Draw, RandomCalls
+from support.device_ranks import policies_in_turn, run_on_devices
 
 from bagua_comm import Communicator
 from bagua_comm.testing import Recording, run_ranks

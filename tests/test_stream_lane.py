@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, CommAborted, CommError, CommTimeout, Communicator, UnsupportedError, trace
-from bagua_comm.lane import DeviceClock, DeviceSpan, StreamLane, ThreadLane, _stream_at, use_address
+from bagua_comm.cuda import DeviceClock, DeviceSpan, _stream_at, use_address
+from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import DEVICE_SPANS, Recorder
 
@@ -300,7 +301,7 @@ def test_close_gives_the_memory_of_the_side_stream_back(cupy, make):
 def test_a_device_that_is_stuck_makes_close_raise(cupy, make, monkeypatch):
     lane = make(FakeComm(timeout_s=0.001))
     lane.submit(copy, 1, cupy.zeros(4, np.float32))
-    monkeypatch.setattr("bagua_comm.lane.passed", lambda event: False)
+    monkeypatch.setattr("bagua_comm.cuda.passed", lambda event: False)
     with pytest.raises(CommTimeout, match=r"for more than 0\.002 s"):
         lane.close()
 

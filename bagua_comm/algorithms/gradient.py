@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
-from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
 from .base import Payload, Point, Window, check_average, check_average_argument
 

@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
+from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
-from ..collectives import Average, Exact, InPlace, Quantized
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
 from .base import ALIKE, Payload, Point, Window, check_average, check_average_argument, check_integer

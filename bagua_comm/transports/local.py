@@ -18,7 +18,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ..arrays import Array, after, mark, passed
+from ..arrays import Array
+from ..cuda import after, mark, passed
 from ..errors import CommAborted, CommError, CommMismatch, CommTimeout
 from .base import POINT_TO_POINT, Message, Transport
 from .notices import given_up

@@ -19,7 +19,8 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..arrays import Array, address, record_event
+from ..arrays import Array, address
+from ..cuda import record_event
 from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
 
 PIECE_BYTES = 1 << 20

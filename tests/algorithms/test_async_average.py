@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from references import (
+from support.references import (
     STEPS,
     AsyncTrainer,
     Trainer,

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from references import (
+from support.references import (
     STEPS,
     Trainer,
     assert_follows,

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from references import (
+from support.references import (
     AdamTrainer,
     assert_follows,
     assert_restarts,

@@ -5,9 +5,7 @@ import collections
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import GradBucket
-from torch_training import (
+from support.torch_training import (
     QADAM,
     assert_same_on_all_ranks,
     batch,
@@ -20,6 +18,8 @@ from torch_training import (
     weights,
     wrapped,
 )
+from torch import nn
+from torch.distributed import GradBucket
 
 import bagua_torch
 from bagua_comm import ArrayError, ByteGrad, DiLoCo, GradientAllReduce, MinMaxUInt8, Quantized, UnsupportedError

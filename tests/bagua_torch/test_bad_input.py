@@ -5,8 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     GRADIENT_ALGORITHMS,
     QADAM,
     WEIGHT_ALGORITHMS,
@@ -21,6 +20,7 @@ from torch_training import (
     train_step,
     weights,
 )
+from torch import nn
 
 from bagua_comm import (
     ArrayError,

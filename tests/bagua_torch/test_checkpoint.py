@@ -3,8 +3,7 @@
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     ALGORITHMS,
     ASYNC_ALGORITHMS,
     QADAM,
@@ -22,6 +21,7 @@ from torch_training import (
     weights,
     wrapped,
 )
+from torch import nn
 
 from bagua_comm import (
     ArrayError,

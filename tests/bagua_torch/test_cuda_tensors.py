@@ -13,9 +13,8 @@ import types
 
 import pytest
 import torch
-from device_ranks import policies_in_turn, run_on_devices
-from torch import nn
-from torch_training import (
+from support.device_ranks import policies_in_turn, run_on_devices
+from support.torch_training import (
     QADAM,
     batch,
     loss_of,
@@ -25,6 +24,7 @@ from torch_training import (
     train_step,
     weights,
 )
+from torch import nn
 
 import bagua_torch
 from bagua_comm import (
@@ -43,7 +43,8 @@ from bagua_comm import (
     after,
     every,
 )
-from bagua_comm.lane import DeviceClock, SideStream, StreamLane, ThreadLane, UseStream
+from bagua_comm.cuda import DeviceClock, SideStream, UseStream
+from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, ddp, torch_stream
 

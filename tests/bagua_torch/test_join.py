@@ -4,8 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     CHANGING_ALGORITHMS,
     GRADIENT_ALGORITHMS,
     WEIGHT_ALGORITHMS,
@@ -18,6 +17,7 @@ from torch_training import (
     train_step,
     weights,
 )
+from torch import nn
 
 from bagua_comm import (
     AsyncModelAverage,

@@ -32,8 +32,9 @@ from bagua_comm import (
 )
 from bagua_comm.testing import check_transport, reduced, sample
 from bagua_comm.transports.base import COLLECTIVE
-from bagua_torch import ProcessGroupTransport, process_group
-from bagua_torch.process_group import BODY_BYTES, UNSENT_FRAMES, Meeting
+from bagua_torch import ProcessGroupTransport
+from bagua_torch.process_group import bootstrap
+from bagua_torch.process_group.transport import BODY_BYTES, UNSENT_FRAMES, Meeting
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -476,8 +477,8 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(process_group._rendezvous.__wrapped__)  # kept as in a process of its own
-    monkeypatch.setattr(process_group, "_rendezvous", fresh)
+    fresh = functools.cache(bootstrap._rendezvous.__wrapped__)  # kept as in a process of its own
+    monkeypatch.setattr(bootstrap, "_rendezvous", fresh)
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
             assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "torch")

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.mark.timeout(400)  # half a minute on two idle cores; `--mode all` has more
 def test_pytorchs_own_tests_pass_or_differ_as_the_table_says():
-    script = Path(__file__).with_name("pytorch_tests.py")
+    script = Path(__file__).parents[1] / "support" / "pytorch_tests.py"
     done = subprocess.run(
         [sys.executable, script, "--short"],
         stdout=subprocess.PIPE,

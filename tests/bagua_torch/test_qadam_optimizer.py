@@ -5,8 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     batch,
     gradients,
     loss_of,
@@ -15,6 +14,7 @@ from torch_training import (
     train_step,
     weights,
 )
+from torch import nn
 
 from bagua_comm import ArrayError, Exact, GradientAllReduce, QAdam, optim
 from bagua_comm.testing import run_ranks, sample

@@ -6,8 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     ALGORITHMS,
     GRADIENT_ALGORITHMS,
     QADAM,
@@ -25,6 +24,7 @@ from torch_training import (
     weights,
     wrapped,
 )
+from torch import nn
 
 from bagua_comm import (
     ByteGrad,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_training import (
+from support.torch_training import (
     assert_same_on_all_ranks,
     batch,
     gradients,

@@ -5,8 +5,7 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
-from torch_training import (
+from support.torch_training import (
     QADAM,
     assert_same_on_all_ranks,
     batch,
@@ -18,6 +17,7 @@ from torch_training import (
     weights,
     wrapped,
 )
+from torch import nn
 
 from bagua_comm import AsyncModelAverage, CommError, DiLoCo, ErrorFeedback, GradientAllReduce
 from bagua_comm.testing import run_ranks

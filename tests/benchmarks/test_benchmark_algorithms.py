@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import run_python
+from support.launch import run_python
 
 from bagua_comm.__main__ import find_mpirun
 

@@ -9,7 +9,8 @@ import pytest
 
 from bagua_comm import ByteGrad, DiLoCo, GradientAllReduce, LowPrecisionOnePeer
 from bagua_comm.__main__ import main as bagua
-from bagua_comm.costmodel import MODELS, Cluster, Job, Rates, TorchDDP, predict
+from bagua_comm.planning.costmodel import Cluster, Job, Rates, TorchDDP, predict
+from bagua_comm.planning.models import MODELS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

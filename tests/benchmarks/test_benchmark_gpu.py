@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cuda_on_cpu.install import environment
-from device_ranks import run_on_devices
+from support.device_ranks import run_on_devices
 
 from bagua_comm import Float16, MinMaxUInt8, kernels
 from bagua_comm.kernels import host

@@ -19,7 +19,10 @@ MODULES = {
     "cupy.cuda.runtime": fake_cuda.runtime,
     "cupyx": fake_cupyx,
 }
-OVER_CUPY = [f"bagua_comm.{name}" for name in ("kernels.device", "transports.nccl", "transports.staged")]
+OVER_CUPY = [
+    f"bagua_comm.{name}"
+    for name in ("kernels.device", "transports.nccl", "transports.nccl.transport", "transports.staged")
+]
 """Modules that hold on to the CuPy that they were imported with."""
 
 _AT_START = """import sys

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cuda_on_cpu.install import environment
-from launch import run_python
+from support.launch import run_python
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 

@@ -12,7 +12,7 @@ import pytest
 from cuda_on_cpu.install import environment, installed
 
 ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests" / "kernels")]
+sys.path += [str(ROOT / "tests" / "kernels")]
 
 
 @pytest.fixture(params=["lazy", pytest.param("real", marks=pytest.mark.gpu)])

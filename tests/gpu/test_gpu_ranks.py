@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bodies import bodies_of
-from device_ranks import HostOnly, over
 from gpu_world import launch
+from support.device_ranks import HostOnly, over
+from support.gpu_bodies import bodies_of
 
 from bagua_comm import Communicator, MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.testing import check_transport, run_ranks
@@ -96,7 +96,7 @@ def run_processes(ranks, **options):
     """What each body raised in processes, by rank, and what they printed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        done = launch(ranks, [HERE / "rank_process.py", out], timeout_s=50, **options)
+        done = launch(ranks, [HERE.parent / "support" / "gpu_rank_process.py", out], timeout_s=50, **options)
         found = json.loads(out.read_text()) if out.exists() else {}
     return found, f"exit code {done.returncode}: {done.stdout}"
 

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_ranks import HostOnly, over
 from gpu_world import launch
+from support.device_ranks import HostOnly, over
+from support.torch_training import (
+    QADAM,
+    batch,
+    loss_of,
+    make_model,
+    optimizer_for,
+    sgd,
+    through_a_file,
+    train_step,
+)
 from torch import nn
-from torch_training import QADAM, batch, loss_of, make_model, optimizer_for, sgd, through_a_file, train_step
 
 import bagua_torch
 from bagua_comm import (
@@ -20,9 +29,8 @@ from bagua_comm import (
     Exact,
     LowPrecisionDecentralized,
     Quantized,
-    lane,
 )
-from bagua_comm.arrays import use_device
+from bagua_comm.cuda import current_address, use_device
 from bagua_comm.lane import StreamLane
 from bagua_comm.transports import LocalTransport
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array, as_tensor, torch_stream
@@ -100,7 +108,7 @@ def test_in_torch_stream_cupy_works_on_pytorchs_stream():
     for current in (stream, torch.cuda.default_stream()):
         with torch.cuda.stream(current), torch_stream(CUDA):
             assert cupy.cuda.get_current_stream().ptr == current.cuda_stream
-    assert lane.current_address() == 0
+    assert current_address() == 0
 
 
 # Training
@@ -222,7 +230,9 @@ TWO_RANKS = """
     sys.path.insert(0, sys.argv[1])
 
     import torch
-    from torch_training import ASYNC_ALGORITHMS, ALGORITHMS, batch, make_model, optimizer_for, train_step, weights
+    from support.torch_training import (
+        ALGORITHMS, ASYNC_ALGORITHMS, batch, make_model, optimizer_for, train_step, weights
+    )
 
     import bagua_torch
     from bagua_comm import Exact, GradientAllReduce

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch_training import assert_gradients_match_those_of_torch
+from support.torch_training import assert_gradients_match_those_of_torch
 from transformers import BertConfig, BertForSequenceClassification
 
 pytestmark = pytest.mark.mpi

@@ -1,9 +1,9 @@
 """The calls of tests/calls.py over MPI, and beside mpi4py's own."""
 
-import calls
 import numpy as np
 import pytest
 from mpi4py import MPI
+from support import calls
 
 import bagua_comm
 from bagua_comm import CommMismatch

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.torch_training import batch, loss_of, make_model, sgd, weights
 from torch import nn
-from torch_training import batch, loss_of, make_model, sgd, weights
 
 from bagua_comm import BFloat16, ErrorFeedback, Exact, Hierarchical, MinMaxUInt8, Quantized, UnsupportedError
 from bagua_torch import as_array, comm_hook

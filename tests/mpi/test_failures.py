@@ -11,7 +11,7 @@ from mpi4py import MPI
 import bagua_comm
 from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm.testing import reduced
-from bagua_comm.transports import mpi as mpi_transport
+from bagua_comm.transports.mpi import transport as mpi_transport
 
 pytestmark = pytest.mark.mpi
 

@@ -21,9 +21,9 @@ from bagua_comm import (
 from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
-from bagua_comm.transports import mpi as mpi_transport
 from bagua_comm.transports import shared
 from bagua_comm.transports.base import LAG
+from bagua_comm.transports.mpi import transport as mpi_transport
 
 pytestmark = pytest.mark.mpi
 

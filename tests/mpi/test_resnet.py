@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.torch_training import assert_gradients_match_those_of_torch, sgd
 from torch import nn
-from torch_training import assert_gradients_match_those_of_torch, sgd
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from device_ranks import run_on_devices
+from support.device_ranks import run_on_devices
 
 from bagua_comm import CommAborted, CommMismatch, CommTimeout
 from bagua_comm.testing import check_transport, run_ranks

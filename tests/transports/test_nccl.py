@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from device_ranks import HostOnly, over, run_over_nccl
+from support.device_ranks import HostOnly, over, run_over_nccl
 
 import bagua_comm
 from bagua_comm import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from bagua_comm.testing import check_transport
-from bagua_comm.transports import watchdog
 from bagua_comm.transports.local import Hub, LocalTransport
+from bagua_comm.transports.nccl import watchdog
 
 one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
@@ -731,7 +731,8 @@ def test_a_process_that_closes_nothing_frees_its_communicators_and_ends_though_a
         machine.use(machine.Machine("lazy"))
         machine.running().count, machine.running().nccl_connects = 2, False
         import cupy
-        from bagua_comm.transports import nccl, watchdog
+        from bagua_comm.transports import nccl
+        from bagua_comm.transports.nccl import watchdog
         from bagua_comm.transports.local import Hub, LocalTransport
         watchdog.LEAVE_S = 1.0
 

@@ -5,7 +5,7 @@ import importlib
 
 import numpy as np
 import pytest
-from device_ranks import run_on_devices
+from support.device_ranks import run_on_devices
 
 import bagua_comm
 from bagua_comm import CommMismatch, CommTimeout

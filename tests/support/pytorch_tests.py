@@ -1,10 +1,10 @@
 """PyTorch's own tests of DistributedDataParallel, run on ours, on a CPU.
 
-    python tests/bagua_torch/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
-    python tests/bagua_torch/pytorch_tests.py --mode pickled     # the same, where only pickling differs
-    python tests/bagua_torch/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
-    python tests/bagua_torch/pytorch_tests.py --mode pytorch     # on PyTorch's alone: what can be run here at all
-    python tests/bagua_torch/pytorch_tests.py -v test_ddp_inference    # chosen tests, with what went wrong
+    python tests/support/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
+    python tests/support/pytorch_tests.py --mode pickled     # the same, where only pickling differs
+    python tests/support/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
+    python tests/support/pytorch_tests.py --mode pytorch     # on PyTorch's alone: what can be run here at all
+    python tests/support/pytorch_tests.py -v test_ddp_inference    # chosen tests, with what went wrong
 
 It fails if a test neither passes nor stands in `DIFFERS`, with the reason; and if one there passes after all.
 

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from calibration import Measurement, calibrate
 
 from bagua_comm import (
     ArrayError,
@@ -30,20 +31,17 @@ from bagua_comm import (
     topology,
 )
 from bagua_comm.bucket import make_buckets
-from bagua_comm.costmodel import (
+from bagua_comm.planning.costmodel import (
     METHODS,
-    MODELS,
     Cluster,
     CodecRates,
     Job,
-    Layer,
-    Measurement,
     Rates,
     TorchDDP,
     advise,
-    calibrate,
     predict,
 )
+from bagua_comm.planning.models import MODELS, Layer
 from bagua_comm.testing import run_ranks
 
 INSTANT = CodecRates(math.inf, math.inf, math.inf)

@@ -26,9 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
-import numpy as np
-
-from .algorithms import (
+from ..algorithms import (
     Algorithm,
     AsyncModelAverage,
     ByteGrad,
@@ -42,13 +40,14 @@ from .algorithms import (
     Window,
     every,
 )
-from .algorithms.base import check_dtype, phases_of
-from .algorithms.schedule import Every
-from .arrays import FLOATS, dtype_named
-from .bucket import DEFAULT_BUCKET_BYTES
-from .codecs import BFloat16, Codec, Float16
-from .collectives import Average, ErrorFeedback, Exact, Hierarchical, Quantized
-from .errors import ArrayError, UnsupportedError, shown
+from ..algorithms.base import check_dtype, phases_of
+from ..algorithms.schedule import Every
+from ..arrays import FLOATS, dtype_named
+from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ..bucket import DEFAULT_BUCKET_BYTES
+from ..codecs import BFloat16, Codec, Float16
+from ..errors import ArrayError, UnsupportedError, shown
+from .models import Layer
 
 MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
 """Of a cluster and a job: a prediction looks at every bucket."""
@@ -109,14 +108,6 @@ class Cluster:
     def size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
-
-
-class Layer(NamedTuple):
-    """Tensors whose gradients are complete together."""
-
-    nbytes: int
-    share: float
-    """Of the backward pass, the share that makes them, in any unit."""
 
 
 @dataclass(frozen=True)
@@ -693,143 +684,6 @@ def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
     except (ArrayError, UnsupportedError):
         return False
     return True
-
-
-def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:
-    """Layers in the order of their gradients, from (how many, parameters, work) in that of the forward pass."""
-    return tuple(Layer(4 * n, work) for count, n, work in reversed(forward) for _ in range(count))
-
-
-MODELS: dict[str, tuple[Layer, ...]] = {
-    "vgg16": _layers(
-        (1, 1_792, 87),
-        (1, 36_928, 1850),
-        (1, 73_856, 925),
-        (1, 147_584, 1850),
-        (1, 295_168, 925),
-        (2, 590_080, 1850),
-        (1, 1_180_160, 925),
-        (2, 2_359_808, 1850),
-        (3, 2_359_808, 462),
-        (1, 102_764_544, 103),
-        (1, 16_781_312, 17),
-        (1, 4_097_000, 4),
-    ),
-    "resnet50": _layers(
-        (1, 9_536, 118),
-        (1, 75_008, 231),
-        (2, 70_400, 218),
-        (1, 379_392, 372),
-        (3, 280_064, 218),
-        (1, 1_512_448, 372),
-        (5, 1_117_184, 218),
-        (1, 6_039_552, 372),
-        (2, 4_462_592, 218),
-        (1, 2_049_000, 2),
-    ),
-    "bert-large": _layers((1, 31_782_912, 0), (24, 12_596_224, 1), (1, 1_049_600, 0)),
-}
-"""Layers of well-known models in float32: bytes, and millions of multiplications an image (or equal shares)."""
-
-
-# ---------------------------------------------------------------------------------------------------
-# Calibration
-# ---------------------------------------------------------------------------------------------------
-
-
-class Measurement(NamedTuple):
-    """A step time that was measured."""
-
-    method: Method
-    job: Job
-    cluster: Cluster
-    step_s: float
-
-
-_NOISE = 0.03
-"""Relative error of a measured step time that is nothing to learn from."""
-
-_OUTLIER = 0.15
-"""Larger errors count by their size, no longer by its square: Huber's loss."""
-
-_SPREADS = np.array([1.0, 1.0, 1.0, 0.3, 0.3])
-"""How far, in natural logarithms, calibration expects each factor of `_scaled` to be from 1."""
-
-
-def calibrate(measurements: Iterable[Measurement], start: Rates | None = None) -> Rates:
-    """The rates that explain measured step times best.
-
-    Five factors on `start` are fitted: on the work of network bytes, on that of codecs, on that of sums and
-    copies, and on the two shares of the line rate. What the measurements say nothing of stays as it was. Least
-    squares of the logarithms of step times by the Levenberg-Marquardt method, with Huber's loss and a normal
-    prior.
-
-    Raises:
-        ArrayError: There is no measurement, or a time is not positive.
-    """
-    points, start = list(measurements), start or Rates()
-    if not points:
-        raise ArrayError("calibrate: there is no measurement")
-    for point in points:
-        if not 0 < point.step_s < math.inf:
-            raise ArrayError(f"calibrate: step_s of {point.method!r} is {point.step_s!r}, expected seconds")
-    measured = np.log([point.step_s for point in points])
-    highest = np.log([100.0, 100.0, 100.0, 1 / start.direct, 1 / start.ring])
-    prior = (_NOISE / _SPREADS) ** 2
-
-    def errors(logs: _Vector) -> _Vector:
-        rates = _scaled(start, logs)
-        return np.log([predict(p.method, p.job, p.cluster, rates).step_s for p in points]) - measured
-
-    def cost(error: _Vector, logs: _Vector) -> float:
-        far = np.abs(error)
-        huber = np.where(far <= _OUTLIER, far**2, _OUTLIER * (2 * far - _OUTLIER))
-        return float(huber.sum() + (prior * logs**2).sum())
-
-    logs, damping = np.zeros(len(prior)), 1e-2
-    error = errors(logs)
-    for _ in range(100):
-        slopes = np.stack(
-            [(errors(logs + d) - errors(logs - d)) / 2e-3 for d in 1e-3 * np.eye(len(logs))], axis=1
-        )
-        weights = np.minimum(1.0, _OUTLIER / np.maximum(np.abs(error), 1e-12))
-        normal = slopes.T @ (weights[:, None] * slopes) + np.diag(prior)
-        gradient = slopes.T @ (weights * error) + prior * logs
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
-        trial = np.clip(logs - step, -math.log(100.0), highest)
-        trial_error = errors(trial)
-        gain = cost(error, logs) - cost(trial_error, trial)
-        if gain > 0:
-            logs, error, damping = trial, trial_error, damping / 3
-            if gain < 1e-9:
-                break
-        else:
-            damping *= 4
-            if damping > 1e6:
-                break
-    return _scaled(start, logs)
-
-
-_Vector: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"
-
-
-def _scaled(rates: Rates, logs: _Vector) -> Rates:
-    """Times the exponentials of: network work, work of codecs, of sums and copies, and the two shares."""
-    network, coding, memory, direct, ring = (float(factor) for factor in np.exp(logs))
-
-    def slower(codec: CodecRates) -> CodecRates:
-        return CodecRates(codec.encode / coding, codec.decode / coding, codec.combine / coding)
-
-    return dataclasses.replace(
-        rates,
-        minmax=slower(rates.minmax),
-        cast=slower(rates.cast),
-        add=rates.add / memory,
-        copy=rates.copy / memory,
-        network_s_per_byte=rates.network_s_per_byte * network,
-        direct=min(1.0, rates.direct * direct),
-        ring=min(1.0, rates.ring * ring),
-    )
 
 
 # ---------------------------------------------------------------------------------------------------

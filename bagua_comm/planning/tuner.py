@@ -21,16 +21,16 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from .algorithms import Algorithm, DiLoCo, Point, QAdam
-from .algorithms.base import check_algorithm_argument, check_average_argument, check_integer, phases_of
-from .algorithms.schedule import After, Every
-from .bucket import DEFAULT_BUCKET_BYTES, Plan, TensorSpec
-from .codecs import MinMaxUInt8
-from .collectives import Average, ErrorFeedback, Hierarchical
-from .comm import Communicator
-from .engine import check_fit
-from .errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
-from .files import write_at_once
+from ..algorithms import Algorithm, DiLoCo, Point, QAdam
+from ..algorithms.base import check_algorithm_argument, check_average_argument, check_integer, phases_of
+from ..algorithms.schedule import After, Every
+from ..averages import Average, ErrorFeedback, Hierarchical
+from ..bucket import DEFAULT_BUCKET_BYTES, Plan, TensorSpec
+from ..codecs import MinMaxUInt8
+from ..comm import Communicator
+from ..engine import check_fit
+from ..errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
+from ..files import write_at_once
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
 """Sizes of buckets that are tried: 1 MiB to 128 MiB."""

@@ -37,9 +37,9 @@ import cupy
 import numpy as np
 from cupy.cuda import nccl
 
-from ..arrays import FLOATS, Array, address, dtype_name
-from ..errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
-from .base import POINT_TO_POINT, Message, Transport, check_timeout
+from ...arrays import FLOATS, Array, address, dtype_name
+from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
+from ..base import POINT_TO_POINT, Message, Transport, check_timeout
 from .watchdog import Watch, Watchdog
 
 if not nccl.available:

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import LARGEST, METHODS, MODELS, Advice, Cluster, Job, Rates, advise, predict
+from ..bucket import DEFAULT_BUCKET_BYTES
+from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, advise, predict
+from .models import MODELS
 
 LARGEST_SIZE = 4096
 """Ranks in the last row of the second table."""

@@ -1,6 +1,6 @@
 """One of several processes on a GPU: runs all bodies, and rank 0 writes what they raised on any rank.
 
-python tests/gpu/rank_process.py OUT        started by `gpu_world.launch`
+python tests/support/gpu_rank_process.py OUT        started by `gpu_world.launch`
 """
 
 import json
@@ -9,10 +9,11 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
+sys.path += [str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 
-from bodies import bodies_of  # noqa: E402
 from gpu_world import joined  # noqa: E402
+
+from support.gpu_bodies import bodies_of  # noqa: E402
 
 
 def main():

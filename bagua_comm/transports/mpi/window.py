@@ -25,9 +25,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..arrays import Array, DType, rows
-from ..kernels import host
-from .base import Transport, chunk_bounds
+from ...arrays import Array, DType, rows
+from ...kernels import host
+from ..base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
 """How much a rank writes in a round; a window takes twice as much for each rank. Less is as fast on idle cores,

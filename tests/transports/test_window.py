@@ -12,7 +12,7 @@ from bagua_comm import CommTimeout
 from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
-from bagua_comm.transports import shared
+from bagua_comm.transports.mpi import window
 
 SLOT = 960  # of whole cache lines for 3 and 5 ranks
 SIZES = [2, 3, 5]
@@ -20,7 +20,7 @@ SIZES = [2, 3, 5]
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch):
-    monkeypatch.setattr(shared, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(window, "SLOT_BYTES", SLOT)
 
 
 def wait(done):
@@ -32,7 +32,7 @@ def wait(done):
 
 def over_window(ranks, body, wait=wait):
     """What `body(window)` gives on each of `ranks` threads."""
-    return run_ranks(ranks, lambda comm: body(shared.open_window(comm.transports[0], wait)))
+    return run_ranks(ranks, lambda comm: body(window.open_window(comm.transports[0], wait)))
 
 
 @pytest.mark.parametrize("ranks", SIZES)
@@ -119,7 +119,7 @@ def refuse(*arguments):
         (os, "ftruncate", refuse),
         (os, "readlink", refuse),  # another host or user
         (os, "readlink", lambda path: "/memfd:bagua-1 (deleted)"),  # somebody else's
-        (shared.mmap, "mmap", refuse),
+        (window.mmap, "mmap", refuse),
     ],
 )
 def test_where_memory_cannot_be_shared_there_is_no_window(module, name, value, monkeypatch):

@@ -35,8 +35,8 @@ from bagua_comm import (
     after,
     every,
 )
+from bagua_comm.planning.tuner import BLOCKS, BUCKET_BYTES, Grid, Search, make_grid
 from bagua_comm.testing import run_ranks
-from bagua_comm.tuner import BLOCKS, BUCKET_BYTES, Grid, Search, make_grid
 
 SPECS = [TensorSpec(f"layer{i}", (256,), "float32") for i in range(8)]  # 8 KiB
 SIZES = [1024, 2048, 4096, 8192]

@@ -7,9 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, advise
+from bagua_comm import ArrayError
 from bagua_comm import __main__ as cli
-from bagua_comm.costmodel import METHODS, Cluster, Job, Rates, predict
+from bagua_comm.planning import advise
+from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
 VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]

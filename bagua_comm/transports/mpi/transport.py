@@ -31,8 +31,8 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, DType, dtype_name, overlap, parts, rows, same_memory
-from ..errors import (
+from ...arrays import Array, DType, dtype_name, overlap, parts, rows, same_memory
+from ...errors import (
     CommAborted,
     CommError,
     CommMismatch,
@@ -40,11 +40,11 @@ from ..errors import (
     RankFailed,
     UnsupportedError,
 )
-from ..kernels import host
-from ..processes import state_of
-from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
-from .notices import GAVE_UP, LEFT, Notice, Notices, given_up
-from .shared import open_window
+from ...kernels import host
+from ...processes import state_of
+from ..base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
+from ..notices import GAVE_UP, LEFT, Notice, Notices, given_up
+from .window import open_window
 
 T = TypeVar("T")
 

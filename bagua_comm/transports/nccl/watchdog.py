@@ -19,8 +19,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from typing import Any
 
-from ..arrays import passed, use_device
-from ..errors import CommAborted, CommError, CommTimeout
+from ...cuda import passed, use_device
+from ...errors import CommAborted, CommError, CommTimeout
 
 LOOK_S = 0.2
 """How often calls in flight are looked at, or ten times in `timeout_s`."""

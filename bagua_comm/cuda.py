@@ -1,0 +1,353 @@
+"""CUDA through CuPy: devices, streams and events; all of CUDA but kernels. CuPy is imported when used."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+from .arrays import Array, library
+from .errors import CommTimeout, UnsupportedError
+from .trace import Recorder, Tracer
+
+# Events -------------------------------------------------------------------------------------------------
+
+
+def mark(x: Array) -> Any:
+    """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""
+    return None if library(x) == "numpy" else record_event()
+
+
+def record_event(stream: Any = None) -> Any:
+    """An event behind all that a CUDA stream, or the current one, has so far."""
+    event = sys.modules["cupy"].cuda.Event(disable_timing=True)
+    event.record(stream)
+    return event
+
+
+_NOT_YET = frozenset({600, 900, 901, 906, 907})
+"""What CUDA says of an event that the device has not come to, or that nobody may ask about while a stream is
+captured."""
+
+
+def passed(event: Any) -> bool:
+    """Whether the device has come past an event; False as well where that cannot be known now.
+
+    CuPy's own `Event.done` is False for ever once the device has met an error.
+
+    Raises:
+        CUDARuntimeError: The device has met an error.
+    """
+    runtime = sys.modules["cupy"].cuda.runtime
+    status = runtime.eventQuery(event.ptr)
+    if status and status not in _NOT_YET:
+        raise runtime.CUDARuntimeError(status)
+    return bool(status == 0)
+
+
+def after(event: Any) -> None:
+    """Make the current stream wait for what `mark` gave; the host does not wait."""
+    if event is not None:
+        sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
+
+
+# Streams ------------------------------------------------------------------------------------------------
+
+
+class SideStream:
+    """A CUDA stream beside the caller's, and the events between the two. Only `finish` holds up the host.
+
+    Args:
+        device: The index of the device; it becomes the current one of the calling thread.
+    """
+
+    def __init__(self, device: int) -> None:
+        use_device(device)
+        self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
+        # Else its small kernels would queue up behind the large ones of the backward pass.
+        self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
+        self._callers: dict[int, Any] = {}
+        """Streams on which something was submitted since the last join, by address."""
+        self.end: Any = None
+        """An event behind the latest task."""
+
+    def future(self) -> SideFuture:
+        """The future of a task that comes after everything on the current stream."""
+        caller = self._cuda.get_current_stream()
+        self._callers[caller.ptr] = caller
+        return SideFuture(record_event())
+
+    def after(self, event: Any) -> UseStream:
+        """In the body of `with`, this stream is current; what it does there comes after `event`."""
+        self._stream.wait_event(event)
+        return UseStream(self._stream)
+
+    def join(self) -> None:
+        """The current stream waits for all tasks that were run, and so do those on which they were submitted.
+
+        An array may be freed then: its memory is used again in the order of the stream that it was made on.
+        """
+        current = self._cuda.get_current_stream()
+        if self.end is not None:
+            for stream in ({current.ptr: current} | self._callers).values():
+                stream.wait_event(self.end)
+        self._callers.clear()
+
+    def finish(self, limit_s: float) -> None:
+        """Wait for the device.
+
+        Raises:
+            CommTimeout: It takes longer than this: a peer is missing.
+            CUDARuntimeError: It has met an error.
+        """
+        give_up = time.monotonic() + limit_s
+        while self.end is not None and not passed(self.end):
+            if time.monotonic() > give_up:
+                raise CommTimeout(f"the device has worked on a lane's last task for more than {limit_s:g} s")
+            time.sleep(1e-4)
+
+    def free(self) -> None:
+        """Give the device the memory back that was freed on this stream, which nobody else would use again."""
+        importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
+
+
+class SideFuture(Future[Any]):
+    """The future of a task on a side stream."""
+
+    def __init__(self, submitted: Any) -> None:
+        super().__init__()
+        self.submitted = submitted
+        """The event that the task waits for."""
+        self.end: Any = None
+        """The event behind it."""
+
+    def done(self) -> bool:
+        """Whether the task was run, and the device is done with it."""
+        return super().done() and (self.end is None or passed(self.end))
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the task returned, once it was run; the current stream waits for what it enqueued."""
+        result = super().result(timeout)
+        _cuda().get_current_stream().wait_event(self.end)
+        return result
+
+
+class DeviceClock:
+    """Tells when something happened on a device, on the host's axis of time; see `trace.Clock`.
+
+    It looks at both clocks together each time that it is asked: over hours they drift apart by milliseconds, and
+    CUDA tells time in 32-bit floats.
+    """
+
+    def __init__(self, device: int) -> None:
+        use_device(device)
+        self._device, self._cuda = device, _cuda()
+        self._stream = self._cuda.Stream(non_blocking=True)
+
+    def mark(self) -> Any:
+        """An event on the current stream that remembers its time."""
+        event = self._cuda.Event()
+        event.record()
+        return event
+
+    def times(self, events: Sequence[Any]) -> list[int | None]:
+        """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
+        happened = [passed(event) for event in events]
+        use_device(self._device)
+        now, before_ns = self._cuda.Event(), time.perf_counter_ns()
+        now.record(self._stream)
+        now.synchronize()
+        now_ns = (before_ns + time.perf_counter_ns()) // 2
+        return [
+            now_ns - round(1e6 * self._cuda.get_elapsed_time(event, now)) if known else None
+            for event, known in zip(events, happened, strict=True)
+        ]
+
+
+class DeviceSpan:
+    """A span on a row of the timeline: what the current stream does from here to `end`. A `Recorder` keeps it."""
+
+    def __init__(self, tracer: Tracer, clock: DeviceClock, name: str, row: str) -> None:
+        self._recorder = tracer if isinstance(tracer, Recorder) else None
+        self._clock, self._name, self._row = clock, name, row
+        self._start = clock.mark() if self._recorder is not None else None
+
+    def end(self, **args: Any) -> Any:
+        """Keep the span; returns the event of its end, None if there is no recorder."""
+        if self._recorder is None:
+            return None
+        end = self._clock.mark()
+        self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
+        return end
+
+
+class UseStream:
+    """In the body of `with`, `stream` is CuPy's current one.
+
+    Not CuPy's own `with stream:`, which goes back to the stream of the `with` around it, and so forgets one that
+    `Stream.use` has made current.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = _cuda().get_current_stream()
+        self._stream.use()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._before.use()
+
+
+def use_address(address: int) -> AbstractContextManager[None]:
+    """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
+    if address == current_address():
+        return nullcontext()
+    return UseStream(_stream_at(address, _cuda().runtime.getDevice()))
+
+
+@functools.lru_cache(maxsize=64)
+def _stream_at(address: int, device: int) -> Any:
+    """A handle for a stream of this device, the current one, that another library made.
+
+    It owns nothing, and making one takes microseconds. Default streams of all devices have one address.
+    """
+    return _cuda().Stream.from_external(_Address(address))
+
+
+STREAMS_PER_THREAD = (
+    "CuPy has a default stream for each thread (CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1), which PyTorch's tensors "
+    "do not work with: unset that variable"
+)
+
+
+def has_streams_per_thread() -> bool:
+    """Whether CuPy was told to have a default stream for each thread, and that is the current one."""
+    return int(_cuda().get_current_stream().ptr) == _PER_THREAD
+
+
+def current_address() -> int:
+    """The address of CuPy's current stream, for another library.
+
+    Raises:
+        UnsupportedError: It has none, since it is another stream in each thread.
+    """
+    address = int(_cuda().get_current_stream().ptr)
+    if address == _PER_THREAD:
+        raise UnsupportedError(STREAMS_PER_THREAD)
+    return address
+
+
+_PER_THREAD = 2
+"""cudaStreamPerThread."""
+
+
+@dataclass(frozen=True)
+class _Address:
+    """A stream as CuPy takes it from other libraries."""
+
+    address: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.address
+
+
+def _cuda() -> Any:
+    return importlib.import_module("cupy").cuda
+
+
+# Devices ------------------------------------------------------------------------------------------------
+
+
+def use_device(index: int) -> None:
+    """Make a CUDA device this thread's current one."""
+    importlib.import_module("cupy").cuda.Device(index).use()
+
+
+def device_count() -> int:
+    """How many CUDA devices CuPy sees; 0 without CuPy or without a driver."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except (ImportError, OSError):  # OSError: CuPy found no folder that it can write to
+        return 0
+    try:
+        return int(cupy.cuda.runtime.getDeviceCount())
+    except cupy.cuda.runtime.CUDARuntimeError:
+        return 0
+
+
+def bus_id(index: int) -> str:
+    """Where a CUDA device is plugged in: its name on this machine, whatever its number in this process."""
+    return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
+
+
+def uuid(index: int) -> str:
+    """NVIDIA's name of a CUDA device; slices of one GPU (MIG) have one each, and share a `bus_id`; or empty.
+
+    CuPy reads these bytes as text, which ends at a zero: compare them together with the `bus_id`.
+    """
+    found = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(index)
+    return bytes(found.get("uuid", b"")).hex()
+
+
+def device_facts() -> dict[str, str]:
+    """What there is to say about CUDA on this machine, and in words what is missing; never raises."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ModuleNotFoundError:
+        return {"CUDA": "CuPy is not installed; pip install 'bagua-comm[cuda13]' or 'bagua-comm[cuda12]'"}
+    except (ImportError, OSError) as exc:
+        return {"CUDA": f"CuPy cannot be imported: {exc}"}
+    runtime = cupy.cuda.runtime
+    facts = {
+        "CUDA driver": _told(lambda: _version(runtime.driverGetVersion(), 1000, 10)),
+        "CUDA runtime": _told(lambda: _version(runtime.runtimeGetVersion(), 1000, 10)),
+        "NVRTC": _told(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion())),
+        "NCCL": _told(lambda: _version(importlib.import_module("cupy.cuda.nccl").get_version(), 10000, 100, 1)),
+    }
+    try:
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as exc:
+        reason = "there is no NVIDIA driver" if facts["CUDA driver"] == "none" else str(exc)
+        return {**facts, "CUDA": f"no device can be used: {reason}"}
+    for index in range(count):
+        facts[f"GPU {index}"] = _told(functools.partial(_describe, cupy, index))
+    return facts
+
+
+def _describe(cupy: ModuleType, index: int) -> str:
+    found = cupy.cuda.runtime.getDeviceProperties(index)
+    name, memory = found["name"].decode(), found["totalGlobalMem"] / 2**30
+    return f"{name}, {memory:.0f} GiB, compute capability {found['major']}.{found['minor']}, at {bus_id(index)}"
+
+
+def _version(number: int, *places: int) -> str:
+    """A version that is written as one number, such as 13020 for 13.2.
+
+    >>> _version(13020, 1000, 10), _version(23203, 10000, 100, 1)
+    ('13.2', '2.32.3')
+    """
+    parts = []
+    for place in places:
+        part, number = divmod(number, place)
+        parts.append(str(part))
+    return ".".join(parts) if parts != ["0"] * len(parts) else "none"
+
+
+def _told(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as exc:
+        return f"not available: {exc}"

@@ -1,0 +1,50 @@
+"""Layers of well-known models, for the cost model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Layer(NamedTuple):
+    """Tensors whose gradients are complete together."""
+
+    nbytes: int
+    share: float
+    """Of the backward pass, the share that makes them, in any unit."""
+
+
+def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:
+    """Layers in the order of their gradients, from (how many, parameters, work) in that of the forward pass."""
+    return tuple(Layer(4 * n, work) for count, n, work in reversed(forward) for _ in range(count))
+
+
+MODELS: dict[str, tuple[Layer, ...]] = {
+    "vgg16": _layers(
+        (1, 1_792, 87),
+        (1, 36_928, 1850),
+        (1, 73_856, 925),
+        (1, 147_584, 1850),
+        (1, 295_168, 925),
+        (2, 590_080, 1850),
+        (1, 1_180_160, 925),
+        (2, 2_359_808, 1850),
+        (3, 2_359_808, 462),
+        (1, 102_764_544, 103),
+        (1, 16_781_312, 17),
+        (1, 4_097_000, 4),
+    ),
+    "resnet50": _layers(
+        (1, 9_536, 118),
+        (1, 75_008, 231),
+        (2, 70_400, 218),
+        (1, 379_392, 372),
+        (3, 280_064, 218),
+        (1, 1_512_448, 372),
+        (5, 1_117_184, 218),
+        (1, 6_039_552, 372),
+        (2, 4_462_592, 218),
+        (1, 2_049_000, 2),
+    ),
+    "bert-large": _layers((1, 31_782_912, 0), (24, 12_596_224, 1), (1, 1_049_600, 0)),
+}
+"""Layers of well-known models in float32: bytes, and millions of multiplications an image (or equal shares)."""

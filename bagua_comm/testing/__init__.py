@@ -1,0 +1,25 @@
+"""Tools for tests, ours and yours: worlds of threads, a recording transport, conformance kits.
+
+`check_transport`, `check_codec` and `check_algorithm` are the contracts made executable: what passes
+them can be used wherever the library uses its own.
+"""
+
+from .algorithms import check_algorithm
+from .codecs import check_codec
+from .recording import Call, Recording
+from .transports import SIZES, check_transport
+from .values import reduced, sample, whole_range
+from .worlds import run_ranks
+
+__all__ = [
+    "SIZES",
+    "Call",
+    "Recording",
+    "check_algorithm",
+    "check_codec",
+    "check_transport",
+    "reduced",
+    "run_ranks",
+    "sample",
+    "whole_range",
+]

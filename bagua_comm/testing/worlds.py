@@ -1,0 +1,82 @@
+"""Worlds of ranks in one process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ..comm import Communicator
+from ..errors import CommAborted, CommTimeout
+from ..transports import LocalTransport, Transport
+from ..transports.local import Hub
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[Communicator], T],
+    *,
+    nodes: Sequence[object] | None = None,
+    wrap: Callable[[Transport], Transport] | None = None,
+    timeout_s: float = 30.0,
+    check: bool = False,
+) -> list[T]:
+    """Run `body(comm)` once per rank, each on a thread over the local transport; returns the results.
+
+    An exception in one rank wakes the others, and is raised here with the rank in a note.
+
+    Args:
+        size: Number of ranks.
+        body: What each rank does.
+        nodes: A label for every rank's node; None if all share one.
+        wrap: Put around every rank's transport, `Recording` say.
+        timeout_s: How long one call may wait for its peers.
+        check: See `Communicator`.
+
+    >>> run_ranks(3, lambda comm: comm.rank * 10)
+    [0, 10, 20]
+    """
+    hub = Hub(size)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        transport: Transport = LocalTransport(hub, rank, timeout_s=timeout_s)
+        try:
+            if wrap is not None:
+                transport = wrap(transport)
+            comm = Communicator([transport], nodes=nodes, check=check)
+            results[rank] = body(comm)
+        except BaseException as exc:
+            failures.append((rank, exc))
+            hub.abort(f"rank {rank} failed: {type(exc).__name__}: {exc}")
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(0.05)
+        if failures and any(thread.is_alive() for thread in threads):
+            _give_up_waiting(threads, timeout_s)
+    if failures:
+        # What others raise because one failed is not what went wrong.
+        first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])
+        rank, error = first
+        if hasattr(error, "add_note"):
+            error.add_note(f"in rank {rank} of {size}")
+        raise error
+    return results
+
+
+def _give_up_waiting(threads: Sequence[threading.Thread], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            raise CommTimeout(f"{thread.name} still runs {timeout_s:g} s after another rank failed")

@@ -1,0 +1,108 @@
+"""`bagua_torch.connect`: the world of torchrun, of mpirun, or of one rank."""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bagua_comm
+from bagua_comm import (
+    BootstrapError,
+    Communicator,
+    bootstrap,
+)
+from bagua_comm.transports import Transport
+
+from .transport import ProcessGroupTransport, count
+
+
+def connect(
+    *,
+    timeout_s: float = bootstrap.TIMEOUT_S,
+    check: bool = False,
+    trace: bool = True,
+    node: str | int | None = None,
+    gpu: bootstrap.GPU = "auto",
+) -> Communicator:
+    """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
+
+    Collective. The result is also the default communicator, until it is closed. Its device, if it has one,
+    becomes PyTorch's current one, so that `module.cuda()` is the module to train.
+
+    The ranks are those of torch.distributed's default process group if there is one. Under torchrun, or
+    where RANK and WORLD_SIZE say so, the group is made (gloo for host tensors, NCCL for CUDA tensors), and
+    destroyed by `close`. Anywhere else this is `bagua_comm.connect`.
+
+    Args:
+        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
+        check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
+            calls where they differ.
+        trace: Keep the latest spans, for `Communicator.trace`.
+        node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
+        gpu: What carries CUDA tensors; see `bagua_comm.connect`.
+
+    Raises:
+        BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
+            cannot be.
+
+    >>> with connect() as comm:
+    ...     comm.rank, comm.size
+    (0, 1)
+    """
+    bootstrap.check_timeout(timeout_s)
+    transport: Transport | None = None
+    if dist.is_available() and dist.is_initialized():
+        transport = ProcessGroupTransport(timeout_s=timeout_s)
+    elif bootstrap.under_torchrun():
+        transport = _TorchrunWorld(timeout_s=timeout_s)
+    comm = bagua_comm.connect(
+        timeout_s=timeout_s, check=check, trace=trace, node=node, transport=transport, gpu=gpu
+    )
+    if comm.device is not None and torch.cuda.is_available():
+        torch.cuda.set_device(comm.device)
+    return comm
+
+
+class _TorchrunWorld(ProcessGroupTransport):
+    """All processes that torchrun started; torch.distributed begins and ends with it."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        _init_process_group(timeout_s)
+        super().__init__(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close the connections, and end torch.distributed. Collective."""
+        super().close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _init_process_group(timeout_s: float) -> None:
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
+    try:
+        store, rank, size = _rendezvous()
+        # Under a new key: what an earlier default group has left in the store would mislead this one.
+        place = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
+        dist.init_process_group(
+            backend, store=place, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+        )
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(
+            f"connect: torchrun started this process, but torch.distributed cannot join its world: {exc}"
+        ) from exc
+
+
+@functools.lru_cache(maxsize=1)
+def _rendezvous() -> tuple[Any, int, int]:
+    """The store that torchrun gives, this rank, and the number of ranks. Kept: rank 0 may be serving it."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(rendezvous("env://"))
+    return store, rank, size
