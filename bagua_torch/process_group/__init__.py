@@ -1,6 +1,6 @@
 """Ranks that torch.distributed connects: a transport over its process groups, and `connect` under torchrun."""
 
 from .bootstrap import connect
-from .transport import ProcessGroupTransport
+from .transport import Meeting, ProcessGroupTransport
 
-__all__ = ["ProcessGroupTransport", "connect"]
+__all__ = ["Meeting", "ProcessGroupTransport", "connect"]
