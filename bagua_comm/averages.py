@@ -10,19 +10,21 @@ They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only what crosses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from . import arrays, kernels
-from .arrays import FLOATS, Array
+from .arrays import FLOATS, Array, Scratch
+from .call import Call
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
-from .comm import Communicator, Operation, finished
+from .comm import Communicator
 from .errors import ArrayError, UnsupportedError
-from .transports.base import LAG, Transport, Wait, cut, pipeline
+from .transports.base import Transport
+from .transports.pipeline import LAG, Rows, Stages, cut, reduce_through
 
 CODED_PIECE_BYTES = 1 << 17
 """What is coded, and sent to a peer, at a time, where a transport works in pieces."""
@@ -34,10 +36,11 @@ InPlace: TypeAlias = Callable[[Array], Array]
 class Average(Protocol):
     """A way to average; a frozen dataclass."""
 
-    def bind(self, comm: Communicator) -> InPlace:
+    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """Prepare averaging over `comm`; the result averages a contiguous array in place.
 
-        Collective.
+        Collective. With `like`, whatever depends on the library, dtype and size of the arrays is settled now, for
+        arrays like that one; others may still be averaged.
         """
 
     def check(self, dtype: str) -> None:
@@ -57,7 +60,7 @@ class Exact:
     [array([0. , 0.5]), array([0. , 0.5])]
     """
 
-    def bind(self, comm: Communicator) -> InPlace:
+    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
         return lambda x: comm.allreduce(x, out=x, op="avg")
 
@@ -90,37 +93,16 @@ class Quantized:
         if self.min_bytes is not None and (type(self.min_bytes) is not int or self.min_bytes < 0):
             raise ArrayError(f"Quantized: min_bytes is {self.min_bytes!r}, expected None or an int of at least 0")
 
-    def bind(self, comm: Communicator) -> InPlace:
+    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-
-        def average(x: Array) -> Array:
-            value, transport = comm.accept("Quantized", "x", x)
-            self.check(arrays.dtype_name(value.dtype))
-            least = transport.quantize_bytes if self.min_bytes is None else self.min_bytes
-            if value.nbytes >= least:
-                return quantized_allreduce(comm, x, out=x, codec=self.codec, op="avg")
-            with comm.tracer.span("exact: small", bytes=value.nbytes, min_bytes=least):
-                return comm.allreduce(x, out=x, op="avg")
-
-        return average
+        mean = _Mean(comm, self.codec, self.min_bytes)
+        if like is not None:
+            mean.settle(like)
+        return mean
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
         check_codec_argument("Quantized", self.codec, dtype)
-
-
-@dataclass
-class _Feedback:
-    """A bound `ErrorFeedback`, with what it keeps."""
-
-    comm: Communicator
-    codec: Codec
-    residual: Array | None = None
-
-    def __call__(self, x: Array) -> Array:
-        if self.residual is None:
-            self.residual = arrays.zeros_like(x)
-        return quantized_allreduce(self.comm, x, out=x, codec=self.codec, op="avg", residual=self.residual)
 
 
 @dataclass(frozen=True)
@@ -153,9 +135,12 @@ class ErrorFeedback:
         if self.inner.min_bytes is not None:
             raise ArrayError(f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}; it quantizes all sizes")
 
-    def bind(self, comm: Communicator) -> InPlace:
+    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        return _Feedback(comm, self.inner.codec)
+        mean = _Mean(comm, self.inner.codec, 0)
+        if like is not None:
+            mean.settle(like)
+        return _Feedback(mean)
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
@@ -174,7 +159,7 @@ class Hierarchical:
 
     inner: Average = field(default_factory=Exact)
 
-    def bind(self, comm: Communicator) -> InPlace:
+    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
         intra, inter = comm.by_node()
         # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
@@ -209,7 +194,7 @@ class _Levels:
 
     def __call__(self, x: Array) -> Array:
         comm, intra, (owners, largest, nodes) = self.comm, self.intra, self.sizes
-        value, _ = comm.accept("Hierarchical", "x", x)
+        value = Call(comm, "Hierarchical", x).x
         self.settings.check(arrays.dtype_name(value.dtype))
         if comm.size == 1 or value.size == 0:
             return x
@@ -278,176 +263,246 @@ def quantized_allreduce(
     >>> run_ranks(2, lambda comm: quantized_allreduce(comm, np.arange(3, dtype=np.float32)))[0]
     array([0., 2., 4.], dtype=float32)
     """
-    call, p = "quantized_allreduce", comm.size
     codec = _EIGHT_BITS if codec is None else codec
     if op not in ("sum", "avg"):
-        raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg"')
-    send, transport = comm.accept(call, "x", x)
-    check_codec_argument(call, codec, arrays.dtype_name(send.dtype))
-    out, target = comm.landing(call, out, send.shape, send)
-    send = comm.in_place(call, send, target)
-    if send is not target:
-        send = arrays.contiguous(send)
-    if residual is not None and (
-        residual.shape != send.shape or residual.dtype != send.dtype or not arrays.is_contiguous(residual)
-    ):
-        raise ArrayError(
-            f"{call}: residual is {residual.dtype}{residual.shape}, "
-            f"expected a contiguous {send.dtype}{send.shape}"
-        )
-    if comm.check:
-        comm.compare_calls(f"{call}({send.dtype.name}{list(send.shape)}, codec={codec}, op={op})")
-    if p == 1 or send.size == 0:
-        if not arrays.same_memory(send, target):
-            target[...] = send
-        return finished(out, target)
-    check_aligned(call, "x", send)
-    if send is not target:
-        check_aligned(call, "out", target)
-    if residual is not None:
-        check_aligned(call, "residual", residual)
-
-    outermost = comm.take_turn(
-        call, lambda: f"{call}({send.dtype}, codec={codec}, op={op})"
-    )  # from here on, scratch is in use
-    try:
-        _quantize_and_reduce(comm, transport, codec, send, target, op, residual)
-    finally:
-        comm.end_turn(outermost)
-    return finished(out, target)
+        raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
+    call = _call(comm, x, codec, op)
+    call.into(out, call.x.shape)
+    call.in_place()
+    if call.x is not call.target:
+        call.contiguous()
+    reduction = _Reduction(comm, call.transport, codec, op, call.x)
+    reduction.check(call, residual)
+    reduction.run(call, residual)
+    return call.result
 
 
-def _quantize_and_reduce(
-    comm: Communicator,
-    transport: Transport,
-    codec: Codec,
-    send: Array,
-    target: Array,
-    op: str,
-    residual: Array | None,
-) -> None:
-    """`quantized_allreduce` of a contiguous array, whose arguments are checked. Collective."""
-    call, p = "quantized_allreduce", comm.size
-    count = -(-send.size // p)
-    chunks = _padded(comm, send.reshape(-1), p, count, copy=residual is not None)
-    results = target.reshape(p, count) if send.size == p * count else chunks
-    if transport.piece_bytes is not None and codec.granule is not None and residual is None:
-        pieces = cut(count, codec.wire_nbytes(count, send.dtype), CODED_PIECE_BYTES, codec.granule)
-        detail = {"codec": codec, "op": op, "pieces": len(pieces)}
-        with Operation(comm, call, transport, send, detail, compare=False):
-            _reduce_in_pieces(comm, transport, codec, chunks, results, op, pieces)
-    else:
+def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
+    """The call of a quantized allreduce of `x`, whose dtype is checked."""
+    call = Call(comm, "quantized_allreduce", x, codec=codec, op=op)
+    check_codec_argument(call.name, codec, arrays.dtype_name(call.x.dtype))
+    return call
+
+
+class _Mean:
+    """A bound `Quantized`: what depends on an array's library, dtype and size is worked out once."""
+
+    def __init__(self, comm: Communicator, codec: Codec, min_bytes: int | None) -> None:
+        self._comm, self._codec, self._min_bytes = comm, codec, min_bytes
+        self._reduction: _Reduction | None = None
+
+    def settle(self, like: Array) -> _Reduction:
+        """Work out how arrays like this one are averaged; others than before may come."""
+        call = _call(self._comm, like, self._codec, "avg")
+        self._reduction = _Reduction(self._comm, call.transport, self._codec, "avg", call.x)
+        return self._reduction
+
+    def __call__(self, x: Array, residual: Array | None = None) -> Array:
+        comm, reduction = self._comm, self._reduction
+        if reduction is None or not reduction.fits(x):
+            reduction = self.settle(x)
+        least = reduction.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
+        if x.nbytes < least:
+            with comm.tracer.span("exact: small", bytes=x.nbytes, min_bytes=least):
+                return comm.allreduce(x, out=x, op="avg")
+        call = Call.of(comm, "quantized_allreduce", x, reduction.transport, codec=self._codec, op="avg")
+        call.into(x, x.shape)
+        call.in_place()
+        reduction.check(call, residual)
+        reduction.run(call, residual)
+        return call.result
+
+
+@dataclass
+class _Feedback:
+    """A bound `ErrorFeedback`, with what it keeps."""
+
+    mean: _Mean
+    residual: Array | None = None
+    """What earlier means lost on this rank."""
+
+    def __call__(self, x: Array) -> Array:
+        if self.residual is None:
+            self.residual = arrays.zeros_like(x)
+        return self.mean(x, self.residual)
+
+
+class _Reduction:
+    """A quantized allreduce of arrays of one library, dtype and size: what does not change from call to call."""
+
+    def __init__(self, comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> None:
+        self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
+        self.rank, self.p, self.size = comm.rank, comm.size, like.size
+        self._kind = type(like)
+        self.chunk = -(-like.size // comm.size)
+        """Elements of a chunk; rank r combines chunk r of all ranks."""
+        in_pieces = transport.piece_bytes is not None and codec.granule is not None
+        wire_nbytes = codec.wire_nbytes(self.chunk, like.dtype)
+        self.pieces = cut(self.chunk, wire_nbytes, CODED_PIECE_BYTES if in_pieces else None, codec.granule or 1)
+        lengths = [piece.stop - piece.start for piece in self.pieces]
+        self.wire_nbytes = [codec.wire_nbytes(length, like.dtype) for length in lengths]
+        steps = {length: codec.steps(length, like) for length in set(lengths)}
+        self.steps = [steps[length] for length in lengths]
+        # In one piece all rows are coded at once.
+        self.groups = [slice(0, self.p)] if len(lengths) == 1 else [slice(r, r + 1) for r in range(self.p)]
+        self._call_text = f"quantized_allreduce(codec={codec}, op={op})"
+
+    def fits(self, x: Array) -> bool:
+        """Whether `x` is an array of this kind."""
+        return type(x) is self._kind and x.size == self.size and x.dtype == self.dtype
+
+    def check(self, call: Call, residual: Array | None) -> None:
+        """Raise unless the arrays of the call are where kernels can read them, and `residual` is like `x`."""
+        x = call.x
+        if residual is not None and (
+            residual.shape != x.shape or residual.dtype != x.dtype or not arrays.is_contiguous(residual)
+        ):
+            raise ArrayError(
+                f"{call.name}: residual is {residual.dtype}{residual.shape}, "
+                f"expected a contiguous {x.dtype}{x.shape}"
+            )
+        if isinstance(x, np.ndarray):
+            return
+        check_aligned(call.name, "x", x)
+        if x is not call.target:
+            check_aligned(call.name, "out", call.target)
         if residual is not None:
-            kernels.of(send).add(send.reshape(-1), residual.reshape(-1), out=chunks.reshape(-1)[: send.size])
-        with comm.tracer.span(call, codec=codec, op=op, bytes=send.nbytes):
-            _reduce_at_once(comm, transport, codec, chunks, results, op, residual)
-    if send.size != p * count:
-        target.reshape(-1)[...] = chunks.reshape(-1)[: send.size]
+            check_aligned(call.name, "residual", residual)
+
+    def run(self, call: Call, residual: Array | None) -> None:
+        """Reduce `x` of the call to its `target`. Collective."""
+        comm, x, target = call.comm, call.x, call.target
+        if self.p == 1 or self.size == 0:
+            if comm.check:
+                call.compare()
+            if not arrays.same_memory(x, target):
+                target[...] = x
+            return
+        if len(self.pieces) > 1:
+            call.detail["pieces"] = len(self.pieces)
+        with call:
+            flow = self.transport.agree_on_call(self._call_text, x)
+            reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
 
 
-def _reduce_at_once(
-    comm: Communicator,
-    transport: Transport,
-    codec: Codec,
-    chunks: Array,
-    results: Array,
-    op: str,
-    residual: Array | None,
-) -> None:
-    """Encode, alltoall, combine, allgather, decode: `chunks` to `results`, (p, m)."""
-    p, count = chunks.shape
-    shape = (p, codec.wire_nbytes(count, chunks.dtype))
-    wire = comm.scratch.take("wire", shape, np.uint8, like=chunks)
-    received = comm.scratch.take("received", shape, np.uint8, like=chunks)
-    combined = comm.scratch.take("combined", (1, shape[1]), np.uint8, like=chunks)
-    encode, decode, combine = codec.unchecked
+class _Coded(Stages):
+    """A quantized reduction, with error feedback if there is a `residual`.
 
-    encode(chunks, wire)
-    with Operation(comm, "alltoall", transport, wire, {}, compare=False):
-        transport.alltoall(wire, received)  # row i is rank i's chunk `rank`
-    combine(received, combined, op, count, chunks.dtype)
-    if residual is not None:
-        _keep_loss(comm, codec, chunks, wire, received, combined, op, residual.reshape(-1))
-    with Operation(comm, "allgather", transport, combined, {}, compare=False):
-        transport.allgather(combined, wire)  # row i is the combined chunk i
-    decode(wire, results)
-
-
-def _reduce_in_pieces(
-    comm: Communicator,
-    transport: Transport,
-    codec: Codec,
-    chunks: Array,
-    results: Array,
-    op: str,
-    pieces: Sequence[slice],
-) -> None:
-    """The same, to the same results, piece by piece: one is coded while others are on their way.
-
-    Encoding goes ahead; combining follows a few pieces behind it, and decoding a few behind that.
+    Each rank encodes the p chunks of its array, combines what came of its own chunk (decodes p, adds them in rank
+    order in float32, encodes one), and decodes everybody's results.
     """
-    rank, others, dtype = comm.rank, transport.others(), chunks.dtype
-    transport.agree_on_call(f"quantized_allreduce(codec={codec}, op={op})", chunks)
-    p, ring = comm.size, min(LAG + 1, len(pieces))
-    nbytes = [codec.wire_nbytes(piece.stop - piece.start, dtype) for piece in pieces]
-    sent, received, combined = comm.scratch.take("pieces", (3, ring, p * max(nbytes)), np.uint8, like=chunks)
-    waits: list[Wait] = []
-    run = codec.unchecked
 
-    def rows(table: Array, i: int) -> Array:
-        view: Array = table[i % ring, : p * nbytes[i]].reshape(p, nbytes[i])
-        return view
+    def __init__(
+        self, reduction: _Reduction, scratch: Scratch, x: Array, target: Array, residual: Array | None
+    ) -> None:
+        self._r, self._scratch = reduction, scratch
+        self._residual = None if residual is None else residual.reshape(-1)
+        self.count = len(reduction.pieces)
+        p, chunk, size = reduction.p, reduction.chunk, reduction.size
+        self._padded_to: Array | None = None
+        if residual is None and size == p * chunk:
+            self._chunks = x.reshape(p, chunk)
+        else:
+            padded = scratch.take("padded", (p * chunk,), x.dtype, like=x)
+            if residual is None:
+                padded[:size] = x.reshape(-1)
+            else:
+                kernels.of(x).add(x.reshape(-1), residual.reshape(-1), out=padded[:size])
+            padded[size:] = 0
+            self._chunks = padded.reshape(p, chunk)
+        self._results = self._chunks
+        if size == p * chunk:
+            self._results = target.reshape(p, chunk)
+        else:
+            self._padded_to = target.reshape(-1)
+        # The results of a piece come to where its encoded chunks were: from encoding to decoding it are two lags.
+        width = p * max(reduction.wire_nbytes)
+        self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
+        self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
 
-    def encode(i: int) -> None:
-        to, into = rows(sent, i), rows(received, i)
-        for peer in (*others, rank):
+    def _rows(self, ring: Array, i: int) -> Array:
+        """Piece i of the chunk of each rank on the wire, (p, bytes)."""
+        p, nbytes = self._r.p, self._r.wire_nbytes[i]
+        rows: Array = ring[i % len(ring), : p * nbytes]
+        return rows.reshape(p, nbytes)
+
+    def encode(self, i: int) -> tuple[Rows, Rows]:
+        """See `Stages.encode`."""
+        r, piece, encode = self._r, self._r.pieces[i], self._r.steps[i].encode
+        sent, received = self._rows(self._sent, i), self._rows(self._received, i)
+        if self.count == 1:
+            encode(self._chunks, sent)
+            if self._residual is not None:
+                self._keep_loss(i, sent)
+            return sent, received
+        rows, into = [], []
+        for peer in range(r.p):
             # What this rank keeps lies with what it receives.
-            run.encode(chunks[peer, None, pieces[i]], (into if peer == rank else to)[peer, None])
-        waits.append(
-            transport.begin([(peer, to[peer]) for peer in others], [(peer, into[peer]) for peer in others])
-        )
+            into.append(received[peer])
+            rows.append(into[peer] if peer == r.rank else sent[peer])
+            encode(self._chunks[peer, None, piece], rows[peer][None])
+        if self._residual is not None:
+            sent[r.rank] = received[r.rank]
+            self._keep_loss(i, sent)
+        return rows, into
 
-    def combine(i: int) -> None:
-        waits[i]()
-        table, count = rows(combined, i), pieces[i].stop - pieces[i].start
-        run.combine(rows(received, i), table[rank, None], op, count, dtype)
-        waits[i] = transport.begin(
-            [(peer, table[rank]) for peer in others], [(peer, table[peer]) for peer in others]
-        )
+    def combine(self, i: int) -> tuple[Array, Rows]:
+        """See `Stages.combine`."""
+        r, mine = self._r, self._r.rank
+        received, results = self._rows(self._received, i), self._rows(self._sent, i)
+        r.steps[i].combine(received, results[mine, None], op=r.op)
+        if self._residual is not None:
+            self._keep_loss_of_mean(i, received, results[mine, None])
+        if self.count == 1:
+            return results[mine], results
+        rows = []
+        for peer in range(r.p):
+            rows.append(results[peer])
+        return rows[mine], rows
 
-    def decode(i: int) -> None:
-        waits[i]()
-        for row, out in zip(rows(combined, i), results[:, pieces[i]], strict=True):
-            run.decode(row[None], out[None])
+    def decode(self, i: int) -> None:
+        """See `Stages.decode`."""
+        r, piece, decode = self._r, self._r.pieces[i], self._r.steps[i].decode
+        results = self._rows(self._sent, i)
+        for rows in r.groups:
+            decode(results[rows], self._results[rows, piece])
+        if self._padded_to is not None and i == self.count - 1:
+            self._padded_to[...] = self._chunks.reshape(-1)[: r.size]
 
-    pipeline(len(pieces), encode, combine, decode)
+    # Error feedback ---------------------------------------------------------------------------------
 
+    def _keep_loss(self, i: int, sent: Array) -> None:
+        """Keep what encoding this rank's chunks has lost: residual <- chunk - decoded."""
+        r, piece = self._r, self._r.pieces[i]
+        for rows in r.groups:
+            chunks = self._chunks[rows, piece]
+            decoded = self._scratch.take("decoded", chunks.shape, r.dtype, like=chunks)
+            r.steps[i].decode(sent[rows], decoded)
+            lost = self._place(rows, piece)
+            kernels.of(chunks).loss(
+                chunks.reshape(-1)[: lost.size], decoded.reshape(-1)[: lost.size], 1, out=lost
+            )
 
-def _keep_loss(
-    comm: Communicator,
-    codec: Codec,
-    chunks: Array,
-    wire: Array,
-    received: Array,
-    combined: Array,
-    op: str,
-    residual: Array,
-) -> None:
-    """Write to `residual` what quantizing lost: of this rank's chunks, and of the combined chunk it owns."""
-    run, flat, decode = kernels.of(chunks), chunks.reshape(-1), codec.unchecked.decode
-    decoded = comm.scratch.take("decoded", chunks.shape, chunks.dtype, like=chunks)
-    decode(wire, decoded)
-    run.loss(flat, decoded.reshape(-1), 1, out=flat)
+    def _keep_loss_of_mean(self, i: int, received: Array, encoded: Array) -> None:
+        """Add what encoding the result has lost: residual <- residual + p (mean - decoded)."""
+        r, piece, run = self._r, self._r.pieces[i], kernels.of(received)
+        length = piece.stop - piece.start
+        decoded = self._scratch.take("decoded", (r.p, length), r.dtype, like=received)
+        total = self._scratch.take("total", (length,), r.dtype, like=received)
+        kept = self._scratch.take("kept", (1, length), r.dtype, like=received)
+        r.steps[i].decode(received, decoded)
+        run.reduce_rows(decoded, total, r.op)
+        r.steps[i].decode(encoded, kept)
+        # The next mean divides by p what this rank adds to it.
+        run.loss(total, kept[0], r.p if r.op == "avg" else 1, out=total)
+        lost = self._place(slice(r.rank, r.rank + 1), piece)
+        run.add(lost, total[: lost.size], out=lost)
 
-    total = comm.scratch.take("total", chunks.shape[1:], chunks.dtype, like=chunks)
-    kept = comm.scratch.take("kept", (1, *chunks.shape[1:]), chunks.dtype, like=chunks)
-    decode(received, decoded)
-    run.reduce_rows(decoded, total, op)
-    decode(combined, kept)
-    # The next mean divides by p what this rank adds to it.
-    run.loss(total, kept[0], comm.size if op == "avg" else 1, out=total)
-    run.add(chunks[comm.rank], total, out=chunks[comm.rank])
-    residual[...] = flat[: residual.size]
+    def _place(self, rows: slice, piece: slice) -> Array:
+        """Where the residual of these chunks' piece lies; the last chunk may end before its piece does."""
+        assert self._residual is not None
+        start, end = rows.start * self._r.chunk + piece.start, (rows.stop - 1) * self._r.chunk + piece.stop
+        return self._residual[start:end]
 
 
 def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:

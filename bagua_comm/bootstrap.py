@@ -240,7 +240,7 @@ class _World(Communicator):
     def close(self) -> None:
         """Free what this communicator holds. Collective."""
         global _default
-        if self._closed or os.getpid() != self._process:
+        if self.turn.closed or not self.turn.is_of_this_process:
             return
         if _default is self:
             _default = None

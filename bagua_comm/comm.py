@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +21,9 @@ import numpy as np
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import Array, Scratch, as_array, as_real, check_reduction, parts
-from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
+from .arrays import Array, Scratch, as_array, as_real, contiguous, parts
+from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_writable, finished, landing
+from .errors import ArrayError, CommMismatch, UnsupportedError
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .topology import place
 from .trace import Counters, Recorder
@@ -84,6 +82,8 @@ class Communicator:
     ) -> None:
         self.transports = tuple(transports)
         first = self.transports[0]
+        self.host = next((each for each in self.transports if each.moves(NOTHING)), first)
+        """The transport of host arrays, which barriers, objects and checks go through."""
         self.rank: int = first.rank
         self.size: int = first.size
         self.timeout_s: float = first.timeout_s
@@ -95,14 +95,9 @@ class Communicator:
         self.counters = Counters()
         self.scratch = Scratch()
         self._nodes: Nodes | None = None
-        self._closed = False
         self._messages = Messages()
-        self._process = os.getpid()
-        self._busy = threading.Lock()
-        self._user = 0
-        """The thread that makes a call, by its number; 0 if none."""
-        self._calls = 0
-        self._last_call = "none"
+        self.turn = Turn(self.transports, checked=check)
+        """The plumbing of calls: who makes one now."""
 
     # Collectives ------------------------------------------------------------------------------------
 
@@ -126,14 +121,13 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
         [array([1. , 0.5]), array([1. , 0.5])]
         """
-        call = "allreduce"
-        send, transport = self.accept(call, "x", x)
-        _check_reduction(call, op, send)
-        out, target = self.landing(call, out, send.shape, send)
-        send = self.in_place(call, send, target)
-        with Operation(self, call, transport, send, {"op": op}):
-            transport.allreduce(as_real(arrays.contiguous(send), op), as_real(target, op), op)
-        return finished(out, target)
+        call = Call(self, "allreduce", x, op=op)
+        call.check_reduction(op)
+        call.into(out, call.x.shape)
+        call.in_place()
+        with call:
+            call.transport.allreduce(as_real(contiguous(call.x), op), as_real(call.target, op), op)
+        return call.result
 
     def reduce(self, x: Array, out: Array | None = None, *, root: int, op: str = "sum") -> Array | None:
         """Reduce `x` over all ranks; only `root` gets the result, the others None.
@@ -145,19 +139,18 @@ class Communicator:
             ArrayError: `out` does not fit `x`, `root` is no rank, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
         """
-        call = "reduce"
-        send, transport = self.accept(call, "x", x)
-        self._check_peer(call, "root", root)
-        _check_reduction(call, op, send)
+        call = Call(self, "reduce", x, op=op, root=root)
+        self._check_peer("reduce", "root", root)
+        call.check_reduction(op)
         if self.rank != root:
-            with Operation(self, call, transport, send, {"op": op, "root": root}):
-                transport.reduce(as_real(arrays.contiguous(send), op), None, root, op)
+            with call:
+                call.transport.reduce(as_real(contiguous(call.x), op), None, root, op)
             return None
-        out, target = self.landing(call, out, send.shape, send)
-        send = self.in_place(call, send, target)
-        with Operation(self, call, transport, send, {"op": op, "root": root}):
-            transport.reduce(as_real(arrays.contiguous(send), op), as_real(target, op), root, op)
-        return finished(out, target)
+        call.into(out, call.x.shape)
+        call.in_place()
+        with call:
+            call.transport.reduce(as_real(contiguous(call.x), op), as_real(call.target, op), root, op)
+        return call.result
 
     def broadcast(self, x: Array, *, root: int) -> Array:
         """Copy `x` of `root` into `x` of every other rank; returns `x`.
@@ -168,16 +161,16 @@ class Communicator:
             ArrayError: `root` is no rank, or `x` cannot be written to.
             UnsupportedError: No transport takes such an array.
         """
-        call = "broadcast"
-        value, transport = self.accept(call, "x", x)
-        self._check_peer(call, "root", root)
+        call = Call(self, "broadcast", x, root=root)
+        self._check_peer("broadcast", "root", root)
+        value = call.x
         if self.rank != root:
-            _check_writable(call, "x", x, value)
-        target = arrays.contiguous(value)
-        with Operation(self, call, transport, target, {"root": root}):
-            transport.broadcast(target, root)
-        if target is not value and self.rank != root:
-            value[...] = target
+            check_writable("broadcast", "x", x, value)
+        call.contiguous()
+        with call:
+            call.transport.broadcast(call.x, root)
+        if call.x is not value and self.rank != root:
+            value[...] = call.x
         return x
 
     def allgather(self, x: Array, out: Array | None = None) -> Array:
@@ -194,14 +187,13 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
         array([[0, 7], [1, 7]])
         """
-        call = "allgather"
-        send, transport = self.accept(call, "x", x)
-        out, target = self.landing(call, out, (self.size, *send.shape), send, any_shape=True)
-        send = arrays.contiguous(send)
-        self._check_overlap(call, send, target, arrays.rows(target, self.size)[self.rank])
-        with Operation(self, call, transport, send, {}):
-            transport.allgather(send, target)
-        return finished(out, target)
+        call = Call(self, "allgather", x)
+        call.into(out, (self.size, *call.x.shape), any_shape=True)
+        call.contiguous()
+        call.check_overlap(arrays.rows(call.target, self.size)[self.rank])
+        with call:
+            call.transport.allgather(call.x, call.target)
+        return call.result
 
     def reduce_scatter(
         self, x: Array, out: Array | None = None, *, op: str = "sum", counts: Sequence[int] | None = None
@@ -227,28 +219,25 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.reduce_scatter(np.arange(4.0)))
         [array([0., 2.]), array([4., 6.])]
         """
-        call = "reduce_scatter"
-        send, transport = self.accept(call, "x", x)
-        _check_reduction(call, op, send)
+        call = Call(self, "reduce_scatter", x, op=op)
+        call.check_reduction(op)
         if counts is None:
-            shape = (self._even_chunk(call, send), *send.shape[1:])
+            shape = (self._even_chunk("reduce_scatter", call.x), *call.x.shape[1:])
             chunks = [math.prod(shape)] * self.size
         else:
-            chunks = self._check_counts(call, "counts", counts, send)
+            chunks = call.detail["counts"] = self._check_counts("reduce_scatter", "counts", counts, call.x)
             shape = (chunks[self.rank],)
-        out, target = self.landing(call, out, shape, send, any_shape=counts is not None)
-        send = arrays.contiguous(send)
-        self._check_overlap(call, send, target, parts(send, chunks)[self.rank])
-        real, result = as_real(send, op), as_real(target, op)
-        with Operation(
-            self, call, transport, send, {"op": op} if counts is None else {"op": op, "counts": chunks}
-        ):
+        call.into(out, shape, any_shape=counts is not None)
+        call.contiguous()
+        call.check_overlap(parts(call.x, chunks)[self.rank])
+        real, result = as_real(call.x, op), as_real(call.target, op)
+        with call:
             if counts is None:
-                transport.reduce_scatter(real, result, op)
+                call.transport.reduce_scatter(real, result, op)
             else:
-                width = 1 if real is send else 2
-                transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
-        return finished(out, target)
+                width = 1 if real is call.x else 2
+                call.transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
+        return call.result
 
     def scan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
         """Reduce `x` of ranks 0 to `rank`: each rank gets what the ranks up to itself come to.
@@ -283,15 +272,16 @@ class Communicator:
         """
         return self._prefix("exscan", x, out, op)
 
-    def _prefix(self, call: str, x: Array, out: Array | None, op: str) -> Any:
+    def _prefix(self, name: str, x: Array, out: Array | None, op: str) -> Any:
         """What `scan` and `exscan` share."""
-        send, transport = self.accept(call, "x", x)
-        _check_reduction(call, op, send)
-        result, target = self.landing(call, out, send.shape, send)
-        send, exclusive = arrays.contiguous(self.in_place(call, send, target)), call == "exscan"
-        with Operation(self, call, transport, send, {"op": op}):
-            transport.scan(as_real(send, op), as_real(target, op), op, exclusive=exclusive)
-        return out if exclusive and self.rank == 0 else finished(result, target)
+        call, exclusive = Call(self, name, x, op=op), name == "exscan"
+        call.check_reduction(op)
+        call.into(out, call.x.shape)
+        call.in_place()
+        call.contiguous()
+        with call:
+            call.transport.scan(as_real(call.x, op), as_real(call.target, op), op, exclusive=exclusive)
+        return out if exclusive and self.rank == 0 else call.result
 
     def allreduce_many(
         self, xs: Sequence[Array], outs: Sequence[Array | None] | None = None, *, op: str = "sum"
@@ -317,24 +307,24 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allreduce_many([np.ones(2), np.array(comm.rank)]))[0]
         [array([2., 2.]), array(1)]
         """
-        call = "allreduce_many"
-        sends = [self.accept(call, f"xs[{i}]", x) for i, x in enumerate(xs)]
-        for send, _ in sends:
-            _check_reduction(call, op, send)
+        name = "allreduce_many"
+        sends = [Call(self, name, x, f"xs[{i}]", op=op) for i, x in enumerate(xs)]
+        for send in sends:
+            send.check_reduction(op)
         wanted = list(outs) if outs is not None else [None] * len(sends)
         if len(wanted) != len(sends):
-            raise ArrayError(f"{call}: there are {len(wanted)} outs, expected {len(sends)}, one for each of xs")
+            raise ArrayError(f"{name}: there are {len(wanted)} outs, expected {len(sends)}, one for each of xs")
         landings = [
-            self.landing(call, out, send.shape, send, name=f"outs[{i}]")
-            for i, (out, (send, _)) in enumerate(zip(wanted, sends, strict=True))
+            landing(name, f"outs[{i}]", out, send.x.shape, send.x)
+            for i, (out, send) in enumerate(zip(wanted, sends, strict=True))
         ]
         written = [as_array(out) for out, _ in landings]
-        read = [x for (x, _), out in zip(sends, written, strict=True) if not _is_same(x, out)]
-        _check_apart(call, written, read)
-        for transport, members in _alike(sends):
-            with self._together(call, transport, [sends[i][0] for i in members], {"op": op}) as flat:
-                transport.allreduce(as_real(flat, op), as_real(flat, op), op)
-                _unpack(flat, [written[i] for i in members])
+        read = [send.x for send, out in zip(sends, written, strict=True) if not _is_same(send.x, out)]
+        check_apart(name, written, read)
+        for members in _alike(sends):
+            with self._together([sends[i] for i in members]) as call:
+                call.transport.allreduce(as_real(call.x, op), as_real(call.x, op), op)
+                _unpack(call.x, [written[i] for i in members])
         return [out for out, _ in landings]
 
     def broadcast_many(self, xs: Sequence[Array], *, root: int) -> list[Array]:
@@ -354,19 +344,19 @@ class Communicator:
         >>> run_ranks(2, body)[0]
         [array(1), array([0.5, 0.5])]
         """
-        call = "broadcast_many"
-        self._check_peer(call, "root", root)
-        values = [self.accept(call, f"xs[{i}]", x) for i, x in enumerate(xs)]
+        name = "broadcast_many"
+        self._check_peer(name, "root", root)
+        sends = [Call(self, name, x, f"xs[{i}]", root=root) for i, x in enumerate(xs)]
         if self.rank != root:
-            for i, (value, _) in enumerate(values):
-                _check_writable(call, f"xs[{i}]", xs[i], value)
-        _check_apart(call, [value for value, _ in values], [])
-        for transport, members in _alike(values):
-            each = [values[i][0] for i in members]
-            with self._together(call, transport, each, {"root": root}) as flat:
-                transport.broadcast(flat, root)
+            for i, send in enumerate(sends):
+                check_writable(name, f"xs[{i}]", xs[i], send.x)
+        values = [send.x for send in sends]
+        check_apart(name, values, [])
+        for members in _alike(sends):
+            with self._together([sends[i] for i in members]) as call:
+                call.transport.broadcast(call.x, root)
                 if self.rank != root:
-                    _unpack(flat, each)
+                    _unpack(call.x, [values[i] for i in members])
         return list(xs)
 
     def gather(self, x: Array, out: Array | None = None, *, root: int) -> Array | None:
@@ -379,8 +369,8 @@ class Communicator:
             ArrayError: `out` does not fit, or `root` is no rank.
             UnsupportedError: No transport takes such an array.
         """
-        send, transport = self.accept("gather", "x", x)
-        return self._gather("gather", send, transport, out, [send.size] * self.size, root)
+        call = Call(self, "gather", x, root=root)
+        return self._gather(call, out, [call.x.size] * self.size, root)
 
     def gatherv(
         self, x: Array, out: Array | None = None, counts: Sequence[int] | None = None, *, root: int
@@ -400,37 +390,32 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.gatherv(np.full(comm.rank, comm.rank), counts=[0, 1, 2], root=0))[0]
         array([1, 2, 2])
         """
-        call = "gatherv"
-        send, transport = self.accept(call, "x", x)
+        call = Call(self, "gatherv", x, root=root).uncompared()
         if self.rank != root:
-            return self._gather(call, send, transport, None, [], root)
+            return self._gather(call, None, [], root)
         if counts is None:
-            raise ArrayError(f"{call}: counts is None; root must give it")
-        counts = self._check_counts(call, "counts", counts, send, own=True)
-        return self._gather(call, send, transport, out, counts, root)
+            raise ArrayError("gatherv: counts is None; root must give it")
+        return self._gather(call, out, self._check_counts("gatherv", "counts", counts, call.x, own=True), root)
 
-    def _gather(
-        self, call: str, send: Array, transport: Transport, out: Array | None, counts: Sequence[int], root: int
-    ) -> Array | None:
+    def _gather(self, call: Call, out: Array | None, counts: Sequence[int], root: int) -> Array | None:
         """What `gather` and `gatherv` share; `counts` matter on `root`."""
-        self._check_peer(call, "root", root)
-        is_even = call == "gather"
-        send, target = arrays.contiguous(send), None
+        self._check_peer(call.name, "root", root)
+        is_even, given = call.name == "gather", call.x
+        call.contiguous()
         if self.rank == root:
-            shape = (self.size, *send.shape) if is_even else (sum(counts),)
-            out, target = self.landing(call, out, shape, send, any_shape=True)
-            chunks = parts(target, counts)
-            self._check_overlap(call, send, target, chunks[root])
-        with Operation(self, call, transport, send, {"root": root}, compare=is_even):
+            call.into(out, (self.size, *given.shape) if is_even else (sum(counts),), any_shape=True)
+            chunks = parts(call.target, counts)
+            call.check_overlap(chunks[root])
+        with call:
             if not is_even:
-                self._compare_counts(call, send, root, self._only(root, send.size), counts)
-            if target is None:
-                transport.exchange([(root, send)], [], tag=COLLECTIVE)
+                self._compare_counts(call, self._only(root, given.size), counts)
+            if self.rank != root:
+                call.transport.exchange([(root, call.x)], [], tag=COLLECTIVE)
                 return None
-            if not arrays.same_memory(send, chunks[root]):
-                chunks[root][...] = send.reshape(-1)
-            transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
-        return finished(out, target)
+            if not arrays.same_memory(call.x, chunks[root]):
+                chunks[root][...] = call.x.reshape(-1)
+            call.transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
+        return call.result
 
     def scatter(self, x: Array | None, out: Array | None = None, *, root: int) -> Array:
         """Deal the rows of `x` of `root` to the ranks: the result is row `rank`.
@@ -469,44 +454,44 @@ class Communicator:
         return self._scatter("scatterv", x, counts, out, root)
 
     def _scatter(
-        self, call: str, x: Array | None, counts: Sequence[int] | None, out: Array | None, root: int
+        self, name: str, x: Array | None, counts: Sequence[int] | None, out: Array | None, root: int
     ) -> Array:
         """What `scatter` and `scatterv` share."""
-        self._check_peer(call, "root", root)
-        is_even, detail = call == "scatter", {"root": root}
-        if self.rank != root:
-            if out is None:
-                raise ArrayError(f"{call}: out is None; ranks other than root must give it")
-            like, transport = self.accept(call, "out", out)
-            out, target = self.landing(call, out, like.shape, like)
-            with Operation(self, call, transport, target, detail, compare=is_even):
-                if not is_even:
-                    self._compare_counts(call, target, root, [], self._only(root, target.size))
-                transport.exchange([], [(root, target)], tag=COLLECTIVE)
-            return finished(out, target)
-        if x is None:
-            raise ArrayError(f"{call}: x is None; root must give it")
-        send, transport = self.accept(call, "x", x)
-        if is_even:
-            if send.ndim == 0 or send.shape[0] != self.size:
-                raise ArrayError(f"{call}: x has shape {send.shape}, expected ({self.size}, ...)")
-            counts = [send.size // self.size] * self.size
-            out, target = self.landing(call, out, send.shape[1:], send)
+        self._check_peer(name, "root", root)
+        is_even, at_root = name == "scatter", self.rank == root
+        if not at_root and out is None:
+            raise ArrayError(f"{name}: out is None; ranks other than root must give it")
+        if at_root and x is None:
+            raise ArrayError(f"{name}: x is None; root must give it")
+        call = Call(self, name, x, root=root) if at_root else Call(self, name, out, "out", root=root)
+        given = call.x
+        if not at_root:
+            call.into(out, given.shape)
+        elif is_even:
+            if given.ndim == 0 or given.shape[0] != self.size:
+                raise ArrayError(f"{name}: x has shape {given.shape}, expected ({self.size}, ...)")
+            counts = [given.size // self.size] * self.size
+            call.into(out, given.shape[1:])
         elif counts is None:
-            raise ArrayError(f"{call}: counts is None; root must give it")
+            raise ArrayError(f"{name}: counts is None; root must give it")
         else:
-            counts = self._check_counts(call, "counts", counts, send)
-            out, target = self.landing(call, out, (counts[root],), send, any_shape=True)
-        send = arrays.contiguous(send)
-        chunks, mine = parts(send, counts), target.reshape(-1)
-        self._check_overlap(call, send, mine, chunks[root])
-        with Operation(self, call, transport, target, detail, compare=is_even):
+            counts = self._check_counts(name, "counts", counts, given)
+            call.into(out, (counts[root],), any_shape=True)
+        if at_root:
+            call.contiguous()
+            chunks, mine = parts(call.x, counts or []), call.target.reshape(-1)
+            call.check_overlap(chunks[root])
+        call.x = call.target  # what is compared and counted is a rank's part
+        with call if is_even else call.uncompared():
             if not is_even:
-                self._compare_counts(call, target, root, counts, self._only(root, target.size))
-            if not arrays.same_memory(chunks[root], mine):
-                mine[...] = chunks[root]
-            transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
-        return finished(out, target)
+                self._compare_counts(call, counts or [], self._only(root, call.target.size))
+            if not at_root:
+                call.transport.exchange([], [(root, call.target)], tag=COLLECTIVE)
+            else:
+                if not arrays.same_memory(chunks[root], mine):
+                    mine[...] = chunks[root]
+                call.transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
+        return call.result
 
     def alltoall(self, x: Array, out: Array | None = None) -> Array:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
@@ -517,14 +502,13 @@ class Communicator:
             ArrayError: `x` does not split evenly, or `out` does not fit.
             UnsupportedError: No transport takes such an array.
         """
-        call = "alltoall"
-        send, transport = self.accept(call, "x", x)
-        self._even_chunk(call, send)
-        out, target = self.landing(call, out, send.shape, send)
-        send = self.in_place(call, send, target)
-        with Operation(self, call, transport, send, {}):
-            transport.alltoall(arrays.contiguous(send), target)
-        return finished(out, target)
+        call = Call(self, "alltoall", x)
+        self._even_chunk("alltoall", call.x)
+        call.into(out, call.x.shape)
+        call.in_place()
+        with call:
+            call.transport.alltoall(contiguous(call.x), call.target)
+        return call.result
 
     def allgatherv(self, x: Array, out: Array, counts: Sequence[int]) -> Array:
         """Collect arrays of different lengths, one behind the other, on every rank.
@@ -536,19 +520,21 @@ class Communicator:
             ArrayError: `counts` does not fit the ranks, `x` or `out`.
             UnsupportedError: No transport takes such an array.
         """
-        call = "allgatherv"
-        send, transport = self.accept(call, "x", x)
-        counts = self._check_counts(call, "counts", counts, send, own=True)
-        out, target = self.landing(call, out, (sum(counts),), send, any_shape=True)
-        send, whole = arrays.contiguous(send).reshape(-1), target.reshape(-1)
+        name = "allgatherv"
+        call = Call(self, name, x)
+        counts = call.detail["counts"] = self._check_counts(name, "counts", counts, call.x, own=True)
+        call.into(out, (sum(counts),), any_shape=True)
+        call.contiguous()
+        send, whole = call.x.reshape(-1), call.target.reshape(-1)
         chunks = parts(whole, counts)
-        self._check_overlap(call, send, target, chunks[self.rank])
-        with Operation(self, call, transport, whole, {"counts": counts}, payload=send.nbytes):
+        call.check_overlap(chunks[self.rank])
+        call.x, call.payload = whole, send.nbytes  # ranks give different sizes, and all get the same
+        with call:
             if not arrays.same_memory(send, chunks[self.rank]):
                 chunks[self.rank][...] = send
             others = self._others()
-            transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
-        return finished(out, target)
+            call.transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
+        return call.result
 
     def alltoallv(self, x: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int]) -> Array:
         """Send counts[j] elements of `x` to rank j; out_counts[i] elements come from rank i.
@@ -561,34 +547,36 @@ class Communicator:
             CommMismatch: The counts of two ranks do not fit together.
             UnsupportedError: No transport takes such an array.
         """
-        call = "alltoallv"
-        send, transport = self.accept(call, "x", x)
-        counts = self._check_counts(call, "counts", counts, send)
-        out_counts = self._check_counts(call, "out_counts", out_counts)
+        name = "alltoallv"
+        call = Call(self, name, x).uncompared()
+        counts = self._check_counts(name, "counts", counts, call.x)
+        out_counts = self._check_counts(name, "out_counts", out_counts)
         if counts[self.rank] != out_counts[self.rank]:
             raise ArrayError(
-                f"{call}: counts[{self.rank}] is {counts[self.rank]}, but out_counts[{self.rank}] is "
+                f"{name}: counts[{self.rank}] is {counts[self.rank]}, but out_counts[{self.rank}] is "
                 f"{out_counts[self.rank]}; both are this rank's own part"
             )
-        out, target = self.landing(call, out, (sum(out_counts),), send, any_shape=True)
-        send = arrays.contiguous(send).reshape(-1)
-        if arrays.overlap(send, target):
-            raise ArrayError(f"{call}: out overlaps x")
-        source, chunks = parts(send, counts), parts(target, out_counts)
-        with Operation(self, call, transport, send, {}, compare=False):
-            self._compare_counts(call, send, None, counts, out_counts)
+        call.into(out, (sum(out_counts),), any_shape=True)
+        call.contiguous()
+        if arrays.overlap(call.x, call.target):
+            raise ArrayError(f"{name}: out overlaps x")
+        source, chunks = parts(call.x, counts), parts(call.target, out_counts)
+        with call:
+            self._compare_counts(call, counts, out_counts)
             chunks[self.rank][...] = source[self.rank]
             others = self._others()
-            transport.exchange([(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
-        return finished(out, target)
+            call.transport.exchange(
+                [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
+            )
+        return call.result
 
     def barrier(self) -> None:
         """Return when every rank has called.
 
         Collective.
         """
-        with Operation(self, "barrier", self._host_transport(), _NOTHING, {}):
-            self._host_transport().barrier()
+        with Call.on_host(self, "barrier"):
+            self.host.barrier()
 
     # Objects ----------------------------------------------------------------------------------------
 
@@ -601,11 +589,11 @@ class Communicator:
             ArrayError: `root` is no rank.
             UnsupportedError: The object cannot be pickled; on all ranks.
         """
-        call, host = "broadcast_object", self._host_transport()
-        self._check_peer(call, "root", root)
-        mine = objects.pack(call, obj) if self.rank == root else objects.NOTHING
-        with Operation(self, call, host, _NOTHING, {"root": root}, payload=mine.data.nbytes):
-            parcel = objects.broadcast(host, mine, root)
+        name = "broadcast_object"
+        self._check_peer(name, "root", root)
+        mine = objects.pack(name, obj) if self.rank == root else objects.NOTHING
+        with Call.on_host(self, name, payload=mine.data.nbytes, root=root):
+            parcel = objects.broadcast(self.host, mine, root)
         return obj if mine.size > 0 else parcel.open()
 
     def allgather_object(self, obj: Any) -> list[Any]:
@@ -616,10 +604,9 @@ class Communicator:
         Raises:
             UnsupportedError: An object cannot be pickled; on all ranks.
         """
-        call, host = "allgather_object", self._host_transport()
-        mine = objects.pack(call, obj)
-        with Operation(self, call, host, _NOTHING, {}, payload=mine.data.nbytes):
-            parcels = objects.allgather(host, mine)
+        mine = objects.pack("allgather_object", obj)
+        with Call.on_host(self, "allgather_object", payload=mine.data.nbytes):
+            parcels = objects.allgather(self.host, mine)
         failed = [parcel for parcel in parcels if parcel.size < 0]
         return [parcel.open() for parcel in failed or parcels]
 
@@ -636,11 +623,11 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.gather_object({"rank": comm.rank}, root=0))
         [[{'rank': 0}, {'rank': 1}], None]
         """
-        call, host = "gather_object", self._host_transport()
-        self._check_peer(call, "root", root)
-        mine = objects.pack(call, obj)
-        with Operation(self, call, host, _NOTHING, {"root": root}, payload=mine.data.nbytes):
-            parcels = objects.gather(host, mine, root)
+        name = "gather_object"
+        self._check_peer(name, "root", root)
+        mine = objects.pack(name, obj)
+        with Call.on_host(self, name, payload=mine.data.nbytes, root=root):
+            parcels = objects.gather(self.host, mine, root)
         found = [parcel.open() for parcel in parcels]
         return found if self.rank == root else None
 
@@ -658,12 +645,12 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.scatter_object(["a", 2.5] if comm.rank == 0 else None, root=0))
         ['a', 2.5]
         """
-        call, host = "scatter_object", self._host_transport()
-        self._check_peer(call, "root", root)
-        parcels = objects.pack_each(call, objs, self.size) if self.rank == root else []
+        name = "scatter_object"
+        self._check_peer(name, "root", root)
+        parcels = objects.pack_each(name, objs, self.size) if self.rank == root else []
         payload = sum(parcel.data.nbytes for parcel in parcels)
-        with Operation(self, call, host, _NOTHING, {"root": root}, payload=payload):
-            parcel = objects.scatter(host, parcels, root)
+        with Call.on_host(self, name, payload=payload, root=root):
+            parcel = objects.scatter(self.host, parcels, root)
         return parcel.open()
 
     def send_object(self, obj: Any, *, dest: int) -> None:
@@ -676,15 +663,15 @@ class Communicator:
             ArrayError: `dest` is no rank.
             UnsupportedError: The object cannot be pickled; nothing is sent then.
         """
-        call, host = "send_object", self._host_transport()
-        self._check_peer(call, "dest", dest)
-        parcel = objects.pack(call, obj)
+        name = "send_object"
+        self._check_peer(name, "dest", dest)
+        parcel = objects.pack(name, obj)
         if parcel.size < 0:
             parcel.open()
-        with Operation(self, call, host, _NOTHING, {"dest": dest}, compare=False, payload=parcel.size):
+        with Call.on_host(self, name, payload=parcel.size, dest=dest).uncompared():
             if self.check:
-                self._messages.compare(host, call, [(dest, None)], [])
-            objects.send(host, parcel, dest)
+                self._messages.compare(self.host, name, [(dest, None)], [])
+            objects.send(self.host, parcel, dest)
 
     def recv_object(self, *, source: int) -> Any:
         """The object that `source` sends to this rank next, by `send_object`.
@@ -701,14 +688,14 @@ class Communicator:
         >>> run_ranks(2, body)
         [{'from': 1}, {'from': 0}]
         """
-        call, host = "recv_object", self._host_transport()
-        self._check_peer(call, "source", source)
-        with Operation(self, call, host, _NOTHING, {"source": source}, compare=False):
+        name, host = "recv_object", self.host
+        self._check_peer(name, "source", source)
+        with Call.on_host(self, name, source=source).uncompared():
             if self.check:
-                (wrong,) = self._messages.compare(host, call, [], [(source, None)])
+                (wrong,) = self._messages.compare(host, name, [], [(source, None)])
                 if wrong is not None:
                     # Taken all the same, so that the next message is the next.
-                    if wrong.kind == arrays.library(_NOTHING):
+                    if wrong.kind == arrays.library(NOTHING):
                         host.exchange([], [(source, np.empty(wrong.nbytes, np.uint8))])
                     raise wrong.error
             parcel = objects.receive(host, source)
@@ -792,42 +779,37 @@ class Communicator:
         self._exchange("exchange", sends, recvs)
 
     def _exchange(
-        self, call: str, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], **peers: int | None
+        self, name: str, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], **peers: int | None
     ) -> None:
         outgoing: list[Message] = []
         incoming: list[Message] = []
-        landings: list[tuple[Array, Array]] = []
         values: list[Array] = []
-        transports: list[Transport] = []
-        for name, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
-            value, transport = self.accept(call, name, x)
-            if name == "recvs":
-                _check_writable(call, name, x, value)
-            if peer is None and call in ("sendrecv", "exchange"):
+        calls: list[Call] = []
+        for side, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
+            call = Call(self, name, x, side, **peers).uncompared()
+            if side == "recvs":
+                check_writable(name, side, x, call.x)
+            if peer is None and name in ("sendrecv", "exchange"):
                 continue
-            peer = self._check_peer(call, f"a peer in {name}" if not peers else "peer", peer)
-            transports.append(transport)
-            target = arrays.contiguous(value)
-            if name == "recvs" and any(arrays.share_elements(value, other) for other in values):
-                raise ArrayError(f"{call}: an array to receive into overlaps another array")
-            values.append(value)
-            if name == "sends":
-                outgoing.append((peer, target))
-                continue
-            incoming.append((peer, target))
-            landings.append((value, target))
-        if not transports:
+            peer = self._check_peer(name, f"a peer in {side}" if not peers else "peer", peer)
+            if side == "recvs" and any(arrays.share_elements(call.x, other) for other in values):
+                raise ArrayError(f"{name}: an array to receive into overlaps another array")
+            calls.append(call)
+            values.append(call.x)
+            call.contiguous()
+            (outgoing if side == "sends" else incoming).append((peer, call.x))
+        if not calls:
             return
-        if any(transport is not transports[0] for transport in transports):
-            raise UnsupportedError(f"{call}: host and device arrays in one call")
-        first = outgoing[0][1] if outgoing else incoming[0][1]
-        payload = sum(x.nbytes for _, x in outgoing)
-        with Operation(self, call, transports[0], first, dict(peers), compare=False, payload=payload):
+        first = calls[0]
+        if any(call.transport is not first.transport for call in calls):
+            raise UnsupportedError(f"{name}: host and device arrays in one call")
+        first.payload = sum(x.nbytes for _, x in outgoing)
+        with first:
             if self.check:
-                self._exchange_what_fits(call, transports[0], outgoing, incoming)
+                self._exchange_what_fits(name, first.transport, outgoing, incoming)
             else:
-                transports[0].exchange(outgoing, incoming)
-        for value, target in landings:
+                first.transport.exchange(outgoing, incoming)
+        for value, (_, target) in zip(values[len(outgoing) :], incoming, strict=True):
             finished(value, target)
 
     def _exchange_what_fits(
@@ -837,7 +819,7 @@ class Communicator:
 
         Such a message is taken all the same, so that the next one is the next.
         """
-        host = self._host_transport()
+        host = self.host
         unfit = self._messages.compare(host, call, sends, recvs)
         incoming = []
         for (peer, out), wrong in zip(recvs, unfit, strict=True):
@@ -866,7 +848,7 @@ class Communicator:
         if not isinstance(color, (int, np.integer)) or not 0 <= color < 2**31:
             raise ArrayError(f"split: color is {color!r}, expected an integer >= 0")
         order = self.rank if key is None else key
-        with Operation(self, "split", self._host_transport(), _NOTHING, {}):
+        with Call.on_host(self, "split"):
             parts = [transport.split(int(color), int(order)) for transport in self.transports]
         return self._derived(parts)
 
@@ -875,7 +857,7 @@ class Communicator:
 
         Collective.
         """
-        with Operation(self, "dup", self._host_transport(), _NOTHING, {}):
+        with Call.on_host(self, "dup"):
             parts = [transport.dup() for transport in self.transports]
         return self._derived(parts)
 
@@ -946,7 +928,7 @@ class Communicator:
         Raises:
             CommMismatch: They don't; the message says which ranks agree.
         """
-        value, _ = self.accept("check_consistency", "x", x)
+        value = Call(self, "check_consistency", x).x
         digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
         digest.update((value if isinstance(value, np.ndarray) else value.get()).tobytes())
         table = self.allgather(np.frombuffer(digest.digest(), np.uint8))
@@ -1013,9 +995,9 @@ class Communicator:
 
         Collective.
         """
-        if self._closed or self._process != os.getpid():
+        if self.turn.closed or not self.turn.is_of_this_process:
             return
-        self._closed = True
+        self.turn.closed = True
         if self._nodes is not None:
             for comm in self._nodes:
                 comm.close()
@@ -1036,7 +1018,7 @@ class Communicator:
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close()
             return
-        if self._process != os.getpid():
+        if not self.turn.is_of_this_process:
             return
         if isinstance(error, SystemExit):
             # This rank leaves in the middle: its peers would wait for it.
@@ -1053,74 +1035,13 @@ class Communicator:
 
     # Checks -----------------------------------------------------------------------------------------
 
-    def accept(self, call: str, name: str, x: Any) -> tuple[Array, Transport]:
-        """View argument `name` of `call` as an array, and pick the transport that moves it."""
-        if type(x) is np.ndarray:
-            value = x
-        else:
-            try:
-                value = as_array(x)
-            except UnsupportedError as exc:
-                raise UnsupportedError(f"{call}: {name}: {exc}") from exc
-        if not arrays.is_movable(value.dtype):
-            raise UnsupportedError(
-                f"{call}: {name} has dtype {value.dtype}, expected integers, floats, bool or complex "
-                "in native byte order"
-            )
-        for transport in self.transports:
-            if transport.moves(value):
-                return value, transport
-        names = ", ".join(transport.name for transport in self.transports)
-        raise UnsupportedError(
-            f"{call}: {name} is a {arrays.library(value)} array, which none of this communicator's "
-            f"transports ({names}) moves"
-        )
+    def carrier(self, x: Array, *, call: str = "carrier", name: str = "x") -> Transport:
+        """The transport that moves arrays like `x`, which stands in errors as argument `name` of `call`.
 
-    def landing(
-        self,
-        call: str,
-        out: Any | None,
-        shape: tuple[int, ...],
-        like: Array,
-        *,
-        any_shape: bool = False,
-        name: str = "out",
-    ) -> tuple[Any, Array]:
-        """What `call` returns, and the contiguous array it fills; `finished` makes one of the two."""
-        if out is None:
-            target = arrays.empty(shape, like.dtype, like=like)
-            return target, target
-        # An array of the same kind as the input needs no closer look than its dtype below.
-        value = out if type(out) is type(like) else self.accept(call, name, out)[0]
-        fits = value.size == math.prod(shape) if any_shape else value.shape == shape
-        if not fits:
-            wanted = f"{math.prod(shape)} elements" if any_shape else f"{shape}"
-            raise ArrayError(f"{call}: {name} has shape {value.shape}, expected {wanted}")
-        if value.dtype != like.dtype:
-            raise ArrayError(f"{call}: {name} has dtype {value.dtype}, expected {like.dtype}")
-        if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
-            raise ArrayError(
-                f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}"
-            )
-        _check_writable(call, name, out, value)
-        if arrays.is_contiguous(value):
-            return out, value
-        return out, arrays.empty(value.shape, value.dtype, like=value)
-
-    def in_place(self, call: str, x: Array, target: Array) -> Array:
-        """`target` itself if `x` is that memory; raises if they overlap in any other way."""
-        if x is target or not arrays.overlap(x, target):
-            return x
-        if arrays.is_contiguous(x) and arrays.same_memory(x, target):
-            return target
-        raise ArrayError(f"{call}: out overlaps x; pass out=x or memory apart from it")
-
-    def _check_overlap(self, call: str, x: Array, target: Array, allowed: Array) -> None:
-        """Raise if `x` and `target` overlap otherwise than by one being its own chunk of the other."""
-        if not arrays.overlap(x, target):
-            return
-        if not (arrays.same_memory(x, allowed) or arrays.same_memory(target, allowed)):
-            raise ArrayError(f"{call}: out overlaps x other than in this rank's own chunk")
+        Raises:
+            UnsupportedError: There is none: `x` is not an array, or of a dtype or a library that none moves.
+        """
+        return carrier(self.transports, call, name, as_argument(call, name, x))
 
     def _check_peer(self, call: str, name: str, peer: object) -> int:
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size:
@@ -1154,87 +1075,37 @@ class Communicator:
     def _others(self) -> list[int]:
         return [r for r in range(self.size) if r != self.rank]
 
-    def _host_transport(self) -> Transport:
-        return next(transport for transport in self.transports if transport.moves(_NOTHING))
-
-    def compare_calls(self, call: str) -> None:
-        """Raise `CommMismatch` on all ranks unless all are about to make the same call. Collective."""
-        compare_calls(self._host_transport(), call)
-
-    def _compare_counts(
-        self, call: str, x: Array, root: int | None, sends: Sequence[int], recvs: Sequence[int]
-    ) -> None:
+    def _compare_counts(self, call: Call, sends: Sequence[int], recvs: Sequence[int]) -> None:
         """With `check`, compare a call whose arrays differ among the ranks, and their sizes. Collective.
 
         `sends` and `recvs` say how many elements go to each rank and come from each; nothing if empty.
         """
         if not self.check:
             return
+        root = call.detail.get("root")
         at = "" if root is None else f", root={root}"
-        self.compare_calls(f"{call}({arrays.dtype_name(x.dtype)}{at})")
+        compare_calls(self.host, f"{call.name}({arrays.dtype_name(call.x.dtype)}{at})")
         nothing = [0] * self.size
-        compare_counts(self._host_transport(), sends or nothing, recvs or nothing)
+        compare_counts(self.host, sends or nothing, recvs or nothing)
 
     def _only(self, rank: int, count: int) -> list[int]:
         """`count` for one rank, zero for the others."""
         return [count if r == rank else 0 for r in range(self.size)]
 
     @contextmanager
-    def _together(
-        self, call: str, transport: Transport, xs: Sequence[Array], detail: dict[str, Any]
-    ) -> Iterator[Array]:
-        """One call on all of `xs`, of one dtype, copied into one array."""
-        first, shapes = xs[0], [list(x.shape) for x in xs]
-        outermost = self.take_turn(
-            call, lambda: f"{call}({first.dtype}, {detail})"
-        )  # from here on, scratch is in use
+    def _together(self, calls: Sequence[Call]) -> Iterator[Call]:
+        """One call on the arrays of several, all of one dtype, copied into one array."""
+        call, xs = calls[0], [call.x for call in calls]
+        outermost = self.turn.take(call.name, call.signature)  # from here on, scratch is in use
         try:
-            flat = self.scratch.take("many", (sum(x.size for x in xs),), first.dtype, like=first)
-            with Operation(self, call, transport, flat, {**detail, "shapes": shapes}):
-                for x, part in zip(xs, parts(flat, [x.size for x in xs]), strict=True):
+            call.x = self.scratch.take("many", (sum(x.size for x in xs),), xs[0].dtype, like=xs[0])
+            call.detail["shapes"] = [list(x.shape) for x in xs]
+            with call:
+                for x, part in zip(xs, parts(call.x, [x.size for x in xs]), strict=True):
                     part.reshape(x.shape)[...] = x
-                yield flat
+                yield call
         finally:
-            self.end_turn(outermost)
-
-    def take_turn(self, name: str, describe: Callable[[], str]) -> bool:
-        """Begin a call, or a call within one; True if it is the outermost, which `end_turn` must end.
-
-        Raises:
-            CommError: Another thread is in a call, this communicator is closed, or it is a parent process's.
-        """
-        if self._closed or self._process != os.getpid():
-            raise CommError(f"{name}: {self._why_unusable()}")
-        me = threading.get_ident()
-        if self._user == me:
-            return False
-        if not self._busy.acquire(blocking=False):
-            raise CommError(
-                f"{name}: another thread is in a call of this communicator; give each thread one of its own, by "
-                "dup() on all ranks, or submit the call to a lane()"
-            )
-        self._user = me
-        collective = name not in _POINT_TO_POINT
-        compared = None if self.check else describe  # what is checked is compared before, and in full
-        for transport in self.transports:
-            transport.begin_call(name, collective=collective, describe=compared)
-        return True
-
-    def end_turn(self, outermost: bool) -> None:
-        """End what `take_turn` began."""
-        if outermost:
-            for transport in self.transports:
-                transport.end_call()
-            self._user = 0
-            self._busy.release()
-
-    def _why_unusable(self) -> str:
-        if self._process != os.getpid():
-            return (
-                f"this process was forked off process {self._process}, rank {self.rank}; a child cannot use its "
-                "parent's communicator: start ranks with mpirun, and children that don't communicate by fork"
-            )
-        return "this communicator is closed"
+            self.turn.end(outermost)
 
     def _derived(self, transports: Sequence[Transport]) -> Communicator:
         """A communicator over transports split off from this one's, with its settings."""
@@ -1250,143 +1121,22 @@ class Communicator:
         )
 
 
-class Operation:
-    """One call while it runs: compared, timed, counted, and named in errors."""
-
-    __slots__ = (
-        "_comm",
-        "_compare",
-        "_detail",
-        "_name",
-        "_outermost",
-        "_payload",
-        "_sent",
-        "_start",
-        "_transport",
-        "_x",
-    )
-
-    def __init__(
-        self,
-        comm: Communicator,
-        name: str,
-        transport: Transport,
-        x: Array,
-        detail: dict[str, Any],
-        *,
-        compare: bool = True,
-        payload: int | None = None,
-    ) -> None:
-        self._comm, self._name, self._transport, self._x = comm, name, transport, x
-        self._compare, self._payload, self._detail = compare, payload, detail
-
-    def __enter__(self) -> None:
-        comm = self._comm
-        self._outermost = comm.take_turn(self._name, self.signature)
-        comm._calls += 1
-        if comm.check and self._compare:
-            try:
-                comm.compare_calls(str(self))
-            except BaseException:
-                comm.end_turn(self._outermost)
-                raise
-        self._sent = self._transport.sent_bytes
-        self._start = time.perf_counter_ns()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        end = time.perf_counter_ns()
-        comm, name, detail = self._comm, self._name, self._detail
-        comm.end_turn(self._outermost)
-        wire = self._transport.sent_bytes - self._sent
-        payload = self._x.nbytes if self._payload is None else self._payload
-        detail["bytes"], detail["wire_bytes"] = payload, wire
-        detail["dtype"] = arrays.dtype_name(self._x.dtype)
-        if kind is not None:
-            detail["error"] = kind.__name__
-        comm.tracer.add(name, self._start, end, detail)
-        if error is None:
-            comm.counters.by_operation[name].add(payload, wire)
-            comm._last_call = name
-        elif isinstance(error, CommError) and error.args:
-            call = str(self)
-            before = f"{comm._last_call} #{comm._calls - 1}" if comm._calls > 1 else "nothing"
-            error.args = (f"{call} #{comm._calls}: {error.args[0]}; before it: {before}",)
-
-    def signature(self) -> str:
-        """What must be alike on all ranks, if they all make this call."""
-        op, root = self._detail.get("op"), self._detail.get("root")
-        parts = [arrays.dtype_name(self._x.dtype) if self._x is not _NOTHING else ""]
-        parts += [f"op={op}"] if op is not None else []
-        parts += [f"root={root}"] if root is not None else []
-        return f"{self._name}({', '.join(parts)})"
-
-    def __str__(self) -> str:
-        hidden = ("dtype", "bytes", "wire_bytes", "error")
-        parts = [f"{self._x.dtype.name}{list(self._x.shape)}"] if self._x is not _NOTHING else []
-        parts += [f"{key}={value}" for key, value in self._detail.items() if key not in hidden]
-        return f"{self._name}({', '.join(parts)})"
-
-
-_NOTHING: Array = np.empty(0, np.uint8)
-
 MaybeMessage: TypeAlias = tuple[int | None, Array]
 """A message, or none if the peer is None."""
-
-
-def _check_reduction(call: str, op: str, x: Array) -> None:
-    check_reduction(call, op, x.dtype)
-    if op == "prod" and x.dtype.kind == "c" and not isinstance(x, np.ndarray):
-        raise UnsupportedError(
-            f"{call}: there is no op='prod' for {x.dtype} on a device; reduce a copy on the host, x.get()"
-        )
 
 
 def _is_same(a: Array, b: Array) -> bool:
     return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)
 
 
-def _check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:
-    """Raise if what is written overlaps anything else."""
-    extents = [(*arrays.extent(x), True) for x in written if x.size]
-    extents += [(*arrays.extent(x), False) for x in read if x.size]
-    end_of_all = end_of_written = 0
-    for start, end, is_written in sorted(extents):
-        if start < (end_of_all if is_written else end_of_written):
-            raise ArrayError(f"{call}: an array that is written to overlaps another array")
-        end_of_all = max(end_of_all, end)
-        end_of_written = max(end_of_written, end) if is_written else end_of_written
-
-
-def _alike(xs: Sequence[tuple[Array, Transport]]) -> list[tuple[Transport, list[int]]]:
-    """Group arrays that go in one message: transports, and the indices of arrays of one library and dtype."""
-    groups: dict[Hashable, tuple[Transport, list[int]]] = {}
-    for i, (x, transport) in enumerate(xs):
-        key = id(transport), arrays.library(x), x.dtype
-        groups.setdefault(key, (transport, []))[1].append(i)
+def _alike(calls: Sequence[Call]) -> list[list[int]]:
+    """Group arrays that go in one message: the indices of those of one library and dtype."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, call in enumerate(calls):
+        groups.setdefault((id(call.transport), arrays.library(call.x), call.x.dtype), []).append(i)
     return list(groups.values())
 
 
 def _unpack(flat: Array, xs: Sequence[Array]) -> None:
     for x, part in zip(xs, parts(flat, [x.size for x in xs]), strict=True):
         x[...] = part.reshape(x.shape)
-
-
-def _check_writable(call: str, name: str, x: object, value: Array) -> None:
-    if isinstance(x, np.generic):
-        raise ArrayError(f"{call}: {name} is a NumPy scalar, which cannot be written to; use a 0-d array")
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ArrayError(f"{call}: {name} is read-only")
-
-
-def finished(out: Any, target: Array) -> Any:
-    """Copy the result to where it was wanted, unless it is there already."""
-    if target is not out:
-        value = as_array(out)
-        if not arrays.same_memory(value, target):
-            value[...] = target
-    return out

@@ -341,7 +341,7 @@ class Engine:
         """A stream, where exchanges only enqueue; rounds of an open window wait for all ranks, on the host."""
         rounds = any(phase.window.closes is Point.NEVER for phase in phases_of(self.algorithm))
         flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
-        moved_by = [comm.accept("Engine", "storage", flat)[1] for flat in flats]
+        moved_by = [comm.carrier(flat, call="Engine", name="storage") for flat in flats]
         return "stream" if flats and not rounds and all(t.enqueues for t in moved_by) else "thread"
 
     def _prepare_codecs(self) -> None:

@@ -627,7 +627,7 @@ class DistributedDataParallel(nn.Module):
                 )
             self._check_device(name, tensor)
             try:
-                self.comm.accept("DistributedDataParallel", repr(name), as_array(tensor))
+                self.comm.carrier(as_array(tensor), call="DistributedDataParallel", name=repr(name))
             except UnsupportedError as exc:
                 raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
         devices = {parameter.device for parameter in self._trained.values()}

@@ -23,7 +23,7 @@ LAYERS = [
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
     {"agreement", "objects", "lane"},
-    {"comm"},
+    {"call", "comm"},
     {"averages"},
     {"algorithms", "bootstrap"},
     {"engine"},

@@ -31,17 +31,17 @@ _LONG = 1 << 14
 """Elements of a chunk, which take other kernels than few do where it is one block."""
 
 
-class Unchecked(NamedTuple):
-    """The steps of a codec; see `Codec.encode`, `decode` and `combine`."""
+class Steps(NamedTuple):
+    """The steps of a codec for chunks of one length and dtype, whose arguments nobody checks any more."""
 
-    encode: Callable[[Array, Array], None]
-    """(chunks, wire)"""
+    encode: Callable[[Array, Array], object]
+    """encode(chunks, wire)"""
 
-    decode: Callable[[Array, Array], None]
-    """(wire, out)"""
+    decode: Callable[[Array, Array], object]
+    """decode(wire, out)"""
 
-    combine: Callable[[Array, Array, str, int, DType], None]
-    """(wire, out, op, count, dtype)"""
+    combine: Callable[..., object]
+    """combine(wire, out, op=op)"""
 
 
 class Codec(ABC):
@@ -129,10 +129,13 @@ class Codec(ABC):
         self._combine(wire, out, op, count, dtype)
         return out
 
-    @property
-    def unchecked(self) -> Unchecked:
-        """The three steps without a check of their arguments, for who has made these himself, or checked them."""
-        return Unchecked(self._encode, self._decode, self._combine)
+    def steps(self, count: int, like: Array) -> Steps:
+        """The three steps for chunks of `count` elements, of the dtype of `like`, where that lies.
+
+        What does not depend on the arrays themselves is worked out now. The steps check nothing.
+        """
+        dtype = like.dtype
+        return Steps(self._encode, self._decode, lambda wire, out, op: self._combine(wire, out, op, count, dtype))
 
     def prepare(self, like: Array) -> None:
         """Have everything that codes arrays like this one compiled and loaded, where it lies."""

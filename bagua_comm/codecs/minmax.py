@@ -35,7 +35,7 @@ from .. import kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError
 from ..kernels.host import largest_finite
-from .base import Codec, check_count, padded
+from .base import Codec, Steps, check_count, padded
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,16 @@ class MinMaxUInt8(Codec):
             ArrayError: `count` is no integer of at least 0.
         """
         return self._layout(check_count("wire_nbytes", count), dtype)[2]
+
+    def steps(self, count: int, like: Array) -> Steps:
+        """See `Codec.steps`."""
+        block, start, _ = self._layout(count, like.dtype)
+        run, layout = kernels.of(like), {"start": start, "block": block, "eps": self.eps}
+        return Steps(
+            functools.partial(run.minmax_encode, **layout),
+            functools.partial(run.minmax_decode, **layout),
+            functools.partial(run.minmax_combine, count=count, dtype=like.dtype, **layout),
+        )
 
     def _encode(self, chunks: Array, wire: Array) -> None:
         block, start, _ = self._layout(chunks.shape[1], chunks.dtype)

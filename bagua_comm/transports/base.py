@@ -26,19 +26,12 @@ import numpy as np
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
 from ..errors import BootstrapError, CommError, UnsupportedError
-
-Message = tuple[int, Array]
-"""A peer, and the contiguous array sent to it or received from it."""
+from .pipeline import Exact, Rows, Wait, reduce_through, trade
+from .pipeline import Message as Message
 
 POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
 """Tags: messages never match those of another tag. Arrays of `send` and `recv`, what collectives send, pickled
 objects, and the descriptions that `agreement` sends ahead of messages."""
-
-Wait = Callable[[], None]
-"""Returns when an exchange that was begun has ended."""
-
-LAG = 4
-"""How many pieces each stage of a collective is behind the one before it: so many are on their way at a time."""
 
 
 class Transport(ABC):
@@ -124,14 +117,15 @@ class Transport(ABC):
             CommTimeout: A peer did not answer within `timeout_s`.
         """
 
-    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
-        """Begin an exchange of a collective, whose messages are as long as their receivers expect.
+    def agree_on_call(self, call: str, x: Array) -> Flow:
+        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
 
-        Neither side's arrays may be touched until the result, which waits for the end, was called. Exchanges that
-        were begun match in order, and are waited for in order. Here it is over when it was begun.
+        `call` names all that must be alike: the operation, its op and its root. The result carries the call's
+        exchanges, which may rely on it. This default compares nothing: its messages bring their own sizes.
+
+        Collective.
         """
-        self.exchange(sends, recvs, tag=COLLECTIVE)
-        return lambda: None
+        return Flow(self, self.piece_bytes)
 
     @abstractmethod
     def split(self, color: int, key: int) -> Transport:
@@ -158,24 +152,23 @@ class Transport(ABC):
             if not arrays.same_memory(x, out):
                 out[...] = x
             return
-        x, out = x.reshape(-1), out.reshape(-1)
-        bounds = chunk_bounds(x.size, self.size)
-        results = [out[chunk] for chunk in bounds]
-        self._reduce([x[chunk] for chunk in bounds], results[self.rank], op, results)
+        self.allreduce_over(self.agree_on_call(f"allreduce {op}", x), x, out, op)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x`, (p, m), over all ranks and keep chunk `rank` in `out`, which may lie in `x`.
 
         Collective.
         """
-        self._reduce(list(arrays.rows(x, self.size)), out.reshape(-1), op)
+        flow = self.agree_on_call(f"reduce_scatter {op}", x)
+        self.reduce_scatter_over(flow, list(arrays.rows(x, self.size)), out, op)
 
     def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
         """Reduce `x` over all ranks and keep part `rank`, of counts[rank] elements, in `out`.
 
         Collective. `out` may be that part of `x`.
         """
-        self._reduce(arrays.parts(x, counts), out.reshape(-1), op)
+        flow = self.agree_on_call(f"reduce_scatter {op} by {list(counts)}", x)
+        self.reduce_scatter_over(flow, arrays.parts(x, counts), out, op)
 
     def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
         """Reduce `x` of all ranks up to this one into `out`, which may be `x`; of those before it if `exclusive`.
@@ -195,81 +188,12 @@ class Transport(ABC):
         if self.rank > 0 or not exclusive:
             out.reshape(-1)[...] = chunks.reshape(-1)[: x.size]
 
-    def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
-        """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
-        rank, others, like = self.rank, self.others(), max(chunks, key=lambda chunk: chunk.size)
-        pieces = cut(like.size, like.nbytes, self.piece_bytes)
-        shape = (min(LAG + 1, len(pieces)), self.size * pieces[0].stop)
-        tables = self._scratch.take("parts", shape, like.dtype, like=like)
-        waits: list[Wait] = []
-
-        def parts(i: int) -> Array:
-            length = mine[pieces[i]].size
-            return tables[i % len(tables), : self.size * length].reshape(self.size, length)
-
-        def scatter(i: int) -> None:
-            parts(i)[rank] = chunks[rank][pieces[i]]
-            waits.append(
-                self.begin(
-                    [(peer, chunks[peer][pieces[i]]) for peer in others],
-                    [(peer, parts(i)[peer]) for peer in others],
-                )
-            )
-
-        def reduce(i: int) -> None:
-            waits[i]()
-            total = mine[pieces[i]]
-            kernels.of(total).reduce_rows(parts(i), total, op)
-            if results:
-                waits[i] = self.begin(
-                    [(peer, total) for peer in others],
-                    [(peer, results[peer][pieces[i]]) for peer in others],
-                )
-
-        def gather(i: int) -> None:
-            waits[i]()
-
-        pipeline(len(pieces), scatter, reduce, *([gather] if results else []))
-
-    def _trade(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        """Send and receive arrays of one size, piece by piece."""
-        if not sends:
-            return
-        _, first = sends[0]
-        pieces = cut(first.size, first.nbytes, self.piece_bytes)
-        waits: list[Wait] = []
-
-        def begin(i: int) -> None:
-            piece = pieces[i]
-            waits.append(
-                self.begin([(peer, x[piece]) for peer, x in sends], [(peer, out[piece]) for peer, out in recvs])
-            )
-
-        pipeline(len(pieces), begin, lambda i: waits[i]())
-
-    def agree_on_call(self, call: str, x: Array) -> None:  # noqa: B027 - where every message brings its size
-        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
-
-        What `begin` does may rely on it. `call` names all that must be alike: the operation, its op and its root.
-
-        Collective.
-        """
-
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Reduce `x` over all ranks into `out` on `root`, where `out` may be `x`; None elsewhere.
 
         Collective.
         """
-        x = x.reshape(-1)
-        bounds = chunk_bounds(x.size, self.size)
-        mine = self._scratch.take("mine", x[bounds[self.rank]].shape, x.dtype, like=x)
-        self._reduce([x[chunk] for chunk in bounds], mine, op)
-        if out is None:
-            self.exchange([(root, mine)], [], tag=COLLECTIVE)
-        else:
-            out = out.reshape(-1)
-            out[bounds[root]] = mine
-            self.exchange([], [(p, out[bounds[p]]) for p in self.others()], tag=COLLECTIVE)
+        self.reduce_over(self.agree_on_call(f"reduce {op} to {root}", x), x, out, root, op)
 
     def broadcast(self, x: Array, root: int) -> None:
         """Copy `x` of `root` to `x` of all ranks, along a binomial tree.
@@ -290,26 +214,14 @@ class Transport(ABC):
 
         Collective.
         """
-        table = arrays.rows(out, self.size)
-        if not arrays.same_memory(x, table[self.rank]):
-            table[self.rank] = x.reshape(-1)
-        x = x.reshape(-1)
-        self._trade([(peer, x) for peer in self.others()], [(peer, table[peer]) for peer in self.others()])
+        self.allgather_over(self.agree_on_call("allgather", x), x, out)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """Send row j of `x`, (p, m), to rank j; row i of `out` comes from rank i. `out` may be `x`.
 
         Collective.
         """
-        if arrays.same_memory(x, out):
-            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
-            copy[...] = x
-            x = copy
-        source, target = arrays.rows(x, self.size), arrays.rows(out, self.size)
-        target[self.rank] = source[self.rank]
-        self._trade(
-            [(peer, source[peer]) for peer in self.others()], [(peer, target[peer]) for peer in self.others()]
-        )
+        self.alltoall_over(self.agree_on_call("alltoall", x), x, out)
 
     def barrier(self) -> None:
         """Return when every rank has called. A dissemination barrier: log2(p) rounds.
@@ -331,6 +243,50 @@ class Transport(ABC):
         flags = np.array([flag], np.uint8)
         self.allreduce(flags, flags, "min")
         return bool(flags[0])
+
+    # What they are derived from: the same, once the ranks have agreed -----------------------------------
+
+    def allreduce_over(self, flow: Flow, x: Array, out: Array, op: str) -> None:
+        """`allreduce` by direct exchange: each rank reduces a chunk for all. Collective."""
+        x, out = x.reshape(-1), out.reshape(-1)
+        bounds = chunk_bounds(x.size, self.size)
+        results = [out[chunk] for chunk in bounds]
+        chunks, mine = [x[chunk] for chunk in bounds], results[self.rank]
+        reduce_through(flow, Exact(flow, chunks, mine, op, self._scratch, results))
+
+    def reduce_scatter_over(self, flow: Flow, chunks: Sequence[Array], out: Array, op: str) -> None:
+        """`reduce_scatter` of chunks, one for each rank, by direct exchange. Collective."""
+        reduce_through(flow, Exact(flow, chunks, out.reshape(-1), op, self._scratch), gather=False)
+
+    def reduce_over(self, flow: Flow, x: Array, out: Array | None, root: int, op: str) -> None:
+        """`reduce`: each rank reduces a chunk, and sends it to `root`. Collective."""
+        x = x.reshape(-1)
+        bounds = chunk_bounds(x.size, self.size)
+        mine = self._scratch.take("mine", x[bounds[self.rank]].shape, x.dtype, like=x)
+        self.reduce_scatter_over(flow, [x[chunk] for chunk in bounds], mine, op)
+        if out is None:
+            self.exchange([(root, mine)], [], tag=COLLECTIVE)
+        else:
+            out = out.reshape(-1)
+            out[bounds[root]] = mine
+            self.exchange([], [(p, out[bounds[p]]) for p in self.others()], tag=COLLECTIVE)
+
+    def allgather_over(self, flow: Flow, x: Array, out: Array) -> None:
+        """`allgather` by direct exchange. Collective."""
+        table = arrays.rows(out, self.size)
+        if not arrays.same_memory(x, table[self.rank]):
+            table[self.rank] = x.reshape(-1)
+        trade(flow, flow.to_others([x.reshape(-1)] * self.size), flow.to_others(table))
+
+    def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
+        """`alltoall` by direct exchange. Collective."""
+        if arrays.same_memory(x, out):
+            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
+            copy[...] = x
+            x = copy
+        source, target = arrays.rows(x, self.size), arrays.rows(out, self.size)
+        target[self.rank] = source[self.rank]
+        trade(flow, flow.to_others(source), flow.to_others(target))
 
     # Failure and end --------------------------------------------------------------------------------
 
@@ -384,6 +340,60 @@ class Transport(ABC):
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
 
+class Flow:
+    """The exchanges of one collective call on which the ranks have agreed; `Transport.agree_on_call` makes it.
+
+    Exchanges match in the order in which they are begun, and are waited for in that order. Neither side's arrays
+    may be touched until the returned `Wait` was called. Messages are as long as their receivers expect.
+    """
+
+    def __init__(self, transport: Transport, piece_bytes: int | None) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self.piece_bytes = piece_bytes
+        """How much to send to a peer at a time; None to send all at once."""
+
+    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
+        """Begin an exchange. This default blocks: the exchange has ended when it returns."""
+        self.transport.exchange(sends, recvs, tag=COLLECTIVE)
+        return ended
+
+    def alltoall(self, rows: Rows, into: Rows) -> Wait:
+        """Send rows[r] to rank r, and receive into[r] from rank r.
+
+        Where rows[rank] and into[rank] are one object, this rank's own row stays where it is.
+        """
+        if not isinstance(rows, list):
+            self.transport.alltoall(rows, into)
+            return ended
+        return self.trade_rows(rows, into)
+
+    def allgather(self, mine: Array, into: Rows) -> Wait:
+        """Send `mine`, which is into[rank], to all ranks; receive into[r] from rank r."""
+        if not isinstance(into, list):
+            self.transport.allgather(mine, into)
+            return ended
+        return self.begin(self.to_others([mine] * self.size), self.to_others(into))
+
+    def trade_rows(self, rows: Rows, into: Rows) -> Wait:
+        """`alltoall`, row by row."""
+        mine, own = rows[self.rank], into[self.rank]
+        if mine is not own:
+            own[...] = mine
+        return self.begin(self.to_others(rows), self.to_others(into))
+
+    def to_others(self, rows: Rows) -> list[Message]:
+        """The rows of the other ranks, behind this one's first, so that not all send to rank 0 first."""
+        messages = []
+        for peer in self.transport.others():
+            messages.append((peer, rows[peer]))
+        return messages
+
+
+def ended() -> None:
+    """Wait for what has ended."""
+
+
 MAX_TIMEOUT_S = 1e9
 """The longest wait, about 30 years: more than this overflows the clocks of the libraries below."""
 
@@ -418,28 +428,3 @@ def chunk_bounds(count: int, chunks: int) -> list[slice]:
     """
     length = -(-count // chunks)
     return [slice(min(i * length, count), min((i + 1) * length, count)) for i in range(chunks)]
-
-
-def cut(count: int, nbytes: int, piece_bytes: int | None, granule: int = 1) -> list[slice]:
-    """Cut `count` elements in `nbytes` into equal pieces of about `piece_bytes`, at multiples of `granule`.
-
-    >>> cut(10, 40, 16)
-    [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]
-    """
-    parts = max(1, -(-nbytes // piece_bytes)) if piece_bytes is not None else 1
-    length = max(1, -(-count // (parts * granule)) * granule)
-    return [slice(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
-
-
-def pipeline(count: int, *stages: Callable[[int], None]) -> None:
-    """Run all stages on pieces 0 to `count` - 1 in turn, each stage `LAG` pieces behind the one before it.
-
-    >>> order = []
-    >>> pipeline(6, lambda i: order.append(f"send {i}"), lambda i: order.append(f"receive {i}"))
-    >>> order[3:8]
-    ['send 3', 'send 4', 'receive 0', 'send 5', 'receive 1']
-    """
-    for i in range(count + LAG * (len(stages) - 1)):
-        for behind, stage in enumerate(stages):
-            if 0 <= i - LAG * behind < count:
-                stage(i - LAG * behind)

@@ -42,8 +42,9 @@ from ...errors import (
 )
 from ...kernels import host
 from ...processes import state_of
-from ..base import COLLECTIVE, POINT_TO_POINT, Message, Transport, Wait
+from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, ended
 from ..notices import GAVE_UP, LEFT, Notice, Notices, given_up
+from ..pipeline import Message, Rows, Wait, trade
 from .window import open_window
 
 T = TypeVar("T")
@@ -357,17 +358,19 @@ class MPITransport(Transport):
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
 
-    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
-        """See `Transport.begin`."""
+    def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
+        """Begin an exchange of a call that the ranks have agreed on; see `Flow.begin`."""
         self._check_usable()
         requests: list[MPI.Request] = []
-        statuses = [MPI.Status() for _ in (*recvs, *sends)]
+        statuses: list[MPI.Status] = []
         try:
             for peer, out in recvs:
-                requests.append(self._comm.Irecv([_bytes(out), MPI.BYTE], peer, COLLECTIVE))
+                requests.append(self._comm.Irecv([out.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
             for peer, x in sends:
-                requests.append(self._comm.Isend([_bytes(x), MPI.BYTE], peer, COLLECTIVE))
+                requests.append(self._comm.Isend([x.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
                 self.sent_bytes += x.nbytes
+            for _ in requests:
+                statuses.append(MPI.Status())
         except BaseException as exc:
             raise self._give_up(exc, (requests, sends, recvs)) from exc
         self._begun[id(requests)] = requests, sends, recvs
@@ -381,17 +384,14 @@ class MPITransport(Transport):
 
         return wait
 
-    def agree_on_call(self, call: str, x: Array) -> None:
-        """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
-
-        Collective. What `begin` does relies on it. The ranks come to the same size of pieces as well.
-        """
+    def agree_on_call(self, call: str, x: Array) -> Flow:
+        """See `Transport.agree_on_call`. The ranks also agree on the size of pieces."""
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
         bounds = np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64)
         self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
         if bounds[0] != -bounds[1] or bounds[2] != -bounds[3]:
             raise self._mismatch(call, x)
-        self.piece_bytes = FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES
+        return _MPIFlow(self, FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES)
 
     def _mismatch(self, call: str, x: Array) -> CommMismatch:
         """What to raise where all ranks know that their calls differ. Collective."""
@@ -413,7 +413,7 @@ class MPITransport(Transport):
         if self._is_small(x):
             host.reduce_rows(self._gather_small(call, x), out.reshape(-1), op)
             return
-        self.agree_on_call(call, x)
+        flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
             if x is not out:
@@ -428,7 +428,7 @@ class MPITransport(Transport):
             sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
             self._share(self._window.allreduce, x, out, op, sent_bytes=sent_bytes)
         else:
-            self._watched(super().allreduce, x, out, op)
+            self._watched(self.allreduce_over, flow, x, out, op)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
@@ -438,13 +438,13 @@ class MPITransport(Transport):
             if out is not None:
                 host.reduce_rows(table, out.reshape(-1), op)
             return
-        self.agree_on_call(call, x)
+        flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             send = MPI.IN_PLACE if x is out else x
             self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
         else:
-            super().reduce(x, out, root, op)
+            self.reduce_over(flow, x, out, root, op)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
@@ -453,7 +453,7 @@ class MPITransport(Transport):
             chunks = self._gather_small(call, x).reshape(self.size, self.size, out.size)
             host.reduce_rows(chunks[:, self.rank], out.reshape(-1), op)
             return
-        self.agree_on_call(call, x)
+        flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             x = self._apart(x, out)
             self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
@@ -466,7 +466,7 @@ class MPITransport(Transport):
             sent_bytes = x.nbytes * (self.size - 1) // self.size
             self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
         else:
-            self._watched(super().reduce_scatter, x, out, op)
+            self._watched(self.reduce_scatter_over, flow, list(rows(x, self.size)), out, op)
 
     def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
         """Small arrays gathered and reduced here; see `Transport`."""
@@ -475,8 +475,8 @@ class MPITransport(Transport):
             table = self._gather_small(call, x)
             host.reduce_rows([parts(row, counts)[self.rank] for row in table], out.reshape(-1), op)
             return
-        self.agree_on_call(call, x)
-        self._watched(super().reduce_scatterv, x, out, counts, op)
+        flow = self.agree_on_call(call, x)
+        self._watched(self.reduce_scatter_over, flow, parts(x, counts), out, op)
 
     def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
         """Small arrays gathered and reduced here; see `Transport`."""
@@ -494,11 +494,11 @@ class MPITransport(Transport):
         if self._is_small(x):
             rows(out, self.size)[...] = self._gather_small("allgather", x)
             return
-        self.agree_on_call("allgather", x)
+        flow = self.agree_on_call("allgather", x)
         if out.nbytes <= NATIVE_BYTES:
             self._allgather_natively(x, out)
         else:
-            self._watched(super().allgather, x, out)
+            self._watched(self.allgather_over, flow, x, out)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """Small arrays behind the number of their call, others by MPI up to a size; see `Transport`."""
@@ -506,11 +506,11 @@ class MPITransport(Transport):
             chunks = self._gather_small("alltoall", x).reshape(self.size, self.size, x.size // self.size)
             rows(out, self.size)[...] = chunks[:, self.rank]
             return
-        self.agree_on_call("alltoall", x)
+        flow = self.agree_on_call("alltoall", x)
         if out.nbytes <= NATIVE_BYTES:
             self._alltoall_natively(self._apart(x, out), out)
         else:
-            self._watched(super().alltoall, x, out)
+            self._watched(self.alltoall_over, flow, x, out)
 
     def _is_small(self, x: Array) -> bool:
         """Whether ranks give so little that all of it goes to all of them, with a number that tells the call."""
@@ -973,6 +973,32 @@ class MPITransport(Transport):
         finally:
             everyone.Free()
             members.Free()
+
+
+class _MPIFlow(Flow):
+    """Messages that were announced: receivers wait for them, so nobody asks for their sizes."""
+
+    transport: MPITransport
+
+    def begin(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
+        """See `Flow.begin`."""
+        return self.transport.start(sends, recvs)
+
+    def alltoall(self, rows: Rows, into: Rows) -> Wait:
+        """See `Flow.alltoall`."""
+        if isinstance(rows, list):
+            return self.trade_rows(rows, into)
+        into[self.rank][...] = rows[self.rank]
+        trade(self, self.to_others(rows), self.to_others(into))
+        return ended
+
+    def allgather(self, mine: Array, into: Rows) -> Wait:
+        """See `Flow.allgather`."""
+        sends, recvs = self.to_others([mine] * self.size), self.to_others(into)
+        if isinstance(into, list):
+            return self.begin(sends, recvs)
+        trade(self, sends, recvs)
+        return ended
 
 
 class BlockedCall(threading.Thread):

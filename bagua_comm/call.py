@@ -1,0 +1,331 @@
+"""The plumbing of one call: its arguments as a transport takes them, and the call while it runs.
+
+call = Call(comm, "allreduce", x, op=op)          # `x` as an array, and the transport that moves it
+call.into(out, call.x.shape)                      # where the result goes; `out` and `x` may be one array
+with call:                                        # one thread at a time, compared, timed, counted
+    call.transport.allreduce(call.x, call.target, op)
+return call.result                                # `out`, filled, whatever its layout
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import arrays
+from .agreement import compare_calls
+from .arrays import Array, as_array, check_reduction
+from .errors import ArrayError, CommError, UnsupportedError
+from .transports.base import Transport
+
+if TYPE_CHECKING:
+    from .comm import Communicator
+
+NOTHING: Array = np.empty(0, np.uint8)
+"""What calls without an array move."""
+
+_POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
+"""Calls that two ranks make, and not all."""
+
+_RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
+"""What a span says beyond the arguments of its call."""
+
+
+class Call:
+    """One call of a communicator.
+
+    Args:
+        comm: The communicator.
+        name: The method that was called; it stands in every message.
+        x: The array that the call sends.
+        argument: The name of `x`.
+        detail: Further arguments: what ranks compare, and what the span of the call shows.
+
+    Raises:
+        UnsupportedError: `x` is not an array that a transport of `comm` moves.
+    """
+
+    __slots__ = (
+        "_compared",
+        "_outermost",
+        "_sent",
+        "_start",
+        "comm",
+        "detail",
+        "name",
+        "out",
+        "payload",
+        "target",
+        "transport",
+        "x",
+    )
+
+    def __init__(self, comm: Communicator, name: str, x: Any, argument: str = "x", **detail: Any) -> None:
+        self.comm, self.name, self.detail = comm, name, detail
+        self.x: Array = x if type(x) is np.ndarray else as_argument(name, argument, x)
+        self.transport = carrier(comm.transports, name, argument, self.x)
+        self.payload: int | None = None
+        """Bytes that the call counts; those of `x` if None."""
+        self._compared = True
+        self.out: Any = None
+        self.target: Array = NOTHING
+
+    @classmethod
+    def on_host(cls, comm: Communicator, name: str, *, payload: int | None = None, **detail: Any) -> Call:
+        """A call without an array, over the transport of host arrays."""
+        call = cls(comm, name, NOTHING, **detail)
+        call.payload = payload
+        return call
+
+    @classmethod
+    def of(cls, comm: Communicator, name: str, x: Array, transport: Transport, **detail: Any) -> Call:
+        """A call whose array is known to be one that `transport` moves."""
+        call = cls.__new__(cls)
+        call.comm, call.name, call.detail, call.x, call.transport = comm, name, detail, x, transport
+        call.payload, call._compared, call.out, call.target = None, True, None, NOTHING
+        return call
+
+    # Arguments --------------------------------------------------------------------------------------
+
+    def check_reduction(self, op: str) -> None:
+        """Raise unless `op` reduces arrays such as `x`; see `arrays.check_reduction`."""
+        check_reduction(self.name, op, self.x.dtype)
+        if op == "prod" and self.x.dtype.kind == "c" and not isinstance(self.x, np.ndarray):
+            raise UnsupportedError(
+                f"{self.name}: there is no op='prod' for {self.x.dtype} on a device; reduce a copy on the host, "
+                "x.get()"
+            )
+
+    def into(self, out: Any | None, shape: tuple[int, ...], *, any_shape: bool = False) -> None:
+        """Have the result go to `out`; to a new array of `shape` if None. `target` is contiguous."""
+        self.out, self.target = landing(self.name, "out", out, shape, self.x, any_shape=any_shape)
+
+    def in_place(self) -> None:
+        """Let `x` be `target` if both are the same memory; raise if they overlap in any other way."""
+        x, target = self.x, self.target
+        if x is target or not arrays.overlap(x, target):
+            return
+        if not arrays.is_contiguous(x) or not arrays.same_memory(x, target):
+            raise ArrayError(f"{self.name}: out overlaps x; pass out=x, or memory apart from x")
+        self.x = target
+
+    def contiguous(self) -> None:
+        """Copy `x` if it is not contiguous."""
+        self.x = arrays.contiguous(self.x)
+
+    def check_overlap(self, own: Array) -> None:
+        """Raise if `x` and `target` overlap, unless one of them is `own`, its part of the other."""
+        x, target = self.x, self.target
+        if arrays.overlap(x, target) and not (arrays.same_memory(x, own) or arrays.same_memory(target, own)):
+            raise ArrayError(f"{self.name}: out overlaps x other than in this rank's own chunk")
+
+    @property
+    def result(self) -> Any:
+        """`out`, with the result in it."""
+        return finished(self.out, self.target)
+
+    # The call while it runs -------------------------------------------------------------------------
+
+    def uncompared(self) -> Call:
+        """This call, which compares what it needs to by itself, or has done so."""
+        self._compared = False
+        return self
+
+    def __enter__(self) -> Call:
+        comm = self.comm
+        turn = comm.turn
+        self._outermost = turn.take(self.name, self.signature)
+        turn.calls += 1
+        if comm.check and self._compared:
+            try:
+                self.compare()
+            except BaseException:
+                turn.end(self._outermost)
+                raise
+        self._sent = self.transport.sent_bytes
+        self._start = time.perf_counter_ns()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end = time.perf_counter_ns()
+        comm, name, detail, turn = self.comm, self.name, self.detail, self.comm.turn
+        turn.end(self._outermost)
+        wire = self.transport.sent_bytes - self._sent
+        payload = self.x.nbytes if self.payload is None else self.payload
+        detail["bytes"], detail["wire_bytes"] = payload, wire
+        detail["dtype"] = arrays.dtype_name(self.x.dtype)
+        if kind is not None:
+            detail["error"] = kind.__name__
+        comm.tracer.add(name, self._start, end, detail)
+        if error is None:
+            comm.counters.by_operation[name].add(payload, wire)
+            turn.last_call = name
+        elif isinstance(error, CommError) and error.args:
+            before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
+            error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+
+    def compare(self) -> None:
+        """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""
+        compare_calls(self.comm.host, str(self))
+
+    def signature(self) -> str:
+        """What must be alike on all ranks, if they all make this call."""
+        parts = [arrays.dtype_name(self.x.dtype)] if self.x is not NOTHING else [""]
+        parts += [f"{key}={self.detail[key]}" for key in ("codec", "op", "root") if key in self.detail]
+        return f"{self.name}({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        parts = [f"{self.x.dtype.name}{list(self.x.shape)}"] if self.x is not NOTHING else []
+        parts += [f"{key}={value}" for key, value in self.detail.items() if key not in _RESULTS]
+        return f"{self.name}({', '.join(parts)})"
+
+
+class Turn:
+    """Lets one thread at a time make calls on the transports of a communicator, and knows the latest call."""
+
+    def __init__(self, transports: Sequence[Transport], *, checked: bool) -> None:
+        self._transports, self._checked = transports, checked
+        self._process = os.getpid()
+        self._busy = threading.Lock()
+        self._user = 0
+        """The thread that makes a call, by its number; 0 if there is none."""
+        self._rank = transports[0].rank
+        self.closed = False
+        self.calls = 0
+        self.last_call = "none"
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the communicator was made in this process, and not in the one that it was forked off."""
+        return self._process == os.getpid()
+
+    def take(self, name: str, describe: Callable[[], str]) -> bool:
+        """Begin a call, or a call within one; True if it is the outermost, which `end` must be told.
+
+        Raises:
+            CommError: Another thread is in a call, the communicator is closed, or it is a parent process's.
+        """
+        if self.closed or self._process != os.getpid():
+            raise CommError(f"{name}: {self._why_unusable()}")
+        me = threading.get_ident()
+        if self._user == me:
+            return False
+        if not self._busy.acquire(blocking=False):
+            raise CommError(
+                f"{name}: another thread is in a call of this communicator; give each thread one of its own, by "
+                "dup() on all ranks, or submit the call to a lane()"
+            )
+        self._user = me
+        collective = name not in _POINT_TO_POINT
+        compared = None if self._checked else describe  # what is checked is compared before, and in full
+        for transport in self._transports:
+            transport.begin_call(name, collective=collective, describe=compared)
+        return True
+
+    def end(self, outermost: bool) -> None:
+        """End what `take` began."""
+        if outermost:
+            for transport in self._transports:
+                transport.end_call()
+            self._user = 0
+            self._busy.release()
+
+    def _why_unusable(self) -> str:
+        if self.is_of_this_process:
+            return "this communicator is closed"
+        return (
+            f"this process was forked off process {self._process}, rank {self._rank}; a child cannot use its "
+            "parent's communicator: start ranks with mpirun, and fork children only if they do not communicate"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------
+# Arrays
+# ---------------------------------------------------------------------------------------------------
+
+
+def as_argument(call: str, name: str, x: Any) -> Array:
+    """View argument `name` of `call` as an array."""
+    try:
+        return as_array(x)
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"{call}: {name}: {exc}") from exc
+
+
+def carrier(transports: Sequence[Transport], call: str, name: str, x: Array) -> Transport:
+    """The first transport that moves `x`, argument `name` of `call`."""
+    if not arrays.is_movable(x.dtype):
+        raise UnsupportedError(
+            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte order"
+        )
+    for transport in transports:
+        if transport.moves(x):
+            return transport
+    names = ", ".join(transport.name for transport in transports)
+    raise UnsupportedError(
+        f"{call}: {name} is a {arrays.library(x)} array, which none of this communicator's transports ({names}) "
+        "moves"
+    )
+
+
+def landing(
+    call: str, name: str, out: Any | None, shape: tuple[int, ...], like: Array, *, any_shape: bool = False
+) -> tuple[Any, Array]:
+    """What `call` returns, and the contiguous array that it fills; `finished` makes one of the two."""
+    if out is None:
+        target = arrays.empty(shape, like.dtype, like=like)
+        return target, target
+    value = out if type(out) is type(like) else as_argument(call, name, out)
+    fits = value.size == math.prod(shape) if any_shape else value.shape == shape
+    if not fits:
+        wanted = f"{math.prod(shape)} elements" if any_shape else f"{shape}"
+        raise ArrayError(f"{call}: {name} has shape {value.shape}, expected {wanted}")
+    if value.dtype != like.dtype:
+        raise ArrayError(f"{call}: {name} has dtype {value.dtype}, expected {like.dtype}")
+    if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
+        raise ArrayError(f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}")
+    check_writable(call, name, out, value)
+    if arrays.is_contiguous(value):
+        return out, value
+    return out, arrays.empty(value.shape, value.dtype, like=value)
+
+
+def finished(out: Any, target: Array) -> Any:
+    """Copy the result to where it was wanted, unless it is there already."""
+    if target is not out:
+        value = as_array(out)
+        if not arrays.same_memory(value, target):
+            value[...] = target
+    return out
+
+
+def check_writable(call: str, name: str, x: object, value: Array) -> None:
+    """Raise `ArrayError` unless `value`, the array of argument `x`, can be written to."""
+    if isinstance(x, np.generic):
+        raise ArrayError(f"{call}: {name} is a NumPy scalar, which cannot be written to; use a 0-d array")
+    if isinstance(value, np.ndarray) and not value.flags.writeable:
+        raise ArrayError(f"{call}: {name} is read-only; pass an array that can be written to")
+
+
+def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:
+    """Raise `ArrayError` if what is written overlaps anything else."""
+    extents = [(*arrays.extent(x), True) for x in written if x.size]
+    extents += [(*arrays.extent(x), False) for x in read if x.size]
+    end_of_all = end_of_written = 0
+    for start, end, is_written in sorted(extents):
+        if start < (end_of_all if is_written else end_of_written):
+            raise ArrayError(f"{call}: an array that is written to overlaps another array")
+        end_of_all = max(end_of_all, end)
+        end_of_written = max(end_of_written, end) if is_written else end_of_written

@@ -1,0 +1,162 @@
+"""One pipeline for every reduction of arrays: exact, quantized or error-fed, in one piece or in many.
+
+    encode    what goes to each rank, and send it                 (scatter)
+    combine   what came from all ranks, and send the result       (gather)
+    decode    everybody's results
+
+The pieces of an array go through these stages one behind the other, so that one piece is worked on while others
+are on their way. `Stages` say what is done with a piece; a `Flow` sends, once the ranks have agreed on the call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from .. import kernels
+from ..arrays import Array, Scratch
+
+if TYPE_CHECKING:
+    from .base import Flow
+
+Message: TypeAlias = tuple[int, Array]
+"""A peer, and the contiguous array sent to it or received from it."""
+
+Wait: TypeAlias = Callable[[], None]
+"""Returns when an exchange that was begun has ended."""
+
+Rows: TypeAlias = "Sequence[Array] | Array"
+"""One array for each rank: a list of arrays, or the rows of a contiguous array, (p, m)."""
+
+LAG = 4
+"""How many pieces a stage is behind the one before it: that many are on their way at a time."""
+
+
+class Stages(ABC):
+    """What is done with each of `count` pieces of a reduction, and where its messages lie."""
+
+    count: int
+
+    @abstractmethod
+    def encode(self, i: int) -> tuple[Rows, Rows]:
+        """Prepare piece i: what goes to each rank, and where the parts that this rank combines come from each."""
+
+    @abstractmethod
+    def combine(self, i: int) -> tuple[Array, Rows]:
+        """Reduce what came of piece i: this rank's result, and where everybody's results come."""
+
+    def decode(self, i: int) -> None:  # noqa: B027 - exact results come to their places
+        """Take everybody's results of piece i."""
+
+
+def reduce_through(flow: Flow, stages: Stages, *, gather: bool = True) -> None:
+    """Encode, scatter, combine, gather, decode. Without `gather`, each rank keeps the result that it combined.
+
+    Collective.
+    """
+    waits: list[Wait] = []
+
+    def scatter(i: int) -> None:
+        waits.append(flow.alltoall(*stages.encode(i)))
+
+    def combine(i: int) -> None:
+        waits[i]()
+        mine, everyones = stages.combine(i)
+        if gather:
+            waits[i] = flow.allgather(mine, everyones)
+
+    def decode(i: int) -> None:
+        waits[i]()
+        stages.decode(i)
+
+    pipeline(stages.count, scatter, combine, *([decode] if gather else []))
+
+
+class Exact(Stages):
+    """The elements themselves, added in rank order, in float32 where the dtype is narrower.
+
+    Args:
+        chunks: Of this rank's array; rank r reduces chunk r of all ranks. Their sizes may differ.
+        mine: Where the reduced chunk of this rank comes to.
+        results: Where the reduced chunks of all ranks come to, `mine` among them; empty if they stay with their
+            ranks.
+        piece_bytes: How much to send to a peer at a time; None to send all at once.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        chunks: Sequence[Array],
+        mine: Array,
+        op: str,
+        scratch: Scratch,
+        results: Sequence[Array] = (),
+    ) -> None:
+        self._chunks, self._mine, self._op, self._results = chunks, mine, op, results
+        self._size = flow.size
+        like = max(chunks, key=lambda chunk: chunk.size)
+        self._pieces = cut(like.size, like.nbytes, flow.piece_bytes)
+        self.count = len(self._pieces)
+        shape = (min(LAG + 1, self.count), self._size * self._pieces[0].stop)
+        self._tables = scratch.take("parts", shape, like.dtype, like=like)
+
+    def _parts(self, i: int) -> Array:
+        """Where the parts of piece i come from all ranks, (p, m)."""
+        length = self._mine[self._pieces[i]].size
+        table: Array = self._tables[i % len(self._tables), : self._size * length]
+        return table.reshape(self._size, length)
+
+    def encode(self, i: int) -> tuple[Rows, Rows]:
+        """See `Stages.encode`."""
+        piece = self._pieces[i]
+        return [chunk[piece] for chunk in self._chunks], list(self._parts(i))
+
+    def combine(self, i: int) -> tuple[Array, Rows]:
+        """See `Stages.combine`."""
+        piece = self._pieces[i]
+        total = self._mine[piece]
+        kernels.of(total).reduce_rows(self._parts(i), total, self._op)
+        return total, [result[piece] for result in self._results]
+
+
+def trade(flow: Flow, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    """Send and receive arrays of one size, piece by piece."""
+    if not sends:
+        return
+    _, first = sends[0]
+    pieces = cut(first.size, first.nbytes, flow.piece_bytes)
+    waits: list[Wait] = []
+
+    def begin(i: int) -> None:
+        piece = pieces[i]
+        waits.append(
+            flow.begin([(peer, x[piece]) for peer, x in sends], [(peer, out[piece]) for peer, out in recvs])
+        )
+
+    pipeline(len(pieces), begin, lambda i: waits[i]())
+
+
+def cut(count: int, nbytes: int, piece_bytes: int | None, granule: int = 1) -> list[slice]:
+    """Cut `count` elements in `nbytes` into equal pieces of about `piece_bytes`, at multiples of `granule`.
+
+    >>> cut(10, 40, 16)
+    [slice(0, 4, None), slice(4, 8, None), slice(8, 10, None)]
+    """
+    parts = max(1, -(-nbytes // piece_bytes)) if piece_bytes is not None else 1
+    length = max(1, -(-count // (parts * granule)) * granule)
+    return [slice(start, min(start + length, count)) for start in range(0, max(count, 1), length)]
+
+
+def pipeline(count: int, *stages: Callable[[int], None]) -> None:
+    """Run all stages on pieces 0 to `count` - 1 in turn, each stage `LAG` pieces behind the one before it.
+
+    >>> order = []
+    >>> pipeline(6, lambda i: order.append(f"send {i}"), lambda i: order.append(f"receive {i}"))
+    >>> order[3:8]
+    ['send 3', 'send 4', 'receive 0', 'send 5', 'receive 1']
+    """
+    for i in range(count + LAG * (len(stages) - 1)):
+        for behind, stage in enumerate(stages):
+            if 0 <= i - LAG * behind < count:
+                stage(i - LAG * behind)
