@@ -419,51 +419,46 @@ class _Coded(Stages):
         width = p * max(reduction.wire_nbytes)
         self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
         self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
-
-    def _rows(self, ring: Array, i: int) -> Array:
-        """Piece i of the chunk of each rank on the wire, (p, bytes)."""
-        p, nbytes = self._r.p, self._r.wire_nbytes[i]
-        rows: Array = ring[i % len(ring), : p * nbytes]
-        return rows.reshape(p, nbytes)
+        self._under_way: dict[int, tuple[Array, Array]] = {}
 
     def encode(self, i: int) -> tuple[Rows, Rows]:
         """See `Stages.encode`."""
         r, piece, encode = self._r, self._r.pieces[i], self._r.steps[i].encode
-        sent, received = self._rows(self._sent, i), self._rows(self._received, i)
+        sent, received = self._begin(i)
         if self.count == 1:
             encode(self._chunks, sent)
             if self._residual is not None:
                 self._keep_loss(i, sent)
             return sent, received
-        rows, into = [], []
+        rows, into = list(sent), list(received)
+        rows[r.rank] = into[r.rank]  # what this rank keeps lies with what it receives
         for peer in range(r.p):
-            # What this rank keeps lies with what it receives.
-            into.append(received[peer])
-            rows.append(into[peer] if peer == r.rank else sent[peer])
             encode(self._chunks[peer, None, piece], rows[peer][None])
         if self._residual is not None:
             sent[r.rank] = received[r.rank]
             self._keep_loss(i, sent)
         return rows, into
 
+    def _begin(self, i: int) -> tuple[Array, Array]:
+        """Where piece i of each chunk is encoded, and where that of this rank's chunk comes: (p, bytes) each."""
+        p, nbytes = self._r.p, self._r.wire_nbytes[i]
+        sent, received = self._sent[i % len(self._sent)], self._received[i % len(self._received)]
+        self._under_way[i] = sent[: p * nbytes].reshape(p, nbytes), received[: p * nbytes].reshape(p, nbytes)
+        return self._under_way[i]
+
     def combine(self, i: int) -> tuple[Array, Rows]:
         """See `Stages.combine`."""
         r, mine = self._r, self._r.rank
-        received, results = self._rows(self._received, i), self._rows(self._sent, i)
+        results, received = self._under_way[i]
         r.steps[i].combine(received, results[mine, None], op=r.op)
         if self._residual is not None:
             self._keep_loss_of_mean(i, received, results[mine, None])
-        if self.count == 1:
-            return results[mine], results
-        rows = []
-        for peer in range(r.p):
-            rows.append(results[peer])
-        return rows[mine], rows
+        return results[mine], results if self.count == 1 else list(results)
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`."""
         r, piece, decode = self._r, self._r.pieces[i], self._r.steps[i].decode
-        results = self._rows(self._sent, i)
+        results, _ = self._under_way.pop(i)
         for rows in r.groups:
             decode(results[rows], self._results[rows, piece])
         if self._padded_to is not None and i == self.count - 1:

@@ -340,22 +340,27 @@ def _clear(row: int, begin: int, end: int) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
+# Below, a block is no longer than a row: an int may be of any size, the integers of a kernel have 64 bits.
+
+
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
     (n, m), w, dtype = chunks.shape, wire.shape[1], chunks.dtype
-    source, target = address(chunks), address(wire)
-    if not _takes(dtype, source | target | w):
+    source, target = chunks.__array_interface__["data"][0], wire.__array_interface__["data"][0]
+    kind = _KINDS.get(dtype_name(dtype))
+    if kind is None or (source | target | w) % dtype.itemsize:
         return host.minmax_encode(chunks, wire, start, block, eps)
-    return _encode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
+    return _encode_rows(kind, source, n, m, target, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
     (n, m), w, dtype = out.shape, wire.shape[1], out.dtype
-    source, target = address(wire), address(out)
-    if not _takes(dtype, source | target | w):
+    source, target = wire.__array_interface__["data"][0], out.__array_interface__["data"][0]
+    kind = _KINDS.get(dtype_name(dtype))
+    if kind is None or (source | target | w) % dtype.itemsize:
         return host.minmax_decode(wire, out, start, block, eps)
-    return _decode_rows(_KINDS[dtype_name(dtype)], source, n, m, target, w, start, _cut(block, m), float(eps))
+    return _decode_rows(kind, source, n, m, target, w, start, min(block, m or 1), float(eps))
 
 
 def minmax_combine(
@@ -363,16 +368,13 @@ def minmax_combine(
 ) -> None:
     """See `host.minmax_combine`."""
     n, w = wire.shape
-    source, target = address(wire), address(out)
-    if not _takes(dtype, source | target | w):
+    source, target = wire.__array_interface__["data"][0], out.__array_interface__["data"][0]
+    kind = _KINDS.get(dtype_name(dtype))
+    if kind is None or (source | target | w) % dtype.itemsize:
         return host.minmax_combine(wire, out, count, dtype, start, block, eps, op)
-    kind, block = _KINDS[dtype_name(dtype)], _cut(block, count)
-    return _combine_rows(kind, source, n, op == "avg", count, target, w, start, block, float(eps))
-
-
-def _cut(block: int, count: int) -> int:
-    """A block no longer than a row: an int may be of any size, the integers of a kernel have 64 bits."""
-    return min(block, max(1, count))
+    return _combine_rows(
+        kind, source, n, op == "avg", count, target, w, start, min(block, count or 1), float(eps)
+    )
 
 
 class _Wire(NamedTuple):

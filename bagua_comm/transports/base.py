@@ -276,7 +276,7 @@ class Transport(ABC):
         table = arrays.rows(out, self.size)
         if not arrays.same_memory(x, table[self.rank]):
             table[self.rank] = x.reshape(-1)
-        trade(flow, flow.to_others([x.reshape(-1)] * self.size), flow.to_others(table))
+        trade(flow, flow.messages([x.reshape(-1)] * self.size), flow.messages(table))
 
     def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
         """`alltoall` by direct exchange. Collective."""
@@ -286,7 +286,7 @@ class Transport(ABC):
             x = copy
         source, target = arrays.rows(x, self.size), arrays.rows(out, self.size)
         target[self.rank] = source[self.rank]
-        trade(flow, flow.to_others(source), flow.to_others(target))
+        trade(flow, flow.messages(source), flow.messages(target))
 
     # Failure and end --------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class Flow:
 
     def __init__(self, transport: Transport, piece_bytes: int | None) -> None:
         self.transport = transport
-        self.rank, self.size = transport.rank, transport.size
+        self.rank, self.size, self.others = transport.rank, transport.size, transport.others()
         self.piece_bytes = piece_bytes
         """How much to send to a peer at a time; None to send all at once."""
 
@@ -366,28 +366,21 @@ class Flow:
         if not isinstance(rows, list):
             self.transport.alltoall(rows, into)
             return ended
-        return self.trade_rows(rows, into)
+        mine, own = rows[self.rank], into[self.rank]
+        if mine is not own:
+            own[...] = mine
+        return self.begin(self.messages(rows), self.messages(into))
 
     def allgather(self, mine: Array, into: Rows) -> Wait:
         """Send `mine`, which is into[rank], to all ranks; receive into[r] from rank r."""
         if not isinstance(into, list):
             self.transport.allgather(mine, into)
             return ended
-        return self.begin(self.to_others([mine] * self.size), self.to_others(into))
+        return self.begin(self.messages([mine] * self.size), self.messages(into))
 
-    def trade_rows(self, rows: Rows, into: Rows) -> Wait:
-        """`alltoall`, row by row."""
-        mine, own = rows[self.rank], into[self.rank]
-        if mine is not own:
-            own[...] = mine
-        return self.begin(self.to_others(rows), self.to_others(into))
-
-    def to_others(self, rows: Rows) -> list[Message]:
-        """The rows of the other ranks, behind this one's first, so that not all send to rank 0 first."""
-        messages = []
-        for peer in self.transport.others():
-            messages.append((peer, rows[peer]))
-        return messages
+    def messages(self, rows: Rows) -> list[Message]:
+        """A message for each of the other ranks, the next rank's first, so that not all send to rank 0 first."""
+        return [*zip(self.others, map(rows.__getitem__, self.others), strict=True)]
 
 
 def ended() -> None:

@@ -360,24 +360,23 @@ class MPITransport(Transport):
 
     def start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Wait:
         """Begin an exchange of a call that the ranks have agreed on; see `Flow.begin`."""
-        self._check_usable()
-        requests: list[MPI.Request] = []
-        statuses: list[MPI.Status] = []
+        if self._broken is not None:
+            self._check_usable()
+        comm, requests = self._comm, list[MPI.Request]()
         try:
             for peer, out in recvs:
-                requests.append(self._comm.Irecv([out.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
+                requests.append(comm.Irecv([out.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
             for peer, x in sends:
-                requests.append(self._comm.Isend([x.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
+                requests.append(comm.Isend([x.view(np.uint8), MPI.BYTE], peer, COLLECTIVE))
                 self.sent_bytes += x.nbytes
-            for _ in requests:
-                statuses.append(MPI.Status())
         except BaseException as exc:
             raise self._give_up(exc, (requests, sends, recvs)) from exc
+        statuses = list(map(MPI.Status, [None] * len(requests)))
         self._begun[id(requests)] = requests, sends, recvs
 
         def wait() -> None:
             try:
-                self._poll(lambda: MPI.Request.Testall(requests, statuses))
+                self._poll(functools.partial(MPI.Request.Testall, requests, statuses))
             except BaseException as exc:
                 raise self._give_up(exc, None, statuses) from exc
             del self._begun[id(requests)]
@@ -986,18 +985,25 @@ class _MPIFlow(Flow):
 
     def alltoall(self, rows: Rows, into: Rows) -> Wait:
         """See `Flow.alltoall`."""
+        mine, own = rows[self.rank], into[self.rank]
+        if mine is not own:
+            own[...] = mine
         if isinstance(rows, list):
-            return self.trade_rows(rows, into)
-        into[self.rank][...] = rows[self.rank]
-        trade(self, self.to_others(rows), self.to_others(into))
+            others = self.others
+            return self.transport.start(
+                [*zip(others, map(rows.__getitem__, others), strict=True)],
+                [*zip(others, map(into.__getitem__, others), strict=True)],
+            )
+        trade(self, self.messages(rows), self.messages(into))
         return ended
 
     def allgather(self, mine: Array, into: Rows) -> Wait:
         """See `Flow.allgather`."""
-        sends, recvs = self.to_others([mine] * self.size), self.to_others(into)
         if isinstance(into, list):
-            return self.begin(sends, recvs)
-        trade(self, sends, recvs)
+            others = self.others
+            recvs = [*zip(others, map(into.__getitem__, others), strict=True)]
+            return self.transport.start([(peer, mine) for peer in others], recvs)
+        trade(self, self.messages([mine] * self.size), self.messages(into))
         return ended
 
 
