@@ -26,6 +26,9 @@ from .errors import ArrayError, UnsupportedError
 from .transports.base import Transport
 from .transports.pipeline import LAG, Rows, Stages, cut, reduce_through
 
+_SETTLED = 256
+"""How many kinds of quantized reductions a communicator keeps."""
+
 CODED_PIECE_BYTES = 1 << 17
 """What is coded, and sent to a peer, at a time, where a transport works in pieces."""
 
@@ -271,10 +274,21 @@ def quantized_allreduce(
     call.in_place()
     if call.x is not call.target:
         call.contiguous()
-    reduction = _Reduction(comm, call.transport, codec, op, call.x)
+    reduction = _reduction(comm, call.transport, codec, op, call.x)
     reduction.check(call, residual)
     reduction.run(call, residual)
     return call.result
+
+
+def _reduction(comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> _Reduction:
+    """The reduction of arrays like this one, worked out at the first call and kept by the communicator."""
+    key = (codec, op, type(like), like.size, like.dtype, transport.name)
+    if key not in comm.settled:
+        if len(comm.settled) >= _SETTLED:
+            comm.settled.clear()
+        comm.settled[key] = _Reduction(comm, transport, codec, op, like)
+    reduction: _Reduction = comm.settled[key]
+    return reduction
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
@@ -294,7 +308,7 @@ class _Mean:
     def settle(self, like: Array) -> _Reduction:
         """Work out how arrays like this one are averaged; others than before may come."""
         call = _call(self._comm, like, self._codec, "avg")
-        self._reduction = _Reduction(self._comm, call.transport, self._codec, "avg", call.x)
+        self._reduction = _reduction(self._comm, call.transport, self._codec, "avg", call.x)
         return self._reduction
 
     def __call__(self, x: Array, residual: Array | None = None) -> Array:

@@ -94,6 +94,8 @@ class Communicator:
         self.tracer: trace.Tracer = tracer if tracer is not None else Recorder()
         self.counters = Counters()
         self.scratch = Scratch()
+        self.settled: dict[Hashable, Any] = {}
+        """What calls have worked out once, for those of the same kind that come."""
         self._nodes: Nodes | None = None
         self._messages = Messages()
         self.turn = Turn(self.transports, checked=check)
