@@ -39,7 +39,6 @@ ALLOWED = {
     "llvmlite": {"kernels/compiled"},
     "mpi4py": {"transports/mpi", "bootstrap"},
     "torch": {"bagua_torch"},
-    "optuna": {"planning/tuner"},
 }
 
 

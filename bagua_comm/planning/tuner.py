@@ -1,8 +1,9 @@
-"""Searching for the bucket size, average and codec block that train fastest, on the steps of training itself.
+"""A search for the bucket size, average and codec block that train fastest, on the steps of training itself.
 
-All ranks train some steps with the same settings and agree on what they took, the slowest rank's time counting;
-rank 0 asks Optuna what to try next, and all go on with that. The fastest few are measured once more, in turn,
-because steps are noisy, and the best of them stays. `Search` is the part without ranks.
+All ranks train a few steps with the same settings and agree on how long these took; the slowest rank's time
+counts. Rank 0 decides what to try next, and all ranks go on with that. Steps are noisy, so the fastest few
+settings are measured again, in turn, and the best of them stay. `Search` decides and knows nothing of ranks;
+`Tuner` measures.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import dataclasses
 import hashlib
 import json
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..algorithms import Algorithm, DiLoCo, Point, QAdam
+from ..algorithms import Algorithm, DiLoCo, Point
 from ..algorithms.base import check_algorithm_argument, check_average_argument, check_integer, phases_of
 from ..algorithms.schedule import After, Every
 from ..averages import Average, ErrorFeedback, Hierarchical
@@ -33,19 +35,16 @@ from ..errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from ..files import write_at_once
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
-"""Sizes of buckets that are tried: 1 MiB to 128 MiB."""
+"""The bucket sizes that are tried: 1 MiB to 128 MiB."""
 
 BLOCKS = (128, 256, 512, 1024, 2048)
-"""Blocks of MinMaxUInt8 that are tried."""
-
-RANDOM_TRIALS = 5
-"""Trials before Optuna's sampler has seen enough to judge."""
+"""The blocks of MinMaxUInt8 that are tried, in elements."""
 
 FINALISTS, ROUNDS = 3, 3
-"""How many settings are measured once more at the end, and how often."""
+"""How many settings are measured again at the end, and how often each."""
 
 UNTIMED_STEPS = 1
-"""After settings have changed, in whose memory nothing has been yet."""
+"""Steps that are not timed after settings have changed, because they touch new memory for the first time."""
 
 T = TypeVar("T")
 
@@ -56,31 +55,31 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train with."""
+    """Settings to train with."""
 
     bucket_bytes: int
     algorithm: Algorithm
 
     def plain(self) -> dict[str, Any]:
-        """The same as a number and a string, for traces and files."""
+        """The settings as a number and a string, for traces and files."""
         return {"bucket_bytes": self.bucket_bytes, "algorithm": repr(self.algorithm)}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings, and the seconds that a step took with them: the median of the slowest ranks'."""
+    """Settings and the seconds of a step with them: the median over steps of the slowest rank's time."""
 
     settings: Settings
     seconds: float
 
 
 Cell: TypeAlias = tuple[int, int, int]
-"""Where settings lie in a grid: the numbers of the bucket size, of the average, and of the block."""
+"""The place of settings in a grid: the indices of the bucket size, of the average, and of the block."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """All that can be chosen.
+    """All settings that can be chosen.
 
     >>> grid = Grid((1, 2, 4), (("exact",), ("128", "256")))
     >>> grid[2, 1, 0]
@@ -91,7 +90,7 @@ class Grid:
 
     bucket_bytes: tuple[int, ...]
     families: tuple[tuple[Algorithm, ...], ...]
-    """For each average the algorithm with it, in all blocks."""
+    """For each average, the algorithm with this average and each of the blocks."""
 
     def __iter__(self) -> Iterator[Cell]:
         for i in range(len(self.bucket_bytes)):
@@ -106,21 +105,21 @@ class Grid:
         return Settings(self.bucket_bytes[i], self.families[j][k])
 
     def cell_of(self, bucket_bytes: int, algorithm: str) -> Cell | None:
-        """Where settings lie, the algorithm given by its repr; None if nowhere."""
+        """The cell of these settings, with the algorithm given by its repr; None if there is no such cell."""
         matches = (
             p for p in self if self[p].bucket_bytes == bucket_bytes and repr(self[p].algorithm) == algorithm
         )
         return next(matches, None)
 
     def neighbours(self, cell: Cell) -> list[Cell]:
-        """Cells one step away: in the bucket size, in the block, or with another average."""
+        """The cells with the next smaller or larger bucket size or block, or with another average."""
         i, j, k = cell
         beside = [(i - 1, j, k), (i + 1, j, k), (i, j, k - 1), (i, j, k + 1)]
         others = [self.nearest(i, other, k) for other in range(len(self.families)) if other != j]
         return [cell for cell in (*beside, *others) if cell in self]
 
     def nearest(self, bucket: int, average: int, block: int) -> Cell:
-        """The cell with these numbers; an average that has fewer blocks, with its last."""
+        """The cell at these indices; if the average has fewer blocks, the one at its last block."""
         return bucket, average, min(block, len(self.families[average]) - 1)
 
 
@@ -132,10 +131,12 @@ def make_grid(
     averages: Sequence[Average] | None,
     blocks: Sequence[int] | None,
 ) -> Grid:
-    """What can be chosen for these tensors; what training began with is among it.
+    """All settings that can be chosen for these tensors, with the settings that training begins with among them.
 
     Raises:
-        ArrayError: Something is to be chosen that the algorithm does not have, or there is no choice.
+        ArrayError: `averages` or `blocks` are given, but the algorithm has no average or block that they could
+            replace; or bucket sizes are to be chosen, but the state of the algorithm cannot move to other
+            buckets.
     """
     families = _families(algorithm, averages, blocks)
     sizes = {own_bytes, *(BUCKET_BYTES if bucket_bytes is None else bucket_bytes)}
@@ -143,8 +144,9 @@ def make_grid(
     if whole:
         if bucket_bytes or len(families) == len(families[0]) == 1:
             raise ArrayError(
-                f"Tuner: in {whole[0]} ErrorFeedback, inside Hierarchical, keeps what belongs to a bucket as "
-                "a whole and cannot move to another one, so their size cannot be searched for"
+                f"Tuner: the bucket size of {whole[0]} cannot be searched for: ErrorFeedback inside Hierarchical "
+                "keeps a residual for each bucket, which cannot move to another bucket; leave bucket_bytes out, "
+                "and let the tuner choose among averages or blocks"
             )
         sizes = {own_bytes}
     distinct = {Plan.pack(specs, bucket_bytes=size): size for size in [*sorted(sizes, reverse=True), own_bytes]}
@@ -154,16 +156,20 @@ def make_grid(
 def _families(
     algorithm: Algorithm, averages: Sequence[Average] | None, blocks: Sequence[int] | None
 ) -> tuple[tuple[Algorithm, ...], ...]:
-    """`algorithm` with its own average and with each of `averages`, and these in all `blocks`."""
+    """`algorithm` with its own average and with each of `averages`, each of these with all `blocks`."""
     with_averages = [algorithm]
     if averages and not any(map(_has_average, _parts(algorithm))):
-        raise ArrayError(f"Tuner: averages are given, but {algorithm} has no average to choose")
+        raise ArrayError(
+            f"Tuner: averages are given, but {algorithm} has no average to replace; leave averages out"
+        )
     for average in averages or ():
         other = _changed(algorithm, "average", average, _has_average)
         if other not in with_averages:
             with_averages.append(other)
     if blocks and not any(_has_block(part) for each in with_averages for part in _parts(each)):
-        raise ArrayError(f"Tuner: blocks are given, but {algorithm} sends no blocks of MinMaxUInt8")
+        raise ArrayError(
+            f"Tuner: blocks are given, but {algorithm} sends no blocks of MinMaxUInt8; leave blocks out"
+        )
     families = []
     for each in with_averages:
         own = {part.block for part in _parts(each) if _has_block(part)}
@@ -172,56 +178,58 @@ def _families(
     return tuple(families)
 
 
-# Settings are trees of frozen dataclasses. Of `after`, it is the algorithm at the end that is searched for.
+# An algorithm is a tree of frozen dataclasses: with its average, the codec of this, and so on. Of `after`, only
+# the algorithm that stays is part of the tree, because the search begins when the first one has ended.
 
 
-def _inner(settings: Any) -> list[str]:
-    """The fields of a part of settings that are searched; none of what is no dataclass."""
-    if not dataclasses.is_dataclass(settings):
+def _fields(part: Any) -> list[str]:
+    """The fields of a part that may hold further parts; no fields if it is not a dataclass."""
+    if not dataclasses.is_dataclass(part):
         return []
-    return ["then"] if isinstance(settings, After) else [f.name for f in dataclasses.fields(settings) if f.init]
+    return ["then"] if isinstance(part, After) else [f.name for f in dataclasses.fields(part) if f.init]
 
 
-def _parts(settings: Any) -> Iterator[Any]:
-    """All that is in a tree of settings, from the root."""
-    yield settings
-    for name in _inner(settings):
-        yield from _parts(getattr(settings, name))
+def _parts(tree: Any) -> Iterator[Any]:
+    """All parts of a tree, from the root."""
+    yield tree
+    for name in _fields(tree):
+        yield from _parts(getattr(tree, name))
 
 
-def _changed(settings: Any, field: str, value: Any, where: Callable[[Any], bool]) -> Any:
-    """A copy of a tree of settings, with another value in one field of the parts that `where` says."""
-    fields = {name: _changed(getattr(settings, name), field, value, where) for name in _inner(settings)}
-    if where(settings):
+def _changed(tree: Any, field: str, value: Any, where: Callable[[Any], bool]) -> Any:
+    """A copy of a tree, with `value` in this field of those parts for which `where` is true."""
+    fields = {name: _changed(getattr(tree, name), field, value, where) for name in _fields(tree)}
+    if where(tree):
         fields[field] = value
-    return dataclasses.replace(settings, **fields) if fields else settings
+    return dataclasses.replace(tree, **fields) if fields else tree
 
 
 def _has_average(part: Any) -> bool:
-    return "average" in _inner(part)
+    return "average" in _fields(part)
 
 
 def _has_block(part: Any) -> bool:
-    """Whether this is a codec with a block; one block for each chunk, as Bagua has it, stays."""
+    """Whether this is a codec whose block may change; that of `MinMaxUInt8.bagua()`, a whole chunk, may not."""
     return isinstance(part, MinMaxUInt8) and part.block is not None
 
 
 def _state_is_whole(algorithm: Algorithm) -> bool:
-    """Whether it keeps arrays that are not as long as their buckets."""
+    """Whether its state has arrays of other lengths than the buckets', which cannot move to other buckets."""
     levels = (part for part in _parts(algorithm) if isinstance(part, Hierarchical))
     return any(isinstance(part, ErrorFeedback) for level in levels for part in _parts(level))
 
 
 def _warmup_of(algorithm: Algorithm) -> int:
-    """Steps of training before the algorithm does what it does to the end."""
-    steps = 0
-    for part in _parts(algorithm):
-        steps += part.steps if isinstance(part, After) else part.warmup_steps if isinstance(part, QAdam) else 0
-    return steps
+    """How many steps of training pass before the algorithm does what it goes on doing to the end.
+
+    These are the steps of `after`, and the `warmup_steps` of every part that has some.
+    """
+    parts = _parts(algorithm)
+    return sum(part.steps if isinstance(part, After) else getattr(part, "warmup_steps", 0) for part in parts)
 
 
 def period_of(algorithm: Algorithm) -> int:
-    """In one of how many steps the algorithm communicates.
+    """The algorithm communicates in one of this many steps.
 
     >>> from bagua_comm import Decentralized, GradientAllReduce
     >>> period_of(DiLoCo(8)), period_of(Every(4, Decentralized())), period_of(GradientAllReduce())
@@ -234,106 +242,76 @@ def period_of(algorithm: Algorithm) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------
-# Ask and tell
+# Which settings to measure next
 # ---------------------------------------------------------------------------------------------------
 
 
 class Search:
-    """Says which cell of a grid to measure next, and is told the seconds.
+    """Says in `cell` which cell of a grid to measure next, and is told by `tell` how long a step took there.
 
-    The first `trials` cells are each another one. Optuna's TPE sampler proposes them, some at random to
-    begin with; where it comes back to one that is known, a neighbour of the best that is not takes its turn. Then
-    the best few are measured again, in turn.
+    It climbs: from `start` it moves to the first neighbour that is faster, and so on until no neighbour is; the
+    neighbour in the direction of the last move comes first. Then it begins anew at a cell drawn at random from
+    those not yet measured. This part measures each cell at most once and ends after `trials` cells. It cannot run
+    in circles, whatever the noise: a cell's seconds stay as measured, and each move makes them smaller.
+
+    At the end the fastest few cells are measured again, in turn, and the medians of these measurements decide.
 
     Args:
-        grid: What can be chosen: two cells at least.
+        grid: All settings that can be chosen.
         start: The first cell to measure.
-        trials: How many cells to measure at most, before the best are measured again.
-        seed: Of the sampler.
-
-    Raises:
-        UnsupportedError: Optuna is not installed.
+        trials: How many cells to measure at most, before the fastest are measured again.
+        seed: Seed of the cells at which climbs begin anew.
     """
 
     def __init__(self, grid: Grid, start: Cell, *, trials: int, seed: int) -> None:
-        self._grid, self._trials = grid, min(trials, len(grid))
+        self._grid = grid
+        self._seconds: dict[Cell, float] = {}
         self.best = start
         """The fastest cell known."""
-        self._measurements = self._search(start, seed)
-        with _quiet():
-            self.cell: Cell | None = next(self._measurements)
-            """What to measure next; None if the search has ended."""
+        self._measurements = self._measure(islice(self._climbs(start, seed), trials))
+        self.cell: Cell | None = next(self._measurements)
+        """The cell to measure next; None if the search has ended."""
 
     def tell(self, seconds: float) -> None:
-        """Give the seconds that a step took at `cell`, and go on to the next one."""
-        with _quiet():
-            try:
-                self.cell = self._measurements.send(seconds)
-            except StopIteration:
-                self.cell = None
+        """Give the seconds that a step took at `cell`, and go on to the next cell."""
+        try:
+            self.cell = self._measurements.send(seconds)
+        except StopIteration:
+            self.cell = None
 
-    def _search(self, start: Cell, seed: int) -> Generator[Cell, float, None]:
-        """Yields cells, and receives their seconds."""
-        optuna = _import_optuna()
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=RANDOM_TRIALS, multivariate=True)
-        study = optuna.create_study(sampler=sampler)
-        known: dict[Cell, float] = {}
-        trial = self._enqueued(study, start)
-        while True:
-            cell = self._cell_of(trial)
-            if cell not in known:
-                known[cell] = yield cell
-            study.tell(trial, known[cell])
-            ranking = sorted(known, key=lambda cell: known[cell])
-            self.best = ranking[0]
-            if len(known) == self._trials:
-                break
-            trial = study.ask()
-            if self._cell_of(trial) in known:
-                study.tell(trial, known[self._cell_of(trial)])
-                near = (other for cell in ranking for other in self._grid.neighbours(cell))
-                trial = self._enqueued(study, next(other for other in near if other not in known))
+    def _measure(self, cells: Iterable[Cell]) -> Generator[Cell, float, None]:
+        """Yield these cells and then the fastest of them again, and receive the seconds of each."""
+        for cell in cells:
+            self._seconds[cell] = yield cell
+            self.best = min(self._seconds, key=self._seconds.__getitem__)
 
-        again: dict[Cell, list[float]] = {cell: [] for cell in ranking[:FINALISTS]}
-        for cell in list(again) * ROUNDS:
+        finalists = sorted(self._seconds, key=self._seconds.__getitem__)[:FINALISTS]
+        again: dict[Cell, list[float]] = {cell: [] for cell in finalists}
+        for cell in finalists * ROUNDS:
             again[cell].append((yield cell))
         self.best = min(again, key=lambda cell: float(np.median(again[cell])))
 
-    def _cell_of(self, trial: Any) -> Cell:
-        """The cell that a trial of Optuna's is about."""
-        bucket = trial.suggest_int("bucket", 0, len(self._grid.bucket_bytes) - 1)
-        average = trial.suggest_categorical("average", list(range(len(self._grid.families))))
-        block = trial.suggest_int("block", 0, max(map(len, self._grid.families)) - 1)
-        return self._grid.nearest(bucket, average, block)
+    def _climbs(self, start: Cell, seed: int) -> Iterator[Cell]:
+        """All cells of the grid, each once, in the order of one climb after another."""
+        chance = random.Random(seed)
+        yield from self._climb(start)
+        while unknown := [cell for cell in self._grid if cell not in self._seconds]:
+            yield from self._climb(chance.choice(unknown))
 
-    def _enqueued(self, study: Any, cell: Cell) -> Any:
-        """A trial about this cell."""
-        study.enqueue_trial(dict(zip(("bucket", "average", "block"), cell, strict=True)))
-        return study.ask()
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as exc:
-        raise UnsupportedError(
-            "Tuner: searching needs Optuna, which is not installed: pip install 'bagua-comm[tune]'"
-        ) from exc
-    return optuna
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep to itself what Optuna logs and warns of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging = _import_optuna().logging
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity(logging.ERROR)
-        try:
-            yield
-        finally:
-            logging.set_verbosity(verbosity)
+    def _climb(self, at: Cell) -> Iterator[Cell]:
+        """The unknown cells on the way from `at` to a local optimum; each is measured before the next comes."""
+        seconds, before = self._seconds, at
+        yield at
+        while True:
+            ahead = tuple(2 * here - there for here, there in zip(at, before, strict=True))
+            for cell in sorted(self._grid.neighbours(at), key=lambda cell: cell != ahead):
+                if cell not in seconds:
+                    yield cell
+                if seconds[cell] < seconds[at]:
+                    before, at = at, cell
+                    break
+            else:
+                return
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -342,33 +320,38 @@ def _quiet() -> Iterator[None]:
 
 
 class Tuner:
-    """Searches for the settings that train fastest, while training goes on; then they stay.
+    """Searches for the settings that train fastest, while training goes on; then training stays with them.
 
-    What is measured are whole steps on all ranks, the slowest of which counts. A search takes at most
-    (trials + 9) * (steps_per_trial + 1) steps, all of which train. Give it to
-    `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and `step` after every
-    step. All ranks make an equal one. It serves one training.
+    It measures whole training steps on all ranks; the slowest rank's time counts. From the settings that training
+    begins with it goes to neighbouring ones for as long as they are faster, and begins anew elsewhere while
+    trials are left. In the end it measures the fastest three again, three times in turn, and chooses the best of
+    them. A search takes at most (trials + 9) * (steps_per_trial + 1) steps, all of which train.
 
-    Only bucket sizes are searched for, unless the algorithm sends blocks of MinMaxUInt8 already or `averages`
-    are given: an exact algorithm stays exact, with the same results wherever transports add in the order of ranks
-    (NCCL doesn't). A larger block is coarser; `blocks=()` leaves it as it is, and MinMaxUInt8.bagua() always
-    stays. What training begins with is among the choices, and measured first.
+    Give a tuner to `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and
+    `step` after every training step. All ranks make an equal tuner. A tuner serves one training.
 
-    What algorithms keep moves along whenever settings change, and for that moment there is memory for old buckets
-    and new. The search begins when the warm-up of the algorithm (`after`, QAdam) has ended.
+    It chooses among bucket sizes only, unless the algorithm already sends blocks of MinMaxUInt8 or `averages` are
+    given. So an exact algorithm stays exact, and has the same results wherever transports add in the order of
+    ranks (NCCL does not). A larger block is coarser; `blocks=()` keeps the algorithm's own, and
+    MinMaxUInt8.bagua() always stays as it is. The settings that training begins with are among the choices.
+
+    When settings change, the state of the algorithm moves to the new buckets; at that moment the old buckets and
+    the new ones are both in memory. The search begins when the warm-up of the algorithm (`after`, `warmup_steps`)
+    has ended.
 
     Args:
-        bucket_bytes: Sizes of buckets to choose from, 1 MiB to 128 MiB if None. Sizes that make the same
-            buckets count as one.
-        averages: Averages to choose from, besides the algorithm's own.
-        blocks: Blocks of MinMaxUInt8 to choose from; 128 to 2048 if None.
-        trials: How many different settings to measure, at most.
-        steps_per_trial: Steps whose median is the time of a trial; for an algorithm that communicates in one of n
-            steps, n times as many.
-        warmup_steps: Steps of training before the search.
-        seed: Of the search.
-        profile: A file that remembers what was found. If it has an entry for the same tensors, ranks, nodes,
-            transports, algorithm and choices, that is used, and nothing searched for. It is written by rank 0.
+        bucket_bytes: The bucket sizes to choose from, in bytes; 1 MiB to 128 MiB if None. Sizes that make the
+            same buckets count as one.
+        averages: The averages to choose from, besides the algorithm's own.
+        blocks: The blocks of MinMaxUInt8 to choose from, in elements; 128 to 2048 if None.
+        trials: How many different settings to measure at most.
+        steps_per_trial: How many steps to time with the same settings; their median counts. With an algorithm
+            that communicates in one of n steps, n times as many steps, and the median of the means of n.
+        warmup_steps: How many steps to train before the search begins.
+        seed: Seed of the settings at which the search begins anew.
+        profile: The file that keeps the best settings found. If it has an entry for the same tensors, ranks,
+            nodes, transports, algorithm and choices, training uses this entry and does not search. Rank 0 reads
+            and writes it.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -403,11 +386,11 @@ class Tuner:
         self._comm: Communicator | None = None
         self._search: Search | None = None
         self.searching = False
-        """Whether the search goes on."""
+        """Whether the search is still going on."""
         self.history: list[Trial] = []
-        """What was measured, in order; the last are those that were measured again."""
+        """All measurements, in order; at the end come those of the fastest settings, measured again."""
         self.best: Settings
-        """The best settings known; those that training began with, at first."""
+        """The best settings known; before any measurement, those that training begins with."""
 
     def start(
         self,
@@ -417,7 +400,7 @@ class Tuner:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> Settings:
-        """Begin; returns what to train with: these settings, or what the profile knows to be best.
+        """Begin, and return the settings to train with: the given ones, or the best ones if the profile has them.
 
         Collective.
 
@@ -425,22 +408,26 @@ class Tuner:
             comm: The ranks.
             algorithm: The algorithm that training begins with.
             specs: The tensors, in the order in which plans are packed.
-            bucket_bytes: The size of buckets that training begins with.
+            bucket_bytes: The bucket size that training begins with, in bytes.
 
         Raises:
-            ArrayError: This tuner was started before, the algorithm does not have what is to be chosen, or the
-                profile is no file of a tuner's.
+            ArrayError: This tuner was started before; the algorithm has no average or block to replace with those
+                given; its state cannot move to other buckets; or the profile was not written by a Tuner.
             CommMismatch: Ranks have different tuners, tensors or algorithms.
-            UnsupportedError: An algorithm among the choices cannot carry a tensor, or cannot be timed; or Optuna
-                is not installed.
+            UnsupportedError: An algorithm among the choices does not support a tensor, or cannot be timed.
         """
         if self._comm is not None:
-            raise ArrayError("Tuner: it serves one training, and was started before; make another")
+            raise ArrayError(
+                "Tuner: this tuner was started before, and a tuner serves one training; make another one"
+            )
         check_algorithm_argument("Tuner", "algorithm", algorithm)
         check_integer("Tuner", "bucket_bytes", bucket_bytes, least=1)
         last = phases_of(algorithm)[-1]
         if last.window.closes is Point.NEVER:
-            raise UnsupportedError(f"Tuner: no step waits for {last}, so steps don't tell how fast it is")
+            raise UnsupportedError(
+                f"Tuner: no step waits for {last}, so the time of a step does not tell how fast it is; train "
+                "with it without a tuner"
+            )
         specs = list(specs)
         grid = make_grid(algorithm, specs, bucket_bytes, *self._choices)
         for family in grid.families:
@@ -469,17 +456,17 @@ class Tuner:
 
     @property
     def choices(self) -> list[Settings]:
-        """All that there is to choose from."""
+        """All settings that the tuner can choose."""
         return [self._grid[cell] for cell in self._grid]
 
     def algorithm_named(self, name: str) -> Algorithm | None:
-        """The algorithm among the choices whose repr this is, as a checkpoint has it; None if there is none."""
+        """The algorithm among the choices with this repr, as checkpoints have it; None if no choice has it."""
         return {repr(choice.algorithm): choice.algorithm for choice in self.choices}.get(name)
 
     def step(self, seconds: float) -> Settings | None:
-        """Tell what a training step took on this rank; returns settings to go on with, None for the same.
+        """Tell how long a step took on this rank; returns the settings to go on with, or None to keep them.
 
-        Collective while `searching`: it returns the same on all ranks.
+        Collective while `searching`. Returns the same on all ranks.
         """
         if not self.searching:
             return None
@@ -496,7 +483,7 @@ class Tuner:
         return None if self._cell == before else self._grid[self._cell]
 
     def _end_trial(self) -> None:
-        """Agree on what was measured, and on how to go on. Collective."""
+        """Agree on the seconds of the trial that ends here, and on the settings to go on with. Collective."""
         assert self._comm is not None
         comm, search, grid = self._comm, self._search, self._grid
         mine = np.reshape(self._seconds, (self._steps_per_trial, self._period)).mean(axis=1)
@@ -519,7 +506,7 @@ class Tuner:
             _on_root(comm, lambda: _write_profile(profile, _key_of(self._about), self._entry()))
 
     def _go_to(self, cell: Cell) -> None:
-        """Train with the settings there from now on; the trace says so."""
+        """Train with the settings of this cell from now on, and say so in the trace."""
         assert self._comm is not None
         self._cell, self._began_ns = cell, time.perf_counter_ns()
         what = "tuner: try" if self.searching else "tuner: stay with"
@@ -528,7 +515,7 @@ class Tuner:
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid
     ) -> dict[str, Any]:
-        """Make sure that all ranks search alike; returns what an entry of a profile is valid for. Collective."""
+        """Check that all ranks search alike; returns all that a profile's entry is valid for. Collective."""
         about = {
             "tensors": hashlib.blake2b(repr(specs).encode(), digest_size=16).hexdigest(),
             "bytes": sum(spec.nbytes for spec in specs),
@@ -542,21 +529,25 @@ class Tuner:
             if (theirs, numbers) != (about, self._numbers):
                 different = [name for name in about if theirs[name] != about[name]] or ["trials, steps or seed"]
                 raise CommMismatch(
-                    f"Tuner: rank {comm.rank} and rank {rank} have different {', '.join(different)}"
+                    f"Tuner: rank {comm.rank} and rank {rank} have different {', '.join(different)}; give all "
+                    "ranks the same model and algorithm, and equal tuners"
                 )
         return {**about, "nodes": [node for _, _, node in rows]}
 
     def _entry(self) -> dict[str, Any]:
-        """What a profile keeps: the best settings, and how they were found."""
+        """The entry of a profile: what it is valid for, the best settings, and all measurements."""
         history = [{**trial.settings.plain(), "seconds": trial.seconds} for trial in self.history]
         return {"about": self._about, "best": self.best.plain(), "history": history}
 
 
 def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, or raises there, on all ranks. Collective.
+    """Call `function` on rank 0 only; all ranks return what it returns there, or raise what it raises there.
+
+    Collective.
 
     Raises:
-        BaguaError: Whatever it was that was raised, so that no rank waits for one that has left.
+        BaguaError: `function` raised it, or another exception that it stands for, so that no rank waits for one
+            that has left.
     """
     outcome: tuple[T | None, BaguaError | None] = (None, None)
     if comm.rank == 0:
@@ -584,30 +575,35 @@ def _key_of(about: dict[str, Any]) -> str:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """All entries of a profile, by key; none if there is no such file yet."""
+    """All entries of a profile, by key; no entries if the file does not exist yet."""
     try:
         if path.exists() and not path.is_file():
-            raise ValueError("it is a folder or a device")
+            raise ValueError("expected a file, found a folder or a device")
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, expected {_FORMAT!r}")
         entries: dict[str, Any] = dict(content["entries"])
     except FileNotFoundError:
         if not path.parent.is_dir():
-            raise ArrayError(f"Tuner: profile {str(path)!r} cannot be written: it has no folder") from None
+            raise ArrayError(
+                f"Tuner: profile {str(path)!r} cannot be written: its folder does not exist; make it first"
+            ) from None
         return {}
-    except Exception as exc:  # of brackets without end RecursionError, say
-        raise ArrayError(f"Tuner: profile {str(path)!r} is no file of a tuner's: {exc!r}") from exc
+    except Exception as exc:  # e.g. RecursionError from deeply nested brackets
+        raise ArrayError(
+            f"Tuner: profile {str(path)!r} was not written by a Tuner: {exc!r}; give the path of another file"
+        ) from exc
     return entries
 
 
 def _read_profile(path: Path, key: str, grid: Grid) -> Cell | None:
-    """The cell in the grid that the profile knows to be best; None if it has no entry with this key."""
+    """The best cell of the grid according to the profile; None if it has no entry with this key."""
     entries = _read_entries(path)
     if key not in entries:
         if entries:
             warnings.warn(
-                f"Tuner: profile {str(path)!r} knows other trainings, but not this one; searching", stacklevel=2
+                f"Tuner: profile {str(path)!r} has entries for other trainings, but not for this one; searching",
+                stacklevel=2,
             )
         return None
     try:
@@ -616,16 +612,20 @@ def _read_profile(path: Path, key: str, grid: Grid) -> Cell | None:
         cell = None
     if cell is None:
         raise ArrayError(
-            f"Tuner: profile {str(path)!r}: the best settings of entry {key} are none of the choices"
+            f"Tuner: profile {str(path)!r}: the best settings of entry {key} are not among the choices; delete "
+            "the entry to search again"
         )
     return cell
 
 
 def _write_profile(path: Path, key: str, entry: dict[str, Any]) -> None:
-    """Add an entry, or replace it; a reader finds the file as it was or as it will be."""
+    """Add an entry, or replace it; a reader finds the file as it was before or as it is after, never half."""
     try:
         entries = {**_read_entries(path), key: entry}
         text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n"
         write_at_once(path, text.encode())
     except Exception as exc:  # training goes on
-        warnings.warn(f"Tuner: profile {str(path)!r} was not written: {exc}", stacklevel=2)
+        warnings.warn(
+            f"Tuner: profile {str(path)!r} was not written, so the next training will search again: {exc}",
+            stacklevel=2,
+        )
