@@ -183,6 +183,11 @@ def address(x: Array) -> int:
     return int(x.data.ptr)
 
 
+def as_bytes(x: Array) -> Array:
+    """View contiguous `x` as a row of bytes."""
+    return x.reshape(-1).view(np.uint8)
+
+
 def rows(x: Array, n: int) -> Array:
     """View contiguous `x` as `n` equal rows, (n, size // n)."""
     return x.reshape(n, x.size // n)

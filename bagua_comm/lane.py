@@ -22,11 +22,14 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
 from .errors import CommAborted, CommError, CommTimeout, RankFailed
-from .trace import NULL, Tracer
+from .trace import Tracer
+
+if TYPE_CHECKING:
+    from .comm import Communicator
 
 SLACK_S = 5.0
 """How much longer than a call may take `wait` waits, at most: the call itself should say what is wrong."""
@@ -46,10 +49,10 @@ class Lane(ABC):
 
     _numbers: ClassVar = itertools.count()
 
-    def __init__(self, comm: Any, name: str = "lane", *, device: int | None = None) -> None:
-        self.comm: Any = comm
+    def __init__(self, comm: Communicator, name: str = "lane", *, device: int | None = None) -> None:
+        self.comm = comm
         self.name = f"{name}-{next(self._numbers)}"
-        self.tracer: Tracer = getattr(comm, "tracer", NULL)
+        self.tracer: Tracer = comm.tracer
         """Where the spans of the side stream go."""
         self._side = SideStream(device) if device is not None else None
         self._pending: deque[tuple[Future[Any], object]] = deque()
@@ -192,7 +195,7 @@ class ThreadLane(Lane):
     up this thread, and not the caller's.
     """
 
-    def __init__(self, comm: Any, name: str = "lane") -> None:
+    def __init__(self, comm: Communicator, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
@@ -224,7 +227,7 @@ class StreamLane(Lane):
 
     _side: SideStream
 
-    def __init__(self, comm: Any, name: str = "lane") -> None:
+    def __init__(self, comm: Communicator, name: str = "lane") -> None:
         super().__init__(comm, name, device=comm.device)
 
     def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
@@ -251,7 +254,6 @@ class InlineLane(Lane):
         return future
 
 
-def _device_of(comm: Any) -> int | None:
+def _device_of(comm: Communicator) -> int | None:
     """The device that `comm` works on; None if no array can have come from there."""
-    device: int | None = getattr(comm, "device", None)
-    return device if "cupy" in sys.modules else None
+    return comm.device if "cupy" in sys.modules else None

@@ -22,8 +22,8 @@ LAYERS = [
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
-    {"agreement", "objects", "lane"},
-    {"call", "comm"},
+    {"agreement", "objects"},
+    {"call", "comm", "lane"},
     {"averages"},
     {"algorithms", "bootstrap"},
     {"engine"},
@@ -83,6 +83,21 @@ def test_heavy_libraries_are_imported_only_where_they_may_be(path):
         if library in ALLOWED:
             places = {"/".join(place[:n]) for n in (1, 2, 3)}
             assert places & ALLOWED[library], f"{path}:{line} imports {library}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arithmetic_goes_through_the_kernels_that_fit_and_not_past_the_compiled_ones(path):
+    if module_of(path) in {"kernels", "testing"} or path.name == "host.py":
+        return
+    found = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "reduce_rows"
+        and ast.unparse(node.value).endswith("host")
+    ]
+    # The one test of MPI's own arithmetic against the specification.
+    assert len(found) == (path.parent.name == "mpi" and path.name == "transport.py"), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

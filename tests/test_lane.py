@@ -8,7 +8,7 @@ import pytest
 
 from bagua_comm import CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
-from bagua_comm.trace import Counters
+from bagua_comm.trace import Counters, NULL
 
 PATIENCE_S = 30
 
@@ -18,6 +18,7 @@ class FakeComm:
 
     def __init__(self, timeout_s=PATIENCE_S):
         self.timeout_s, self.counters = timeout_s, Counters()
+        self.device, self.tracer = None, NULL
         self.closed = 0
 
     def close(self):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
@@ -233,15 +233,18 @@ def _saturate(kind: int, values: Array, scratch: Array) -> Array:
 # ---------------------------------------------------------------------------------------------------
 
 
-def reduce_rows(rows: Array, out: Array, op: str) -> None:
+def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     """See `host.reduce_rows`."""
-    (p, m), dtype = rows.shape, out.dtype
-    source, target = address(rows), address(out)
-    halves = dtype.itemsize == 2 and _takes(dtype, source | target) and rows.flags.c_contiguous
-    if not halves or op not in ("sum", "avg"):
+    kind = _KINDS.get(dtype_name(out.dtype))
+    if kind is None or kind == _FLOAT32 or op not in ("sum", "avg"):
         return host.reduce_rows(rows, out, op)
-    kind, nbytes = _KINDS[dtype_name(dtype)], m * dtype.itemsize
-    return _sum_rows(kind, source, nbytes, p, m, op == "avg", kind, kind, target, nbytes)
+    places, target, nbytes = np.array([address(row) for row in rows]), address(out), out.nbytes
+    if (
+        any(row.strides != (out.itemsize,) for row in (out, *rows))
+        or (np.bitwise_or.reduce(places) | target) % out.itemsize
+    ):
+        return host.reduce_rows(rows, out, op)
+    return _sum_rows(kind, places, out.size, op == "avg", kind, kind, target, nbytes)
 
 
 def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
@@ -271,7 +274,7 @@ def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType,
     if not _takes(sent, source | target | w):
         return host.cast_combine(wire, out, count, dtype, sent, op)
     kind, wire_kind = _KINDS[dtype_name(dtype)], _KINDS[dtype_name(sent)]
-    return _sum_rows(wire_kind, source, w, n, count, op == "avg", kind, wire_kind, target, w)
+    return _sum_rows(wire_kind, source + w * np.arange(n), count, op == "avg", kind, wire_kind, target, w)
 
 
 def _takes(dtype: DType, places: int) -> bool:
@@ -296,9 +299,7 @@ def _cast_rows(
 @_kernel
 def _sum_rows(
     source_kind: int,
-    source: int,
-    source_stride: int,
-    n: int,
+    places: Array,
     count: int,
     mean: bool,
     element_kind: int,
@@ -306,18 +307,17 @@ def _sum_rows(
     target: int,
     stride: int,
 ) -> None:
-    """Add n rows of 16-bit floats, round the sum to elements and cast those; what follows them is zeroed."""
+    """Add rows of 16-bit floats, round the sum to elements and cast those; what follows them is zeroed."""
     total, wide = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
     for at in range(0, count, _STRIP):
         part = total[: min(_STRIP, count - at)]
         part[:] = _NOTHING
-        for row in range(n):
-            where = source + row * source_stride + at * _itemsize(source_kind)
-            term = _load(source_kind, where, len(part), wide)
+        for place in places:
+            term = _load(source_kind, place + at * _itemsize(source_kind), len(part), wide)
             for i in range(len(part)):
                 part[i] += term[i]
         if mean:
-            _divide(part, n)
+            _divide(part, len(places))
         _round(element_kind, part)
         _store(kind, _saturate(kind, part, wide), target + at * _itemsize(kind))
     _clear(target, count * _itemsize(kind), stride)

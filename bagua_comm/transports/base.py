@@ -25,7 +25,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
-from ..errors import BootstrapError, CommError, UnsupportedError
+from ..errors import BootstrapError, CommAborted, CommError, UnsupportedError
 from .pipeline import Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
 
@@ -63,6 +63,8 @@ class Transport(ABC):
         self._describe: Callable[[], str] | None = None
         self._in_collective = False
         self._deadline_s: float | None = None
+        self._broken: str | None = None
+        """Why no call can be made any more; None as long as calls can."""
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """A call of the user begins: all its waits together may take `timeout_s`, from the first on.
@@ -280,11 +282,7 @@ class Transport(ABC):
 
     def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
         """`alltoall` by direct exchange. Collective."""
-        if arrays.same_memory(x, out):
-            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
-            copy[...] = x
-            x = copy
-        source, target = arrays.rows(x, self.size), arrays.rows(out, self.size)
+        source, target = arrays.rows(self._apart(x, out), self.size), arrays.rows(out, self.size)
         target[self.rank] = source[self.rank]
         trade(flow, flow.messages(source), flow.messages(target))
 
@@ -334,6 +332,29 @@ class Transport(ABC):
         Collective.
         """
         self._scratch.clear()
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
+
+    def _break(self, reason: str) -> None:
+        """Refuse all calls from now on; the first reason stays."""
+        self._broken = self._broken or reason
+
+    def _members(self, color: int, key: int) -> list[int]:
+        """The ranks that give the same `color`, ordered by (`key`, rank); what `split` groups. Collective."""
+        table = np.empty((self.size, 2), np.int64)
+        self.allgather(np.array([color, key], np.int64), table)
+        alike = [rank for rank in range(self.size) if table[rank, 0] == color]
+        return sorted(alike, key=lambda rank: (table[rank, 1], rank))
+
+    def _apart(self, x: Array, out: Array) -> Array:
+        """`x`, or a copy if it overlaps `out`."""
+        if not arrays.overlap(x, out):
+            return x
+        copy = self._scratch.take("apart", x.shape, x.dtype, like=x)
+        copy[...] = x
+        return copy
 
     def others(self) -> list[int]:
         """The other ranks, each rank starting behind itself so that not all send to rank 0 first."""

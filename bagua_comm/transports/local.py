@@ -73,7 +73,6 @@ class LocalTransport(Transport):
         self._hub = hub or Hub(1)
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
-        self._broken: str | None = None
         self._read: deque[tuple[Array, Any]] = deque()
         """Device copies that this rank's stream may still be reading, and the event behind that."""
 
@@ -133,12 +132,7 @@ class LocalTransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
-        table = np.empty((self.size, 2), np.int64)
-        self.allgather(np.array([color, key], np.int64), table)
-        members = sorted(
-            (rank for rank in range(self.size) if table[rank, 0] == color),
-            key=lambda rank: (table[rank, 1], rank),
-        )
+        members = self._members(color, key)
         self._splits += 1
         group = self._hub.join((self._splits, color), len(members))
         return LocalTransport(group, members.index(self.rank), timeout_s=self.timeout_s)

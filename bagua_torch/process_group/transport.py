@@ -42,9 +42,9 @@ from bagua_comm import (
     RankFailed,
     UnsupportedError,
     arrays,
+    kernels,
 )
-from bagua_comm.arrays import Array
-from bagua_comm.kernels import host
+from bagua_comm.arrays import Array, as_bytes
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
 
@@ -164,7 +164,6 @@ class ProcessGroupTransport(Transport):
         self.rank, self.size, self.timeout_s = self._meeting.rank, self._meeting.size, timeout_s
         self._timeout = timedelta(seconds=timeout_s)
         self._gloo: Any = None
-        self._broken: str | None = None
         self._leaving = False
         self._splits = 0
         self._children: WeakSet[ProcessGroupTransport] = WeakSet()
@@ -235,7 +234,7 @@ class ProcessGroupTransport(Transport):
                 works.append((peer, self._receive_rest(peer, _REST_TAG + tag, out)))
             if out.nbytes:
                 begin = frame.body[: out.nbytes]
-                _bytes(out)[: begin.size] = begin
+                as_bytes(out)[: begin.size] = begin
 
         for peer, work in works:
             self._wait(peer, work)
@@ -272,7 +271,7 @@ class ProcessGroupTransport(Transport):
         frame = self._take_frame()
         frame.head[:] = x.nbytes, in_return, self._about, self._number
         if x.nbytes:
-            begin = _bytes(x)[:BODY_BYTES]
+            begin = as_bytes(x)[:BODY_BYTES]
             frame.body[: begin.size] = begin
         frame.work = self._start(peer, self._gloo.send, [frame.tensor], peer, tag)
         self._sent.setdefault((peer, tag), deque()).append(frame)
@@ -299,7 +298,7 @@ class ProcessGroupTransport(Transport):
         x = messages.popleft()
         if x.nbytes != out.nbytes:
             raise CommMismatch(f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}")
-        _bytes(out)[...] = _bytes(x)
+        as_bytes(out)[...] = as_bytes(x)
 
     def _mismatch(self, peer: int, tag: int, frame: _Frame, expected: list[int], last: bool) -> CommMismatch:
         """What to raise for a frame with another head; its message is received if nothing else is under way."""
@@ -349,7 +348,7 @@ class ProcessGroupTransport(Transport):
             [(peer, rows[peer]) for peer in self.others()],
             tag=COLLECTIVE,
         )
-        host.reduce_rows(rows, out.reshape(-1), op)
+        kernels.on_host().reduce_rows(rows, out.reshape(-1), op)
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         # Frames alone: whether all ranks are about to reduce arrays of one size.
@@ -361,19 +360,14 @@ class ProcessGroupTransport(Transport):
         options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
         self._wait(None, self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
         if op == "avg":
-            host.divide(out, self.size)
+            kernels.host.divide(out, self.size)
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
     # Groups, failure and end ------------------------------------------------------------------------
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
-        table = np.empty((self.size, 2), np.int64)
-        self.allgather(np.array([color, key], np.int64), table)
-        members = sorted(
-            (rank for rank in range(self.size) if table[rank, 0] == color),
-            key=lambda rank: (table[rank, 1], rank),
-        )
+        members = self._members(color, key)
         where = replace(
             self._meeting,
             key=f"{self._meeting.key}/{self._splits}.{color}",
@@ -461,17 +455,6 @@ class ProcessGroupTransport(Transport):
         self._break(f"a call failed earlier ({type(error).__name__})")
         return error
 
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
-
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
-
-
-def _bytes(x: Array) -> Array:
-    return x.reshape(-1).view(np.uint8)
-
 
 def _swaps(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:
     """What goes to and comes from each peer that has one message each way."""
@@ -486,7 +469,7 @@ def _swaps(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tupl
 
 def _rest(x: Array) -> torch.Tensor:
     """What of `x` does not fit its frame. Shares memory with `x`; never copies."""
-    rest = _bytes(x)[BODY_BYTES:]
+    rest = as_bytes(x)[BODY_BYTES:]
     if not rest.flags.writeable:  # PyTorch has no read-only tensors; what is sent is only read
         memory = (ctypes.c_uint8 * rest.nbytes).from_address(arrays.address(rest))
         rest = np.frombuffer(memory, np.uint8)

@@ -158,9 +158,18 @@ def test_reduce_rows_also_to_one_of_its_rows(dtype, op):
     expected = np.empty(rows.shape[1], rows.dtype)
     host.reduce_rows(rows, expected, op)
 
-    for out in (np.empty_like(expected), rows[3]):
-        compiled.reduce_rows(rows, out, op)
-        assert expected.tobytes() == out.tobytes()
+    for table in (list(rows.copy()), rows):
+        for out in (np.empty_like(expected), table[3]):
+            compiled.reduce_rows(table, out, op)
+            assert expected.tobytes() == out.tobytes()
+
+
+def test_rows_apart_from_each_other_are_reduced_by_the_kernel_too(monkeypatch):
+    monkeypatch.setattr(host, "reduce_rows", None)
+    rows = np.arange(12, dtype=np.float16).reshape(3, 4)
+    out = np.empty(4, np.float16)
+    compiled.reduce_rows([rows[2], rows[0], rows[1]], out, "sum")
+    assert out.tolist() == rows.sum(0).tolist()
 
 
 def test_the_nan_of_a_sum_is_the_canonical_one():

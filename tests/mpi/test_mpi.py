@@ -22,8 +22,8 @@ from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
 from bagua_comm.transports import shared
-from bagua_comm.transports.base import LAG
 from bagua_comm.transports.mpi import transport as mpi_transport
+from bagua_comm.transports.pipeline import LAG
 
 pytestmark = pytest.mark.mpi
 

@@ -31,7 +31,8 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from ...arrays import Array, DType, dtype_name, overlap, parts, rows, same_memory
+from ... import kernels
+from ...arrays import Array, DType, as_bytes, dtype_name, parts, rows, same_memory
 from ...errors import (
     CommAborted,
     CommError,
@@ -40,7 +41,6 @@ from ...errors import (
     RankFailed,
     UnsupportedError,
 )
-from ...kernels import host
 from ...processes import state_of
 from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, ended
 from ..notices import GAVE_UP, LEFT, Notice, Notices, given_up
@@ -256,7 +256,6 @@ class MPITransport(Transport):
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._broken: str | None = None
         self._is_fast = False
         self._begun: dict[int, object] = {}
         """What the exchanges that were begun, and not yet waited for, read and write."""
@@ -410,7 +409,7 @@ class MPITransport(Transport):
         """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
         call = f"allreduce {op}"
         if self._is_small(x):
-            host.reduce_rows(self._gather_small(call, x), out.reshape(-1), op)
+            kernels.on_host().reduce_rows(self._gather_small(call, x), out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
@@ -422,7 +421,7 @@ class MPITransport(Transport):
         elif self.size * x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
             self._allgather_natively(x, table)
-            host.reduce_rows(table, out.reshape(-1), op)
+            kernels.on_host().reduce_rows(table, out.reshape(-1), op)
         elif self._window is not None and x.nbytes >= SHARED_BYTES:
             sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
             self._share(self._window.allreduce, x, out, op, sent_bytes=sent_bytes)
@@ -435,7 +434,7 @@ class MPITransport(Transport):
         if self._is_small(x):
             table = self._gather_small(call, x)
             if out is not None:
-                host.reduce_rows(table, out.reshape(-1), op)
+                kernels.on_host().reduce_rows(table, out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
@@ -450,7 +449,7 @@ class MPITransport(Transport):
         call = f"reduce_scatter {op}"
         if self._is_small(x):
             chunks = self._gather_small(call, x).reshape(self.size, self.size, out.size)
-            host.reduce_rows(chunks[:, self.rank], out.reshape(-1), op)
+            kernels.on_host().reduce_rows(chunks[:, self.rank], out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
@@ -460,7 +459,7 @@ class MPITransport(Transport):
         elif x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
             self._alltoall_natively(x, table)
-            host.reduce_rows(table, out.reshape(-1), op)
+            kernels.on_host().reduce_rows(table, out.reshape(-1), op)
         elif self._window is not None and x.nbytes >= SHARED_BYTES:
             sent_bytes = x.nbytes * (self.size - 1) // self.size
             self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
@@ -472,7 +471,7 @@ class MPITransport(Transport):
         call = f"reduce_scatter {op} by {list(counts)}"
         if self._is_small(x):
             table = self._gather_small(call, x)
-            host.reduce_rows([parts(row, counts)[self.rank] for row in table], out.reshape(-1), op)
+            kernels.on_host().reduce_rows([parts(row, counts)[self.rank] for row in table], out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         self._watched(self.reduce_scatter_over, flow, parts(x, counts), out, op)
@@ -483,7 +482,7 @@ class MPITransport(Transport):
         if self._is_small(x):
             before = self._gather_small(call, x)[: self.rank + (not exclusive)]
             if len(before):
-                host.reduce_rows(before, out.reshape(-1), op)
+                kernels.on_host().reduce_rows(before, out.reshape(-1), op)
             return
         self.agree_on_call(call, x)
         super().scan(x, out, op, exclusive=exclusive)
@@ -548,11 +547,11 @@ class MPITransport(Transport):
         mine = rows(out, self.size)[self.rank]
         if not same_memory(x, mine):
             mine[...] = x.reshape(-1)
-        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [_bytes(out), MPI.BYTE]), out)
+        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [as_bytes(out), MPI.BYTE]), out)
         self.sent_bytes += x.nbytes * (self.size - 1)
 
     def _alltoall_natively(self, x: Array, out: Array) -> None:
-        self._complete(lambda: self._comm.Ialltoall([_bytes(x), MPI.BYTE], [_bytes(out), MPI.BYTE]), (x, out))
+        self._complete(lambda: self._comm.Ialltoall([as_bytes(x), MPI.BYTE], [as_bytes(out), MPI.BYTE]), (x, out))
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def broadcast(self, x: Array, root: int) -> None:
@@ -570,7 +569,7 @@ class MPITransport(Transport):
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
-        self._complete(lambda: self._comm.Ibcast([_bytes(x), MPI.BYTE], root), x)
+        self._complete(lambda: self._comm.Ibcast([as_bytes(x), MPI.BYTE], root), x)
         self.sent_bytes += x.nbytes if self.rank == root else 0
 
     def barrier(self) -> None:
@@ -884,26 +883,11 @@ class MPITransport(Transport):
         """Wait for what MPI does not see; asked meanwhile, it raises if a rank died or gave up."""
         self._poll(done, lambda: self._comm.Iprobe(MPI.ANY_SOURCE, COLLECTIVE))
 
-    def _apart(self, x: Array, out: Array) -> Array:
-        """`x`, or a copy if it overlaps `out`: which call of MPI is made must not depend on it."""
-        if not overlap(x, out):
-            return x
-        copy = self._scratch.take("apart", x.shape, x.dtype, like=x)
-        copy[...] = x
-        return copy
-
     def _check_idle(self) -> None:
         """Raise unless this communicator can be used, and nothing that was begun is still under way."""
         if self._begun and self._broken is None:
             self._give_up(CommAborted("a call was interrupted"), None)
         self._check_usable()
-
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise CommAborted(f"rank {self.rank}: this communicator cannot be used: {self._broken}")
-
-    def _break(self, reason: str) -> None:
-        self._broken = self._broken or reason
 
     def _give_up(
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
@@ -1051,7 +1035,7 @@ def _is_sound(dtype: str, op: str) -> bool:
     for count in (1, 7, 67):  # less than a vector, and vectors with a rest
         x, y = (random.integers(limits.min, limits.max, count, dtype, endpoint=True) for _ in range(2))
         expected = np.empty_like(x)
-        host.reduce_rows([x, y], expected, op)
+        kernels.host.reduce_rows([x, y], expected, op)
         _OPS[op].Reduce_local(x, y)
         if y.tobytes() != expected.tobytes():
             return False
@@ -1064,12 +1048,8 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {text}{more}"
 
 
-def _bytes(x: Array) -> Array:
-    return x.reshape(-1).view(np.uint8)
-
-
 def _pieces(x: Array) -> Iterator[Array]:
     """View `x` as bytes, in messages that MPI can count."""
-    flat = _bytes(x)
+    flat = as_bytes(x)
     for start in range(0, max(flat.size, 1), MESSAGE_BYTES):
         yield flat[start : start + MESSAGE_BYTES]

@@ -25,8 +25,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
+from ... import kernels
 from ...arrays import Array, DType, rows
-from ...kernels import host
 from ..base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
@@ -89,7 +89,7 @@ class SharedWindow:
             self._meet()
             total = mine[piece]
             parts = [chunks[r][piece] if r == rank else now[r, rank, : total.size] for r in range(self.size)]
-            host.reduce_rows(parts, total, op)
+            kernels.on_host().reduce_rows(parts, total, op)
             if results:
                 _fill(later[rank, rank], total)
                 last = slice(max(piece.start - length, 0), piece.start)

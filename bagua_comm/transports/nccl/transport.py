@@ -159,9 +159,7 @@ class NcclTransport(Transport):
         """One group of sends and receives, to oneself as well; see `Transport`."""
         source, target = address(x), address(out)
         if source == target:
-            copy = self._scratch.take("rows", x.shape, x.dtype, like=x)
-            copy[...] = x
-            source = address(copy)
+            source = address(self._apart(x, out))
         nbytes = x.nbytes // self.size
         peers = range(self.size) if nbytes else ()
         self._group(
