@@ -8,7 +8,7 @@ import pytest
 
 from bagua_comm import CommAborted, CommError, CommTimeout
 from bagua_comm.lane import InlineLane, ThreadLane
-from bagua_comm.trace import Counters, NULL
+from bagua_comm.trace import NULL, Counters
 
 PATIENCE_S = 30
 

@@ -1,6 +1,7 @@
 """The same contracts as over threads, over MPI processes. Run by tests/test_mpirun.py."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,20 +10,24 @@ import pytest
 import bagua_comm
 from bagua_comm import (
     BFloat16,
+    ByteGrad,
     CommMismatch,
     Exact,
     GradientAllReduce,
     Hierarchical,
     MinMaxUInt8,
+    Plan,
     Quantized,
-    collectives,
+    TensorSpec,
+    averages,
     quantized_allreduce,
 )
 from bagua_comm.arrays import dtype_named
+from bagua_comm.bucket import make_buckets
 from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
-from bagua_comm.transports import shared
 from bagua_comm.transports.mpi import transport as mpi_transport
+from bagua_comm.transports.mpi import window
 from bagua_comm.transports.pipeline import LAG
 
 pytestmark = pytest.mark.mpi
@@ -47,9 +52,9 @@ def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_ow
 
 def test_conformance_through_shared_memory(comm, monkeypatch):
     if comm.size > 3:
-        return  # more ranks and pieces are in tests/transports/test_shared.py
+        return  # more ranks and pieces are in tests/transports/test_window.py
     monkeypatch.setattr(mpi_transport, "SHARED_BYTES", 0)
-    monkeypatch.setattr(shared, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(window, "SLOT_BYTES", 1 << 12)
     with bagua_comm.connect(timeout_s=30) as small:
         assert (small.transports[0]._window is not None) == (comm.size > 1)
         one_round = (1 << 12) // comm.size // 64 * 64 * comm.size
@@ -69,7 +74,7 @@ def test_large_allreduce_through_shared_memory_gives_the_bytes_that_threads_give
 
 def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(shared, "_map", lambda *place: None)
+        monkeypatch.setattr(window, "_map", lambda *place: None)
     x = np.full(mpi_transport.SHARED_BYTES, comm.rank, np.int8)
     with bagua_comm.connect(timeout_s=30) as without:
         assert without.transports[0]._window is None
@@ -112,12 +117,52 @@ def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_onc
             world, sample(world.rank, (world.size * 20_000 + 1,), "float32"), codec=codec, op="avg"
         )
 
-    monkeypatch.setattr(collectives, "CODED_PIECE_BYTES", 1000)
+    monkeypatch.setattr(averages, "CODED_PIECE_BYTES", 1000)
     at_once = run_ranks(comm.size, body)[comm.rank]  # over threads
     assert body(comm).tobytes() == at_once.tobytes()
     if comm.size > 1 and codec.granule is not None:
         (span,) = [span for span in comm.tracer.spans() if span.name == "quantized_allreduce"][-1:]
         assert span.args["pieces"] > 2 * LAG
+
+
+@pytest.mark.parametrize("count", [20_000, 20_001])
+def test_error_feedback_in_pieces_loses_and_keeps_what_it_does_at_once(comm, count, monkeypatch):
+    def body(world):
+        x = sample(world.rank, (world.size * count + count % 2,), "float32")
+        residual = sample(world.rank, x.shape, "float32", seed=1)
+        mean = quantized_allreduce(world, x, op="avg", residual=residual)
+        return mean.tobytes(), residual.tobytes()
+
+    monkeypatch.setattr(averages, "CODED_PIECE_BYTES", 1000)
+    at_once = run_ranks(comm.size, body)[comm.rank]
+    assert body(comm) == at_once
+
+
+MOST_CALLS = 120
+"""Of our own functions on the lane, for a bucket of 1 MiB of ByteGrad on two ranks, which goes in two pieces."""
+
+
+def test_a_bucket_of_bytegrad_takes_few_calls_of_ours_from_the_second_step_on(comm):
+    if comm.size != 2:
+        return
+    ours, counted = str(Path(bagua_comm.__file__).parent), []
+    x = sample(comm.rank, (1 << 18,), "float32")
+    (bucket,) = make_buckets(Plan.pack([TensorSpec("x", x.shape, "float32")], bucket_bytes=x.nbytes), [x])
+
+    def count(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            counted.append(frame.f_code.co_name)
+
+    algorithm = ByteGrad()
+    state = algorithm.init(bucket, comm)
+    algorithm.exchange(bucket, comm, state)
+    sys.setprofile(count)
+    try:
+        algorithm.exchange(bucket, comm, state)
+    finally:
+        sys.setprofile(None)
+    counted = [name for name in counted if "_poll" not in name and "deadline_s" not in name]  # as the peer has it
+    assert 20 < len(counted) <= MOST_CALLS, counted
 
 
 def test_ranks_on_one_machine_share_a_node(comm):
