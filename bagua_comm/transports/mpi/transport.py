@@ -19,14 +19,11 @@ import ctypes
 import functools
 import os
 import socket
-import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 from mpi4py import MPI
@@ -41,13 +38,13 @@ from ...errors import (
     RankFailed,
     UnsupportedError,
 )
-from ...processes import state_of
 from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, ended
-from ..notices import GAVE_UP, LEFT, Notice, Notices, given_up
+from ..notices import GAVE_UP, LEFT, Notice, given_up
 from ..pipeline import Message, Rows, Wait, trade
+from .blocking import in_time
+from .reductions import OPS, REDUCTIONS, is_sound
 from .window import open_window
-
-T = TypeVar("T")
+from .world import Place, World
 
 NATIVE_BYTES = 1 << 16
 """Up to this size of what each rank receives MPI's own collectives are used, beyond it the derived ones."""
@@ -121,98 +118,8 @@ _LEAVE_QUIETLY_S = 1.0
 _TABLES = 64
 """How many kinds of small calls keep a table."""
 
-_GROUPS_TOLD = 64
-"""How many groups a notice lists. What is longer would wait for its receiver."""
-
 _MEMBERS_TOLD = 8
 """How many ranks a message names one by one."""
-
-_OPS = {
-    "sum": MPI.SUM,
-    "prod": MPI.PROD,
-    "min": MPI.MIN,
-    "max": MPI.MAX,
-    "band": MPI.BAND,
-    "bor": MPI.BOR,
-    "bxor": MPI.BXOR,
-}
-
-
-class Place(NamedTuple):
-    """Where a rank runs."""
-
-    host: str
-    process: int
-
-    def __str__(self) -> str:
-        state = state_of(self.process) if self.host == socket.gethostname() else ""
-        note = {"stopped": ", which is stopped", "ended": ", which has ended"}.get(state, "")
-        return f"on {self.host}, process {self.process}{note}"
-
-
-class _World:
-    """What a transport shares with those that are derived from it by `split` and `dup`."""
-
-    def __init__(self, comm: MPI.Comm, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
-        self.comm, self.places = comm, places
-        self.sound = sound
-        """The reductions, (dtype, op), that MPI computes as NumPy does, on all ranks."""
-        self.notices = Notices(self._post, self._take)
-        self.transports: WeakSet[MPITransport] = WeakSet()
-        self.completed: dict[str, list[int]] = {}
-        """How many collective calls this rank has completed, by group; a list of one number."""
-        self.open = 0
-        """How many communicators of this rank were made, and not closed."""
-        self.orderly: bool | None = None
-        """Whether all ranks left in order; None before this one leaves."""
-        self.is_quiet = True
-        """Whether no notice can be under way."""
-        self._under_way: list[tuple[MPI.Request, Array]] = []
-        self._arriving: tuple[MPI.Request, Array, int] | None = None
-        """A notice that is being received, and who sent it."""
-
-    def latest_groups(self) -> list[str]:
-        """Those that were made last, as many as fit a short message."""
-        return list(self.completed)[-_GROUPS_TOLD:]
-
-    def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
-        """Say to these ranks of the world that this one leaves, or gives up the calls of some groups."""
-        name = type(error).__name__ if error is not None else ""
-        reason = str(error) if error is not None else ""
-        completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
-        notice = Notice(kind, name, reason[:500], completed)
-        self.notices.tell(ranks, notice)
-
-    def _post(self, rank: int, message: bytes) -> None:
-        data = np.frombuffer(message, np.uint8)
-        with suppress(MPI.Exception):  # a rank that has died needs no notice
-            # Kept as long as this world: nobody waits until it is received.
-            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
-
-    def _take(self) -> tuple[int, bytes] | None:
-        try:
-            if self._arriving is None:
-                status = MPI.Status()
-                message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
-                if message is None:
-                    return None
-                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                self._arriving = message.Irecv([data, MPI.BYTE]), data, status.Get_source()
-            request, data, source = self._arriving
-            if not request.Test():
-                return None
-        except MPI.Exception:
-            return None  # a rank has died: who waits for it learns by its own call
-        self._arriving = None
-        return source, data.tobytes()
-
-    def revoke(self, dead: Collection[int]) -> None:
-        """Wake all ranks that are in a call together with a dead one, given by their ranks in this world."""
-        for transport in list(self.transports):
-            if not set(dead).isdisjoint(transport.members):
-                transport.revoke()
-        with suppress(MPI.Exception, NotImplementedError):
-            self.comm.Revoke()
 
 
 class _Table:
@@ -247,7 +154,7 @@ class MPITransport(Transport):
         comm: MPI.Comm,
         *,
         timeout_s: float = 300.0,
-        world: _World | None = None,
+        world: World | None = None,
         group: str = "world",
         members: Sequence[int] | None = None,
     ) -> None:
@@ -280,21 +187,21 @@ class MPITransport(Transport):
             self._calls = self._window.calls
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
 
-    def _new_world(self) -> _World:
+    def _new_world(self) -> World:
         """Find out where the ranks are, and which reductions MPI computes as NumPy does on all. Collective."""
         facts = np.zeros((self.size, 10), np.int64)
         facts[self.rank, 0] = os.getpid()
-        facts[self.rank, 1] = sum(1 << i for i, reduction in enumerate(_REDUCTIONS) if _is_sound(*reduction))
+        facts[self.rank, 1] = sum(1 << i for i, reduction in enumerate(REDUCTIONS) if is_sound(*reduction))
         host = socket.gethostname().encode()[:64]
         facts[self.rank, 2:].view(np.uint8)[: len(host)] = np.frombuffer(host, np.uint8)
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [facts, MPI.BYTE]), facts)
         hosts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in facts[:, 2:]]
         places = [Place(host, int(process)) for host, process in zip(hosts, facts[:, 0], strict=True)]
         everywhere = int(np.bitwise_and.reduce(facts[:, 1]))
-        sound = frozenset(reduction for i, reduction in enumerate(_REDUCTIONS) if everywhere >> i & 1)
+        sound = frozenset(reduction for i, reduction in enumerate(REDUCTIONS) if everywhere >> i & 1)
         comm = self._duplicate()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        return _World(comm, places, sound)
+        return World(comm, places, sound)
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`."""
@@ -416,7 +323,7 @@ class MPITransport(Transport):
             # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
             if x is not out:
                 out[...] = x
-            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, _OPS[op]), out)
+            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, OPS[op]), out)
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
         elif self.size * x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
@@ -439,7 +346,7 @@ class MPITransport(Transport):
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             send = MPI.IN_PLACE if x is out else x
-            self._complete(lambda: self._comm.Ireduce(send, out, _OPS[op], root), (x, out))
+            self._complete(lambda: self._comm.Ireduce(send, out, OPS[op], root), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
         else:
             self.reduce_over(flow, x, out, root, op)
@@ -454,7 +361,7 @@ class MPITransport(Transport):
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             x = self._apart(x, out)
-            self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, _OPS[op]), (x, out))
+            self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, OPS[op]), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
         elif x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
@@ -989,57 +896,6 @@ class _MPIFlow(Flow):
             return self.transport.start([(peer, mine) for peer in others], recvs)
         trade(self, self.messages([mine] * self.size), self.messages(into))
         return ended
-
-
-class BlockedCall(threading.Thread):
-    """A thread that is inside of MPI, which cannot end meanwhile."""
-
-
-def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
-    """Make a call of MPI that blocks, and that nothing can interrupt.
-
-    Raises:
-        CommTimeout: It does not return within `limit_s`. It goes on, on a thread of its own, until all ends.
-    """
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-        return call()
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as exc:
-            failures.append(exc)
-
-    thread = BlockedCall(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failures:
-        raise failures[0]
-    if not results:
-        raise CommTimeout(f"{name} did not return within {limit_s:.3g} s: a rank does not take part")
-    return results[0]
-
-
-_REDUCTIONS = [(f"{sign}int{bits}", op) for sign in ("", "u") for bits in (32, 64) for op in _OPS]
-"""Those that MPI may be asked for. It is not asked to add shorter numbers: Open MPI's vector code saturates them,
-and its scalar code, which has the rest of an array, does not."""
-
-
-@functools.cache
-def _is_sound(dtype: str, op: str) -> bool:
-    """Whether this process' MPI reduces as NumPy does, numbers of any size and overflows included."""
-    random = np.random.default_rng(0)
-    limits = np.iinfo(dtype)
-    for count in (1, 7, 67):  # less than a vector, and vectors with a rest
-        x, y = (random.integers(limits.min, limits.max, count, dtype, endpoint=True) for _ in range(2))
-        expected = np.empty_like(x)
-        kernels.host.reduce_rows([x, y], expected, op)
-        _OPS[op].Reduce_local(x, y)
-        if y.tobytes() != expected.tobytes():
-            return False
-    return True
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,0 +1,44 @@
+"""Calls of MPI that block, and that nothing can interrupt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from mpi4py import MPI
+
+from ...errors import CommTimeout
+
+T = TypeVar("T")
+
+
+class BlockedCall(threading.Thread):
+    """A thread that is inside of MPI, which cannot end meanwhile."""
+
+
+def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
+    """Make a call of MPI that blocks, and that nothing can interrupt.
+
+    Raises:
+        CommTimeout: It does not return within `limit_s`. It goes on, on a thread of its own, until all ends.
+    """
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        return call()
+    results: list[T] = []
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as exc:
+            failures.append(exc)
+
+    thread = BlockedCall(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failures:
+        raise failures[0]
+    if not results:
+        raise CommTimeout(f"{name} did not return within {limit_s:.3g} s: a rank does not take part")
+    return results[0]

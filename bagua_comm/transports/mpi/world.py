@@ -1,0 +1,99 @@
+"""What the communicators of one world share: where its ranks run, and what they say beside their calls."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
+
+import numpy as np
+from mpi4py import MPI
+
+from ...arrays import Array
+from ...processes import state_of
+from ..notices import Notice, Notices
+
+if TYPE_CHECKING:
+    from .transport import MPITransport
+
+_GROUPS_TOLD = 64
+"""How many groups a notice lists. What is longer would wait for its receiver."""
+
+
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    host: str
+    process: int
+
+    def __str__(self) -> str:
+        state = state_of(self.process) if self.host == socket.gethostname() else ""
+        note = {"stopped": ", which is stopped", "ended": ", which has ended"}.get(state, "")
+        return f"on {self.host}, process {self.process}{note}"
+
+
+class World:
+    """What a transport shares with those that are derived from it by `split` and `dup`."""
+
+    def __init__(self, comm: MPI.Comm, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
+        self.comm, self.places = comm, places
+        self.sound = sound
+        """The reductions, (dtype, op), that MPI computes as NumPy does, on all ranks."""
+        self.notices = Notices(self._post, self._take)
+        self.transports: WeakSet[MPITransport] = WeakSet()
+        self.completed: dict[str, list[int]] = {}
+        """How many collective calls this rank has completed, by group; a list of one number."""
+        self.open = 0
+        """How many communicators of this rank were made, and not closed."""
+        self.orderly: bool | None = None
+        """Whether all ranks left in order; None before this one leaves."""
+        self.is_quiet = True
+        """Whether no notice can be under way."""
+        self._under_way: list[tuple[MPI.Request, Array]] = []
+        self._arriving: tuple[MPI.Request, Array, int] | None = None
+        """A notice that is being received, and who sent it."""
+
+    def latest_groups(self) -> list[str]:
+        """Those that were made last, as many as fit a short message."""
+        return list(self.completed)[-_GROUPS_TOLD:]
+
+    def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
+        """Say to these ranks of the world that this one leaves, or gives up the calls of some groups."""
+        name = type(error).__name__ if error is not None else ""
+        reason = str(error) if error is not None else ""
+        completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
+        notice = Notice(kind, name, reason[:500], completed)
+        self.notices.tell(ranks, notice)
+
+    def _post(self, rank: int, message: bytes) -> None:
+        data = np.frombuffer(message, np.uint8)
+        with suppress(MPI.Exception):  # a rank that has died needs no notice
+            # Kept as long as this world: nobody waits until it is received.
+            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
+
+    def _take(self) -> tuple[int, bytes] | None:
+        try:
+            if self._arriving is None:
+                status = MPI.Status()
+                message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+                if message is None:
+                    return None
+                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                self._arriving = message.Irecv([data, MPI.BYTE]), data, status.Get_source()
+            request, data, source = self._arriving
+            if not request.Test():
+                return None
+        except MPI.Exception:
+            return None  # a rank has died: who waits for it learns by its own call
+        self._arriving = None
+        return source, data.tobytes()
+
+    def revoke(self, dead: Collection[int]) -> None:
+        """Wake all ranks that are in a call together with a dead one, given by their ranks in this world."""
+        for transport in list(self.transports):
+            if not set(dead).isdisjoint(transport.members):
+                transport.revoke()
+        with suppress(MPI.Exception, NotImplementedError):
+            self.comm.Revoke()
