@@ -1,6 +1,8 @@
 """Tables and a plot of what benchmarks/network.py measured.
 
-python benchmarks/network_report.py benchmarks/results --out benchmarks/results/network
+Usage:
+
+    python benchmarks/network_report.py benchmarks/results --out benchmarks/results/network
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CuPy arrays, averaged over all ranks: as they are, in eight bits, and beside your own work.
 
-python -m bagua_comm run -n 2 examples/allreduce_cupy.py
+    python -m bagua_comm run -n 2 examples/allreduce_cupy.py
 
 One rank for each GPU, over NCCL; ranks that share a GPU go through host memory, with a warning that says so.
 """

@@ -116,17 +116,17 @@ def scale(x: Array, factor: float) -> None:
 
 
 def add(x: Array, y: Array, out: Array) -> None:
-    """X + y."""
+    """x + y."""
     _elementwise(np.add, (x, y), (out,))
 
 
 def subtract(x: Array, y: Array, out: Array) -> None:
-    """X - y."""
+    """x - y."""
     _elementwise(np.subtract, (x, y), (out,))
 
 
 def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
-    """Factor (x - decoded), and 0 where that is not finite."""
+    """factor (x - decoded), and 0 where that is not finite."""
 
     def formula(x: Array, decoded: Array) -> Array:
         lost = (x - decoded) * factor
@@ -141,12 +141,12 @@ def midpoint(x: Array, y: Array, out: Array) -> None:
 
 
 def blend(x: Array, y: Array, weight: float, out: Array) -> None:
-    """Weight x + (1 - weight) y."""
+    """weight x + (1 - weight) y."""
     _elementwise(lambda x, y: x * weight + y * (1 - weight), (x, y), (out,))
 
 
 def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Array) -> None:
-    """X + left / 3 + right / 3 - (5 / 3) weight."""
+    """x + left / 3 + right / 3 - (5 / 3) weight."""
 
     def formula(x: Array, left: Array, right: Array, weight: Array) -> Array:
         return x + left / 3 + right / 3 - weight * (5 / 3)
@@ -155,17 +155,17 @@ def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Arr
 
 
 def move_half(x: Array, received: Array, sent: Array, out: Array) -> None:
-    """X + (received - sent) / 2."""
+    """x + (received - sent) / 2."""
     _elementwise(lambda x, received, sent: x + (received - sent) / 2, (x, received, sent), (out,))
 
 
 def advance(x: Array, mean: Array, snapshot: Array) -> None:
-    """X <- x + (mean - snapshot)."""
+    """x <- x + (mean - snapshot)."""
     _elementwise(lambda x, mean, snapshot: x + (mean - snapshot), (x, mean, snapshot), (x,))
 
 
 def add_scaled(x: Array, y: Array, factor: float) -> None:
-    """X <- x + factor y."""
+    """x <- x + factor y."""
     _elementwise(lambda x, y: x + y * factor, (x, y), (x,))
 
 
@@ -450,7 +450,7 @@ class _Decoding:
         self.fill = np.where(self.factor > 0, low, np.float32(np.nan))
 
     def decode(self, code: Array, out: Array, at: tuple[slice, slice, slice]) -> None:
-        """X' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
+        """x' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
         np.copyto(out, code)
         np.add(out, self.lower[at[:2]], out=out)
         np.divide(out, self.factor[at[:2]], out=out)
