@@ -118,7 +118,7 @@ def test_every_plan_keeps_the_rules(specs, bucket_bytes, alignment):
 
 def test_names_must_differ():
     specs = [TensorSpec(name, (1,), "float32") for name in ("x", "b", "a", "b", "a", "b")]
-    with pytest.raises(ArrayError, match=r"^Plan\.pack: names must differ; more than once: a, b$"):
+    with pytest.raises(ArrayError, match=r"^Plan\.pack: names must differ, but several tensors are called a, b$"):
         Plan.pack(specs)
 
 

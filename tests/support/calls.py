@@ -279,7 +279,7 @@ def objects_that_cannot_be_pickled(comm, put):
     raises(UnsupportedError, f"gather_object: {message}", comm.gather_object, bad, root=0)
     objs = [0] * (p - 1) + [Unpicklable()] if rank == 0 else None
     raises(UnsupportedError, f"scatter_object: {message}", comm.scatter_object, objs, root=0)
-    for wrong, what in ((None, "None"), ([1] * (p + 1), f"{p + 1} objects"), (5, "no list: TypeError")):
+    for wrong, what in ((None, "None"), ([1] * (p + 1), f"{p + 1} objects"), (5, "not a list: TypeError")):
         objs = wrong if rank == p - 1 else None
         raises(ArrayError, f"scatter_object: objs is {what}", comm.scatter_object, objs, root=p - 1)
     raises(UnsupportedError, f"send_object: {message}", comm.send_object, Unpicklable(), dest=rank)
