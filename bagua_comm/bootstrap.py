@@ -120,8 +120,8 @@ def connect(
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`, in seconds: above 0, at
             most 1e9, and not infinite.
-        check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
-            calls where they differ.
+        check: Compare every call among the ranks first, messages between two ranks included, and raise a
+            `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node. By default ranks that can share memory share a node; give
             labels to try out `Hierarchical` on one machine.

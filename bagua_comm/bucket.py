@@ -44,7 +44,10 @@ class TensorSpec:
         except TypeError:
             shape = (-1,)
         if min(shape, default=0) < 0 or math.prod(shape) >= 2**63:
-            raise ArrayError(f"tensor {self.name!r}: shape is {shown(self.shape)}, expected a tensor's shape")
+            raise ArrayError(
+                f"tensor {self.name!r}: shape is {shown(self.shape)}, expected sizes of at least 0, and less "
+                "than 2**63 elements"
+            )
         object.__setattr__(self, "shape", shape)
         if not isinstance(self.dtype, str) or self.dtype not in MOVABLE:
             raise UnsupportedError(f"tensor {self.name!r}: dtype {self.dtype!r} cannot be carried")

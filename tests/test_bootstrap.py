@@ -163,7 +163,7 @@ def test_devices_are_dealt_by_machine_whatever_nodes_are_emulated(device):
 
 def test_ranks_that_share_a_gpu_go_through_host_memory_and_are_told_why(device):
     with pytest.warns(
-        RuntimeWarning, match="NCCL_HOSTID each.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
+        RuntimeWarning, match="NCCL_HOSTID of its own.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
     ) as caught:
         results = connect_all(3)
     assert results == [(["recording", "staged"], 0)] * 3
