@@ -1,4 +1,4 @@
-"""One of several processes on a GPU: runs all bodies, and rank 0 writes what they raised on any rank.
+"""One of several processes on a GPU. Each runs all bodies; rank 0 writes the errors of all ranks.
 
 Usage:
 
