@@ -290,7 +290,7 @@ def _mpi_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}
-    # In a process of its own, which may end when it starts MPI on a machine that has none.
+    # In a process of its own: starting MPI may end the process, where MPI is not installed well.
     code = (
         "from mpi4py import MPI;"
         "print(MPI.Get_library_version().split(',')[0].strip());"

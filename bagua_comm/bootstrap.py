@@ -806,9 +806,9 @@ class GpuFacts(NamedTuple):
     machine: str
     """The machine's name for NCCL; ranks with different names in NCCL_HOSTID count as on different machines."""
     bus_id: str | None
-    """Of its GPU; None without one. (The number of a GPU will not do: each process may see other GPUs.)"""
+    """The id of its GPU; None without a GPU. (Numbers will not do: processes may number GPUs differently.)"""
     uuid: str
-    """Of its GPU, or of its slice of a GPU (MIG)."""
+    """NVIDIA's id of its GPU, or of its slice of a GPU (MIG)."""
     nccl: int
     """NCCL's version, 23203 for 2.32.3; 0 if it cannot be loaded."""
     problem: str

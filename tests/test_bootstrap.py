@@ -689,7 +689,7 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
-    assert "a child cannot be one: start ranks with mpirun" in result.stderr
+    assert "cannot be a rank: start ranks with mpirun" in result.stderr
     assert seconds < 30
 
 
