@@ -372,7 +372,7 @@ def minmax_combine(
 
 
 def _cut(block: int, count: int) -> int:
-    """The block size, but at most a row: Python's int may have any size, integers of a kernel have 64 bits."""
+    """A block no longer than a row: an int may be of any size, the integers of a kernel have 64 bits."""
     return min(block, max(1, count))
 
 
