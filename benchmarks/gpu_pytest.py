@@ -1,8 +1,6 @@
 """A plugin of pytest that appends a line to the record of benchmarks/gpu.py when a test begins, and when it ends.
 
-Usage:
-
-    python -m pytest -p gpu_pytest --lines FILE --under KEY ...
+python -m pytest -p gpu_pytest --lines FILE --under KEY ...
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Runs a command, and leaves no process behind.
 
-    python benchmarks/keeper.py SECONDS STARTER COMMAND...
+python benchmarks/keeper.py SECONDS STARTER COMMAND...
 
 When the command has ended, when this process gets SIGTERM, or when the process STARTER, its parent, is gone:
 then all processes get SIGTERM that the command has started and that still live, and SIGKILL after so many

@@ -1,8 +1,6 @@
 """Tables and a plot of what benchmarks/network.py measured.
 
-Usage:
-
-    python benchmarks/network_report.py benchmarks/results --out benchmarks/results/network
+python benchmarks/network_report.py benchmarks/results --out benchmarks/results/network
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m bagua_comm run -n 4 examples/train_numpy.py
     python -m bagua_comm run -n 4 examples/train_numpy.py --algorithm low_precision --epochs 20
 
-Every rank trains on its own share of the images. While this program goes on, `Engine` exchanges gradients or
-weights, as the algorithm says; the arrays are views of its buckets. CuPy arrays would work in the same way.
+Every rank trains on its own share of the images. `Engine` exchanges gradients or weights, as the algorithm says,
+while this program goes on; the arrays are views of its buckets. CuPy arrays would take the same path.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class _LowPrecision:
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
 
     def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
-        """replica += decode(wire): the same arithmetic for all who hold this replica."""
+        """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
         decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
         self.codec.decode(wire, decoded)
         kernels.of(replica).add(replica, decoded[0], out=replica)

@@ -312,8 +312,8 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
 
     Raises:
         ArrayError: The algorithm does not support this number of ranks.
-        UnsupportedError: The model does not know what the algorithm, or its average, exchanges; or the algorithm
-            does not support the dtype of the job.
+        UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges; or it does not take
+            the dtype of the job.
 
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
     >>> exact, bytegrad = (predict(method, job, cluster) for method in (GradientAllReduce(), ByteGrad()))
@@ -653,13 +653,13 @@ METHODS: dict[str, Method] = {
     "diloco-100": DiLoCo(),
     "diloco-100-bytes": DiLoCo(average=Quantized()),
 }
-"""The algorithms that `advise` compares, by short name."""
+"""What `advise` compares, by its short name."""
 
 
 def advise(
     job: Job, cluster: Cluster, rates: Rates | None = None, methods: Mapping[str, Method] = METHODS
 ) -> list[Advice]:
-    """Predict every algorithm that supports this job and cluster; the shortest step comes first.
+    """Predict every algorithm that supports this job and this cluster; the shortest step comes first.
 
     Algorithms that exchange weights, or not in every step, need more steps for the same result; the model
     predicts only time. Hierarchical averages are left out if all ranks are on one node, or each rank is alone on
