@@ -1,7 +1,9 @@
 """Communication primitives for data-parallel training: exact, quantized and relaxed averaging of arrays.
 
-with bagua_comm.connect() as comm:                  # all ranks under mpirun, else one
-comm.allreduce(x, out=x, op="avg")              # x: NumPy or CuPy
+On every rank:
+
+    with bagua_comm.connect() as comm:          # all ranks under mpirun, else one
+        comm.allreduce(x, out=x, op="avg")      # x: NumPy or CuPy
 """
 
 from . import optim, topology

@@ -1,8 +1,8 @@
 """The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`.
 
-`run` is mpirun with what this machine needs; it replaces its own process by mpirun's, so signals and the
-exit code are mpirun's. On one host ranks talk through shared memory alone, and listen on no port. Environment
-variables are read here.
+`run` starts mpirun with the arguments that this machine needs. It replaces its own process by mpirun's, so
+signals and the exit code are mpirun's. On one host, ranks talk through shared memory alone and listen on no port.
+Environment variables are read here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DESCRIPTION = "The command line: `python -m bagua_comm run -n 4 train.py`, `info
 """Not taken from the docstring, which `python -OO` leaves out."""
 
 ULFM = ("--with-ft", "ulfm")
-"""What tells Open MPI that ranks may die, and the others go on."""
+"""Tells Open MPI that ranks may die, and that the others go on."""
 
 SHARED_MEMORY = ("--mca", "btl", "self,sm")
-"""What tells Open MPI to use shared memory and no network."""
+"""Tells Open MPI to use shared memory and no network."""
 
 SEGMENT_BYTES = 32 << 20
-"""Room in /dev/shm that Open MPI wants for each rank, twice over. Where there is less it needs the network."""
+"""Twice the room in /dev/shm that Open MPI wants for each rank. Where there is less, it needs the network."""
 
 OTHER_HOSTS = (
     "--host",
@@ -52,7 +52,7 @@ OTHER_HOSTS = (
     "-rf",
     "--app",
 )
-"""Arguments of mpirun by which ranks may run on other hosts."""
+"""Arguments of mpirun that may start ranks on other hosts."""
 
 ALLOCATIONS = (
     "SLURM_JOB_ID",
@@ -148,14 +148,14 @@ def launch_settings(
 
     Args:
         mpirun: Its path.
-        ranks: How many.
-        local: Whether no hosts were named.
+        ranks: How many ranks it starts.
+        local: Whether the user named no hosts.
         given: Arguments of mpirun that the user gives.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     variables = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in os.environ}
     if "OMP_NUM_THREADS" not in os.environ and local:
-        # Every rank would start a thread per core, and they would stand in each other's way.
+        # Else every rank would start a thread per core, and they would stand in each other's way.
         variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if "Open MPI" not in _version_of(mpirun):
         return [], variables
@@ -171,7 +171,7 @@ def launch_settings(
 
 
 def _shared_memory_will_do(mpirun: str, ranks: int, given: Sequence[str]) -> bool:
-    """Whether all ranks certainly run on this host, have room in its memory, and the user has not chosen."""
+    """Whether ranks certainly run on this host alone, its memory has room, and the user chose no network."""
     chosen = "OMPI_MCA_btl" in os.environ or "btl" in given
     names = {argument.partition("=")[0] for argument in given}
     elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
@@ -184,7 +184,7 @@ def _shared_memory_will_do(mpirun: str, ranks: int, given: Sequence[str]) -> boo
 
 
 def _has_default_hosts(mpirun: str) -> bool:
-    """Whether this Open MPI has been set up to run on other hosts."""
+    """Whether this Open MPI is set up to run on other hosts by default."""
     file = Path(mpirun).parent.parent / "etc" / "prte-default-hostfile"
     try:
         lines = file.read_text().splitlines()
@@ -270,7 +270,7 @@ def _installed(*distributions: str) -> str:
 
 
 def _device_side() -> str:
-    """What `connect` takes for device arrays here, and why."""
+    """Which transport `connect` takes for device arrays here, and why."""
     count = cuda.device_count()
     if not count:
         return "not carried: there is no device"
@@ -290,7 +290,7 @@ def _mpi_facts() -> dict[str, Any]:
     facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}
-    # In a process of its own: starting MPI can end the process where the machine has none.
+    # In a process of its own: starting MPI may end the process, where MPI is not installed well.
     code = (
         "from mpi4py import MPI;"
         "print(MPI.Get_library_version().split(',')[0].strip());"

@@ -1,6 +1,6 @@
 """What `connect(check=True)` compares before a call moves a byte.
 
-All of it goes over the transport of host arrays. Where all ranks make a call, each tells all others what it is
+All comparisons go over the transport of host arrays. In a collective call, each rank tells all others what it is
 about to do. A message from one rank to another is preceded by its description, which the receiver compares with
 what it expects.
 """
@@ -19,13 +19,13 @@ from .errors import CommError, CommMismatch
 from .transports.base import DESCRIPTION, Transport
 
 TEXT_BYTES = 256
-"""What a call, or a message, is described in."""
+"""The size of the description of a call or a message."""
 
 _DIGEST = 16
 
 
 def compare_calls(host: Transport, call: str) -> None:
-    """Raise `CommMismatch` on all ranks unless all give the same text.
+    """Raise `CommMismatch` on all ranks unless all give the same `call`.
 
     Collective.
     """
@@ -33,7 +33,7 @@ def compare_calls(host: Transport, call: str) -> None:
     try:
         host.allgather(_packed(call), table)
     except CommError as exc:
-        exc.args = (f"{call}, which ranks compare first: {exc}",)
+        exc.args = (f"{call}: ranks were comparing their calls: {exc}",)
         raise
     calls = [_unpacked(row) for row in table]
     for rank, other in enumerate(calls):
@@ -42,7 +42,7 @@ def compare_calls(host: Transport, call: str) -> None:
 
 
 def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) -> None:
-    """Raise `CommMismatch` on all ranks unless every rank sends each other one what that one expects.
+    """Raise `CommMismatch` on all ranks unless each sends to each other as many elements as that one expects.
 
     Collective.
 
@@ -71,7 +71,7 @@ class Unfit(NamedTuple):
 
 
 class Messages:
-    """The messages between this rank and each other one: what they are, and how many there were."""
+    """Describes, counts and compares the messages between this rank and each other one."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
@@ -84,16 +84,16 @@ class Messages:
         sends: Sequence[tuple[int, Array | None]],
         recvs: Sequence[tuple[int, Array | None]],
     ) -> list[Unfit | None]:
-        """Describe what is about to be sent, and compare what is about to come with what is expected.
+        """Describe the messages about to be sent, and compare those about to come with what is expected.
 
         Args:
             host: Moves host arrays.
-            call: What this rank calls.
+            call: The call that this rank makes.
             sends: Peers, and the arrays that go to them; None in place of an object.
             recvs: Peers, and the arrays to fill; None where an object is expected.
 
         Returns:
-            For each of `recvs` what is wrong with it, None if it fits.
+            For each of `recvs`, what is wrong with its message; None if it fits.
         """
         outgoing = [(peer, _packed(self._describe(call, self._sent, peer, x))) for peer, x in sends]
         incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
@@ -104,7 +104,7 @@ class Messages:
         ]
 
     def _describe(self, call: str, count: Counter[int], peer: int, x: Array | None) -> str:
-        """Number, library, dtype, elements, and the call with the shape: all but the last must be alike."""
+        """Number, library, dtype, size, and call with shape, as text; all but the call must match."""
         count[peer] += 1
         if x is None:
             return f"{count[peer]} object object 0 {call}"
@@ -128,7 +128,7 @@ def _misfit(rank: int, peer: int, expected: str, found: str) -> Unfit | None:
 
 
 def _packed(text: str) -> Array:
-    """`text` as bytes; a long one keeps its beginning, and a digest of all of it."""
+    """`text` as bytes; a long text becomes its beginning and a digest of the whole."""
     data = text.encode()
     if len(data) > TEXT_BYTES:
         digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()

@@ -1,6 +1,6 @@
-"""Which library an array belongs to, DLPack in, dtypes, contiguity, reusable scratch.
+"""Arrays of NumPy and CuPy: their library, dtype and memory; arrays through DLPack; reusable scratch memory.
 
-`Array` is a NumPy or a CuPy array. Neither CuPy nor ml_dtypes is imported until an array of theirs turns up.
+`Array` is a NumPy or a CuPy array. CuPy and ml_dtypes are imported only when one of their arrays turns up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_movable(dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: DType) -> str:
-    """The name of a dtype; NumPy works `dtype.name` out anew each time, which takes microseconds."""
+    """The name of a dtype, remembered: NumPy makes `dtype.name` anew each time, which takes microseconds."""
     return str(dtype.name)
 
 
@@ -89,7 +89,7 @@ def as_array(x: Any) -> Array:
     if type(x) is np.ndarray:
         return x
     if isinstance(x, np.ma.MaskedArray):
-        raise UnsupportedError("a masked array would lose its mask; pass its data and mask apart")
+        raise UnsupportedError("a masked array would lose its mask; pass its data and its mask separately")
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
     if isinstance(x, np.generic):
@@ -117,21 +117,21 @@ def as_array(x: Any) -> Array:
     except Exception as exc:
         raise UnsupportedError(f"cannot view this {kind} through DLPack: {exc}") from exc
     raise UnsupportedError(
-        f"this {kind} is in memory of DLPack device type {int(device)}; host (1) and CUDA (2) are carried"
+        f"this {kind} is in memory of DLPack device type {int(device)}; expected host (1) or CUDA (2)"
     )
 
 
 def is_contiguous(x: Array) -> bool:
     """Whether `x` is one C-ordered piece of memory and, on the host, its elements are aligned.
 
-    Elements of `numpy.frombuffer(data, offset=1)`, say, are not; MPI has no name for such numbers.
+    For instance, elements of `numpy.frombuffer(data, np.float32, offset=1)` are not; MPI has no type for them.
     """
     flags = x.flags
     return bool(flags.c_contiguous and (not isinstance(x, np.ndarray) or flags.aligned))
 
 
 def contiguous(x: Array) -> Array:
-    """`x` itself if `is_contiguous`; else copies once, to make it so."""
+    """`x` itself if it is contiguous; else a contiguous copy."""
     return x if is_contiguous(x) else x.copy(order="C")
 
 
@@ -162,7 +162,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 
 def share_elements(a: Array, b: Array) -> bool:
-    """Whether two arrays have an element in common; on a device, and where that is hard to tell, as `overlap`."""
+    """Whether two arrays share an element; what `overlap` says on a device, or if that is too hard to tell."""
     if not overlap(a, b) or not isinstance(a, np.ndarray):
         return overlap(a, b)
     try:
@@ -177,7 +177,7 @@ def same_memory(a: Array, b: Array) -> bool:
 
 
 def address(x: Array) -> int:
-    """Where the first element of `x` lies."""
+    """The address of the first element of `x`."""
     if isinstance(x, np.ndarray):
         return int(x.__array_interface__["data"][0])
     return int(x.data.ptr)
@@ -200,7 +200,7 @@ def parts(x: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def extent(x: Array) -> tuple[int, int]:
-    """Where the memory of `x` begins and ends; gaps in it count."""
+    """The addresses where the memory of `x` begins and ends, gaps included."""
     steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
     start = address(x)
     low, high = start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps)
@@ -208,7 +208,7 @@ def extent(x: Array) -> tuple[int, int]:
 
 
 def as_real(x: Array, op: str) -> Array:
-    """View complex numbers as real and imaginary parts if `op` works on these apart; else `x` itself."""
+    """View complex numbers as real and imaginary parts if `op` works on each part alone; else `x` itself."""
     if x.dtype.kind != "c" or op == "prod":
         return x
     return x.reshape(-1).view(np.float32 if x.dtype.itemsize == 8 else np.float64)
@@ -218,7 +218,7 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
     """Raise unless `op` is a reduction that exists for `dtype`.
 
     Raises:
-        ArrayError: `op` is no reduction.
+        ArrayError: `op` is not a reduction.
         UnsupportedError: There is no such reduction for this dtype.
     """
     if op not in ARITHMETIC_OPS and op not in BITWISE_OPS:
@@ -245,8 +245,8 @@ _VIEWS = 256
 class Scratch:
     """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
 
-    What `take` returned is valid until the same key is taken again. Owned by one communicator or
-    transport, and used like it by one thread at a time; on a device, by one stream at a time.
+    What `take` returned is valid until the same key is taken again. A scratch belongs to one communicator or
+    transport. Like its owner, it is used by one thread at a time; on a device, by one stream at a time.
 
     >>> scratch = Scratch()
     >>> a = scratch.take("wire", (2, 8), np.uint8, like=np.empty(0))
@@ -260,7 +260,7 @@ class Scratch:
         self._outgrown: list[Array] = []
         """Device memory that a CUDA graph may have captured."""
         self._views: dict[Any, Array] = {}
-        """What was taken before, made once: a view of a device array takes microseconds."""
+        """Views that `take` returned before: it takes microseconds to make one of a device array."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
@@ -274,7 +274,8 @@ class Scratch:
         if buffer is None or buffer.nbytes < nbytes:
             room = nbytes
             if not place[1]:
-                room = 1 << max(nbytes - 1, 0).bit_length()  # so that the outgrown are together no larger
+                # A power of two, so that all outgrown buffers together are smaller than this one.
+                room = 1 << max(nbytes - 1, 0).bit_length()
                 self._outgrown += [] if buffer is None else [buffer]
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
             self._views.clear()

@@ -1,13 +1,14 @@
 """Setting up the world: `connect()`. Environment variables are read here.
 
 A process started by mpirun (or srun, or whatever speaks PMI) joins the MPI world; any other is a world
-of one rank, and needs no MPI. What torchrun starts goes through `bagua_torch.connect`, which brings a transport.
+of one rank, and needs no MPI. A process started by torchrun calls `bagua_torch.connect`, which brings a
+transport.
 
-Where every rank has a GPU, a transport of device arrays is set up over the one of host arrays: NCCL if each rank
-has a GPU of its own, or the ranks that share one have taken one of the two ways in which NCCL allows it; else
-copies through host memory. All ranks find out together, and come to the same.
+If every rank has a GPU, a second transport is set up, for device arrays. It is NCCL if each rank has a GPU of its
+own, or if the ranks that share one use one of the two ways in which NCCL allows it; else arrays are copied
+through host memory. The ranks tell each other what they have, so all come to the same decision.
 
-Under MPI this module also sees to the end of the process. Whatever ends a rank (an exception in any of its
+Under MPI this module also handles the end of the process. Whatever ends a rank (an exception in any of its
 threads, a signal, `sys.exit`), the others learn of it and don't wait for it; see `_Ending`.
 """
 
@@ -50,33 +51,36 @@ MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "M
 """Set by the launchers of Open MPI, MPICH, Intel MPI and Slurm."""
 
 MPI_SETTINGS = {"OMPI_MCA_btl_tcp_eager_limit": str(320 << 10)}
-"""What MPI is told before it starts, unless it was told otherwise. Open MPI then sends the pieces of our
-collectives without asking the receiver first: on a busy link the question waits behind the data."""
+"""Environment variables that `connect` sets before MPI starts, unless the user has set them. Open MPI then sends
+the pieces of our collectives without asking the receiver first: on a busy link the question would wait behind
+data."""
 
 TIMEOUT_S = 300.0
 """How long a call waits for its peers, unless told otherwise."""
 
 TURN_S, LAST_TURN_S = 0.3, 3.0
-"""How much later than the rank before it a rank reports an error that several ranks may have, and the most."""
+"""Ranks that may have the same error report it in turn: each this much later than the one before it, and at most
+the second number later than rank 0."""
 
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
 
 LATE_S, START_S = 3.0, 30.0
-"""How much longer than `timeout_s` a rank waits in `connect` for one that runs, but has not come: ranks don't
-start at the same time. And for MPI, once all have come: it needs a second, and more where the machine is busy."""
+"""How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
+it, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a second
+to start, and more on a busy machine."""
 
 _LOOK_S = 0.5
-"""How often a rank whose time is over looks again who is missing."""
+"""How often a rank whose time is over checks again who is missing."""
 
 SHARED_GPU_NCCL = 23000
-"""From this version on (2.30), NCCL can be told to have several ranks on one GPU, and knows slices of one (MIG)
-apart; before, it knew GPUs by where they are plugged in."""
+"""From this version on (2.30), NCCL can be told to accept several ranks on one GPU, and distinguishes the slices
+of a GPU (MIG). Earlier versions know a GPU by its bus id alone."""
 
 ADVICE = (
-    "NCCL wants one for each rank: start no more ranks on a machine than it has GPUs. (Ranks that share one can "
-    "be given an NCCL_HOSTID each, and then use the network between them; from NCCL 2.30 on two of them can "
-    "share with NCCL_MULTI_RANK_GPU_ENABLE=1, more with a small NCCL_MAX_CTAS as well.)"
+    "NCCL needs one GPU for each rank: start no more ranks on a machine than it has GPUs. (Ranks can share a GPU "
+    "if each gets an NCCL_HOSTID of its own; they then talk over the network. From NCCL 2.30 on, two ranks can "
+    "also share one with NCCL_MULTI_RANK_GPU_ENABLE=1, and more of them with a small NCCL_MAX_CTAS as well.)"
 )
 
 _default: Communicator | None = None
@@ -91,44 +95,46 @@ def connect(
     transport: Transport | None = None,
     gpu: GPU = "auto",
 ) -> Communicator:
-    """Join the world: all ranks that mpirun started; a world of one rank if it did not start this process.
+    """Join the world: all ranks that mpirun started, or one rank if mpirun did not start this process.
 
     Collective. The result is also the default communicator, until it is closed.
 
     Under MPI `timeout_s` bounds the start of MPI as well. If a rank does not come in time, one rank prints a
     message that names it, and the job ends with exit code 1.
 
-    Under MPI an exception that nobody catches ends all ranks, with exit code 1: in any rank's main thread, and in
-    another thread if that is not a daemon, if the error is one of this library's, or if the code that failed
-    refers to a communicator. An error of this library is printed by one rank, as a short message with the line of
-    the program where it happened; set BAGUA_TRACEBACK=1 for the whole traceback. Any other is printed at once,
-    with its traceback. SIGTERM ends a rank and its child processes, unless the program handles it. A rank that
-    ends with an open communicator leaves it: ranks that wait for it get an error.
+    Under MPI an exception that nobody catches ends all ranks, with exit code 1. In a rank's main thread any
+    exception does so. In another thread it does so if the thread is not a daemon, if the error is one of this
+    library's, or if the code that failed refers to a communicator. One rank prints an error of this library, as a
+    short message with the line of the program where it happened; set BAGUA_TRACEBACK=1 for the whole traceback.
+    Any other error is printed at once, with its traceback. SIGTERM ends a rank and its child processes, unless
+    the program handles it. A rank that ends with an open communicator leaves it: ranks that wait for it get an
+    error.
 
-    MPI ends with the process. That is left to mpi4py where the program imports `mpi4py.MPI` before it connects: a
-    child that was made by `os.fork` and ends by `sys.exit` may then wait for ever, and so may survivors of a rank
-    that died; set `mpi4py.rc.finalize = False` before that import.
+    This library ends MPI when the process ends. If the program imports `mpi4py.MPI` before it connects, mpi4py
+    does: then a child that was made by `os.fork` and ends by `sys.exit` may wait for ever, and so may the
+    survivors of a rank that died. Set `mpi4py.rc.finalize = False` before that import to avoid this.
 
-    Where all ranks have a CUDA device, each makes one its current device, in turn by its number on the machine:
-    connect before anything is put on a device.
+    If all ranks have a CUDA device, each makes one its current device: local rank i takes device i, modulo their
+    number. Connect before you put anything on a device.
 
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`, in seconds: above 0, at
             most 1e9, and not infinite.
-        check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
-            calls where they differ.
+        check: Compare every call among the ranks first, messages between two ranks included, and raise a
+            `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node. By default ranks that can share memory share a node; give
             labels to try out `Hierarchical` on one machine.
-        transport: Use this one instead of finding a world; its ranks share a node if they share a host name.
-        gpu: What carries device arrays. "auto": NCCL where it can, else copies through host memory, with a
-            warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host memory):
-            that and no other. "none": nothing, and CuPy is not imported.
+        transport: Use this transport instead of looking for a world; its ranks share a node if they share a host
+            name.
+        gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
+            a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
+            memory): this one, or an error. "none": nothing, and CuPy is not imported.
 
     Raises:
-        BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
-            cannot be; alike on all ranks. Or `timeout_s` is not such a number.
-        CommTimeout: A rank did not come, though MPI had been started on all.
+        BootstrapError: A launcher started this process, but the world cannot be set up; or the transport that
+            `gpu` asks for cannot, on all ranks alike; or `timeout_s` is not such a number.
+        CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A rank died meanwhile, and mpirun let the others go on.
 
     >>> with connect() as comm:
@@ -171,7 +177,7 @@ def default() -> Communicator:
 
 
 def check_timeout(timeout_s: object) -> None:
-    """Raise `BootstrapError` unless calls can wait that long."""
+    """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)
 
 
@@ -179,7 +185,7 @@ def under_torchrun() -> bool:
     """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE.
 
     Raises:
-        BootstrapError: They are no numbers of a rank and of ranks.
+        BootstrapError: These are not the numbers of a rank and of ranks.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
@@ -211,7 +217,7 @@ def _number(name: str, meaning: str, least: int, most: int | None = None) -> int
 
 
 class _World(Communicator):
-    """The communicator of `connect`: closing it ends its time as the default."""
+    """The communicator that `connect` makes; it is the default until it is closed."""
 
     def __init__(self, transports: Sequence[Transport], *, ending: _Ending | None, **settings: Any) -> None:
         super().__init__(transports, **settings)
@@ -262,8 +268,9 @@ def _under_mpi() -> bool:
         return True
     if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
         raise BootstrapError(
-            "connect: torchrun started this process, which sets up no MPI world; call bagua_torch.connect() "
-            "instead, or start it with mpirun -n N python script.py, or python -m bagua_comm run -n N script.py"
+            "connect: torchrun started this process, and torchrun sets up no MPI world; call "
+            "bagua_torch.connect() instead, or start the program with mpirun -n N python script.py, or with "
+            "python -m bagua_comm run -n N script.py"
         )
     return False
 
@@ -274,8 +281,8 @@ def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
     roll, ending = _Roll(), _this_process()
     if ending.process != os.getpid():
         raise BootstrapError(
-            f"connect: this process was forked off process {ending.process}, which is a rank; a child cannot be "
-            "one: start ranks with mpirun"
+            f"connect: this process was forked from process {ending.process}, which is a rank; a forked child "
+            "cannot be a rank: start ranks with mpirun"
         )
     roll.sign()
     try:
@@ -293,14 +300,14 @@ def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
         with ending.limit(_Wait(roll, timeout_s + _LOOK_S)):
             transport = MPITransport(_duplicate_world(_Wait(roll, timeout_s)), timeout_s=timeout_s)
             here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-            # The label of a node is its first rank, by its number in the world.
+            # The label of a node is the number of its first rank in the world.
             (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
             here.Free()
             machines = Communicator([transport], tracer=NULL).allgather_object(first)
     except CommTimeout:
         raise
     except (MPI.Exception, CommError) as exc:
-        # With ULFM: a rank died when MPI had started, or nearly. What MPI says does not always name it.
+        # With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it.
         raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
     return transport, machines, ending
 
@@ -313,7 +320,7 @@ def _duplicate_world(wait: _Wait) -> Any:
     while not request.Test():
         complaint = wait.complaint()
         if complaint is not None:
-            # MPI may still write the new communicator to where it was told to: never free that.
+            # MPI may still write the new communicator into this memory: never free it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
             raise CommTimeout(complaint)
         time.sleep(_NAP_S)
@@ -321,9 +328,9 @@ def _duplicate_world(wait: _Wait) -> Any:
 
 
 class _Limit:
-    """While its body runs: asks `is_over` every now and then, on another thread, and calls `act` if so.
+    """While the body of `with` runs, another thread polls `is_over`.
 
-    `act` ends the process.
+    Once that returns a message, it calls `act` with it, which ends the process.
     """
 
     def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
@@ -347,7 +354,7 @@ class _Limit:
 
 
 class _Wait:
-    """A wait in `connect` that begins now: who is missing once it has lasted too long."""
+    """A wait in `connect`, which begins now, and tells who is missing once it has lasted too long."""
 
     def __init__(self, roll: _Roll, timeout_s: float) -> None:
         self._roll, self._timeout_s = roll, timeout_s
@@ -355,7 +362,7 @@ class _Wait:
         self._look_s = self._start_s + timeout_s
 
     def complaint(self) -> str | None:
-        """What to say if this has lasted too long; None if not."""
+        """The message if this has lasted too long; None if not."""
         now = time.monotonic()
         if now < self._look_s:
             return None
@@ -378,7 +385,7 @@ class _Missing(NamedTuple):
     late: list[str]
     """About those that run, but have not called it."""
     unseen: list[str]
-    """About those of which nothing is known."""
+    """About those of whom nothing is known."""
 
     def __str__(self) -> str:
         found = "; ".join([*self.gone, *self.late, *self.unseen])
@@ -386,10 +393,10 @@ class _Missing(NamedTuple):
 
 
 class _Roll:
-    """Which ranks have called `connect`, as far as it can be seen on this host, before MPI has started.
+    """Which ranks have called `connect`, as far as this host can tell before MPI has started.
 
     mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
-    the number of its process to a file of its own. What the others do is in /proc.
+    its process id to a file of its own. /proc tells what the processes of other ranks do.
     """
 
     def __init__(self) -> None:
@@ -415,7 +422,7 @@ class _Roll:
         return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
 
     def sign(self) -> None:
-        """Say that this rank has come, once more."""
+        """Sign, once more, that this rank has called `connect`."""
         if self._folder is None:
             return
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -431,7 +438,7 @@ class _Roll:
         self._times = len(self._signatures(self.rank))
 
     def may_speak(self) -> bool:
-        """Whether no other rank of this host has reported an error; from now on this one has."""
+        """Whether this rank is the first on this host that asks to report an error, as far as that is known."""
         if self._folder is None:
             return True
         try:
@@ -443,7 +450,7 @@ class _Roll:
         return True
 
     def remark(self, timeout_s: float) -> str:
-        """What to say when this rank has ended, and goes on waiting for others: which still run here."""
+        """The message of a rank that has ended but goes on waiting for others: which of them still run here."""
         processes = sorted(self.processes().items()) if self._job else []
         others = [f"rank {rank} (process {pid}, {state_of(pid)})" for rank, pid in processes if rank != self.rank]
         return (
@@ -457,10 +464,10 @@ class _Roll:
         return f"rank {self.rank}{size} on {socket.gethostname()}"
 
     def missing(self) -> _Missing:
-        """Who has not come."""
+        """The ranks that have not called `connect`."""
         missing = _Missing([], [], [])
         if self._folder is None or self.size is None:
-            missing.unseen.append("this launcher does not let us see which of them have not come")
+            missing.unseen.append("this launcher does not show which of them have not called connect")
             return missing
         processes, unseen = self.processes(), []
         for rank in range(self.size):
@@ -483,7 +490,7 @@ class _Roll:
         return missing
 
     def _signatures(self, rank: int) -> list[str]:
-        """The process of a rank, as many times as it has connected."""
+        """The process ids that a rank has signed, one for each time that it connected."""
         try:
             return Path(self._file(rank)).read_text().split()
         except OSError:
@@ -503,7 +510,7 @@ class _Roll:
                     name, _, value = variable.partition(b"=")
                     if name == b"PMIX_RANK" and value.isdigit():
                         found.setdefault(int(value), []).append(int(folder.name))
-        # Its children have the same variables: take one that is stopped, if any, else the oldest.
+        # A rank's children have the same variables: take a process that is stopped, if any, else the oldest.
         return {
             rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
             for rank, same in found.items()
@@ -526,42 +533,43 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _this_process() -> _Ending:
-    """What sees to the end of this process: one for each, since it has one MPI and one set of hooks."""
+    """The one `_Ending` of this process, which has one MPI and one set of hooks."""
     return _Ending()
 
 
 class _Ending:
-    """Starts MPI, and sees to it that the other ranks don't wait for this one once it has ended, however it ends.
+    """Starts MPI, and ends this rank so that no other rank waits for it, whatever ends it.
 
-    an exception that nobody catches    printed, then all ranks end (MPI_Abort)
-    SIGTERM                             child processes end as well; mpirun then ends the other ranks
-    the end of the program              worlds that are open are left; then MPI_Finalize, where it cannot hang
+    an exception that nobody catches    print it, then end all ranks (MPI_Abort)
+    SIGTERM                             end child processes as well; mpirun then ends the other ranks
+    the end of the program              leave the open worlds; then call MPI_Finalize, unless it could hang
     """
 
     def __init__(self) -> None:
         self.process = os.getpid()
         self.worlds: list[_World] = []
-        """Those that are open."""
+        """The open ones."""
         self._orderly = True
-        """Whether all ranks left, in order, the worlds that this one has left."""
+        """Whether all ranks have left, without an error, each world that this rank has left."""
         self._roll = _Roll()
         self._timeout_s = TIMEOUT_S
         self._mpi: Any = None
         self._library: Any = None
-        """MPI's C interface, if MPI is ours to start and to end."""
+        """MPI's C interface, if this library started MPI and must end it."""
         self._hook: Callable[..., Any] = sys.__excepthook__
         self._thread_hook: Callable[..., Any] = threading.__excepthook__
         self._hooked_in = False
         self._earlier_error = _last_error()
 
     def start_mpi(self, roll: _Roll, timeout_s: float) -> None:
-        """Start MPI, unless it runs already, and see to the end of this process."""
+        """Start MPI, unless it runs already, and hook into the end of this process."""
         import mpi4py
 
         self._roll, self._timeout_s = roll, timeout_s
         ours = "mpi4py.MPI" not in sys.modules
         if ours:
-            # mpi4py would start MPI here, and meanwhile let no other thread run, so that nothing could end it.
+            # mpi4py would start MPI here without letting other threads run, so that none could end a start that
+            # hangs.
             settings = {"initialize": mpi4py.rc.initialize, "finalize": mpi4py.rc.finalize}
             mpi4py.rc(initialize=False, finalize=False)
             try:
@@ -579,7 +587,7 @@ class _Ending:
         self._hook_in()
 
     def limit(self, wait: _Wait) -> _Limit:
-        """Ends all ranks, with a message, once `wait` has lasted too long."""
+        """In the body of `with`, end all ranks with a message once `wait` has lasted too long."""
         return _Limit(wait.complaint, self.give_up)
 
     def give_up(self, message: str) -> None:
@@ -595,7 +603,7 @@ class _Ending:
         if self._roll.may_speak():
             print(message, file=sys.stderr, flush=True)
         else:
-            time.sleep(LAST_TURN_S)  # another rank has said it, and is about to end all
+            time.sleep(LAST_TURN_S)  # another rank has printed it, and is about to end all ranks
 
     def _end_all(self, exit_code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -604,12 +612,12 @@ class _Ending:
         mpi = self._mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
             mpi.COMM_WORLD.Abort(exit_code)
-        os._exit(exit_code)  # MPI has not started; mpirun ends the others
+        os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
     # Exceptions and signals -------------------------------------------------------------------------
 
     def _hook_in(self) -> None:
-        """Be called when a thread ends by an exception, on SIGTERM, and when the program ends."""
+        """Install the hooks for exceptions in threads, for SIGTERM, and for the end of the program."""
         if sys.excepthook != self._on_exception:
             self._hook, sys.excepthook = sys.excepthook, self._on_exception
         if threading.excepthook != self._on_thread_exception:
@@ -647,7 +655,7 @@ class _Ending:
     def _report(
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
-        """Print an error of this library in short and once, and any other as `show` does."""
+        """Print an error of this library briefly and once; print any other by `show`."""
         who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self._wait_for_turn()
@@ -680,7 +688,7 @@ class _Ending:
             return
         error = _last_error()
         if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
-            # Another hook has printed it, and did not pass it on.
+            # Another hook has printed it without calling ours.
             who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
             print(f"{who} ended with {type(error).__name__}, and all ranks with it", file=sys.stderr, flush=True)
             self._end_all(1)
@@ -691,24 +699,26 @@ class _Ending:
         from .transports.mpi.blocking import BlockedCall
 
         if any(isinstance(thread, BlockedCall) for thread in threading.enumerate()):
-            # A call that timed out still waits inside MPI, which cannot end meanwhile.
-            self._print_once(f"{self._roll.me()} ended while a call of MPI waits for another rank; all ranks end")
+            # A call that timed out still waits inside MPI, which cannot end before it returns.
+            self._print_once(
+                f"{self._roll.me()} ended while a call of MPI waits for another rank, so all ranks end"
+            )
             self._end_all(1)
-        self._forget_sigterm()  # no handler of Python's is called while MPI ends
+        self._forget_sigterm()  # Python calls no signal handler while MPI ends
         if self._library is None or _has_ulfm():
-            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not ask for it.
+            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not require it.
             return
         if self._orderly:
             self._library.MPI_Finalize()
         elif time.monotonic() - start_s >= self._timeout_s:
-            # The others may compute for as long as they like, but whoever waits for them wants to know.
+            # The others may compute for as long as they like, but the user should know who is waited for.
             print(self._roll.remark(self._timeout_s), file=sys.stderr, flush=True)
             self._library.MPI_Finalize()
         else:
             self._finalize_after_an_error()
 
     def leave(self, world: _World) -> None:
-        """Have this rank leave a world, and the others know. Collective."""
+        """Leave a world, and let the other ranks know. Collective."""
         self.worlds.remove(world)
         if self._mpi.Is_finalized():
             return
@@ -759,7 +769,7 @@ def _last_error() -> BaseException | None:
 
 
 def _refers_to_a_communicator(trace: TracebackType | None) -> bool:
-    """Whether the code that failed uses one, by its names."""
+    """Whether a name in the code that failed stands for a communicator."""
     for frame, _ in traceback.walk_tb(trace):
         code = frame.f_code
         for name in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
@@ -780,7 +790,7 @@ def _where(trace: TracebackType | None) -> str:
     ]
     if not frames:
         return ""
-    # The deepest frame of the program itself; if there is none, of whatever called us.
+    # The deepest frame of the program itself; if it has none, the deepest of whatever called us.
     _, line = max(enumerate(frames), key=lambda item: (not item[1][0], item[0]))[1]
     return f"  {line.filename}:{line.lineno}, in {line.name}: {line.line}\n"
 
@@ -794,21 +804,21 @@ class GpuFacts(NamedTuple):
     """What a rank tells the others about its GPU, and about NCCL."""
 
     machine: str
-    """As NCCL names it: ranks that give themselves different names in NCCL_HOSTID share none."""
+    """The machine's name for NCCL; ranks with different names in NCCL_HOSTID count as on different machines."""
     bus_id: str | None
-    """Where its GPU is plugged in; None without one. (Its number says little: each process may see others.)"""
+    """The id of its GPU; None without a GPU. (Numbers will not do: processes may number GPUs differently.)"""
     uuid: str
-    """Of its GPU, or of its slice of one (MIG)."""
+    """NVIDIA's id of its GPU, or of its slice of a GPU (MIG)."""
     nccl: int
     """NCCL's version, 23203 for 2.32.3; 0 if it cannot be loaded."""
     problem: str
-    """Why it cannot."""
+    """Why it cannot be loaded."""
     shares: bool
     """Whether NCCL was told that ranks may share a GPU."""
 
 
 def make_room_for_cupy() -> None:
-    """Tell CuPy of another folder, if it cannot write to its own: without one it cannot be imported."""
+    """Give CuPy another cache folder if it cannot write to its own; without one it cannot be imported."""
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return
     folder = os.environ.get("CUPY_CACHE_DIR") or os.path.expanduser("~/.cupy/kernel_cache")
@@ -821,7 +831,7 @@ def make_room_for_cupy() -> None:
 
 
 def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transport]]:
-    """This rank's device, now its current one, and the transport of device arrays. Collective."""
+    """Choose this rank's device, make it the current one, and make its transport. Collective."""
     if gpu == "none":
         return None, []
     make_room_for_cupy()
@@ -837,7 +847,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
         raise BootstrapError(f"connect: gpu is {gpu!r}, but ranks {without} have no CUDA device")
     (host,) = setup.transports
     if isinstance(host, LocalTransport):
-        return device, []  # carries device arrays as well
+        return device, []  # the local transport carries device arrays as well
     if gpu != "staged":
         obstacle = nccl_obstacle(gpus)
         if obstacle is None:
@@ -850,7 +860,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
         if setup.rank == 0:
             warnings.warn(
                 f"connect: device arrays go through host memory, since {obstacle}. "
-                "gpu='staged' asks for that, and silences this.",
+                "Pass gpu='staged' to choose that without this warning.",
                 RuntimeWarning,
                 stacklevel=3,
             )
@@ -860,7 +870,7 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
 
 
 def my_gpu(device: int | None) -> GpuFacts:
-    """What there is to tell about this process and its device, which becomes the current one."""
+    """The facts about this process and its device, which becomes the current one."""
     bus_id, uuid, version, problem = None, "", 0, ""
     if device is not None:
         cuda.use_device(device)
@@ -890,7 +900,7 @@ def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     for (machine, bus_id, _), ranks in ranks_at.items():
         if len({gpus[rank].uuid for rank in ranks}) > 1:
             return (
-                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL knows apart from "
+                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL tells apart from "
                 f"version 2.30 on; this is {gpus[0].nccl}"
             )
         if len(ranks) > 1:

@@ -1,7 +1,7 @@
 """Plans and buckets: which tensors travel together.
 
-A `Plan` is pure data: equal on all ranks, hashable, JSON. A `Bucket` is one of its buckets with memory:
-a flat array, and a view of it for every tensor.
+A `Plan` is pure data: equal on all ranks, hashable, and stored as JSON. A `Bucket` is one of its buckets with
+memory: a flat array, and a view of it for every tensor.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class TensorSpec:
     """A tensor without its values.
 
     Raises:
-        ArrayError: `name` is no string, or `shape` is no shape.
-        UnsupportedError: There is no such dtype to carry.
+        ArrayError: `name` is not a string, or `shape` is not a sequence of sizes.
+        UnsupportedError: Arrays of this dtype cannot be carried.
     """
 
     name: str
@@ -44,10 +44,13 @@ class TensorSpec:
         except TypeError:
             shape = (-1,)
         if min(shape, default=0) < 0 or math.prod(shape) >= 2**63:
-            raise ArrayError(f"tensor {self.name!r}: shape is {shown(self.shape)}, expected a tensor's shape")
+            raise ArrayError(
+                f"tensor {self.name!r}: shape is {shown(self.shape)}, expected sizes of at least 0, and less "
+                "than 2**63 elements"
+            )
         object.__setattr__(self, "shape", shape)
         if not isinstance(self.dtype, str) or self.dtype not in MOVABLE:
-            raise UnsupportedError(f"tensor {self.name!r}: there is no dtype {self.dtype!r} to carry")
+            raise UnsupportedError(f"tensor {self.name!r}: dtype {self.dtype!r} cannot be carried")
 
     @property
     def size(self) -> int:
@@ -62,7 +65,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Tensors of one dtype that lie one behind the other, and `size` elements with padding."""
+    """Tensors of one dtype, one behind the other; `size` is their number of elements, padding included."""
 
     dtype: str
     tensors: tuple[TensorSpec, ...]
@@ -107,11 +110,11 @@ class Plan:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         alignment: int = 1,
     ) -> Plan:
-        """Fill buckets with `specs`, in their order: give them in the order in which they become ready.
+        """Fill buckets with `specs`, which are given in the order in which the tensors become ready.
 
         A bucket holds one dtype and is closed when it has `bucket_bytes` or more; its size is then
-        rounded up to a multiple of `alignment` elements. Buckets are ordered by when their last tensor
-        comes.
+        rounded up to a multiple of `alignment` elements. Buckets are ordered by the place of
+        their last tensor.
 
         Raises:
             ArrayError: Two tensors have one name, or a number is not positive.
@@ -124,7 +127,7 @@ class Plan:
         names = [spec.name for spec in specs]
         if len(set(names)) < len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
-            raise ArrayError(f"Plan.pack: names must differ; more than once: {', '.join(twice)}")
+            raise ArrayError(f"Plan.pack: names must differ, but several tensors are called {', '.join(twice)}")
 
         closed: list[tuple[int, list[TensorSpec]]] = []
         filling: dict[str, list[TensorSpec]] = {}
@@ -170,8 +173,8 @@ class Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ArrayError: The text is something else, or no plan: a tensor is there twice, or its bucket is too
-                small or has another dtype.
+            ArrayError: The text was not written by `to_json`, or is not a plan: two tensors have one name, or the
+                bucket of a tensor is too small or has another dtype.
             UnsupportedError: A tensor has a dtype that cannot be carried.
         """
         try:
@@ -189,13 +192,13 @@ class Plan:
             )
         except BaguaError:
             raise
-        except Exception as exc:  # of brackets without end RecursionError, say
+        except Exception as exc:  # for instance a RecursionError, if brackets have no end
             raise ArrayError(f"Plan.from_json: the text is not what Plan.to_json wrote: {exc!r}") from exc
         plan._check()
         return plan
 
     def _check(self) -> None:
-        """Raise `ArrayError` unless this could be a plan of `pack`."""
+        """Raise `ArrayError` unless `pack` could have made this plan."""
         _check_size("alignment", self.alignment, least=1)
         for i, bucket in enumerate(self.buckets):
             _check_size(
@@ -225,7 +228,7 @@ class Bucket:
     views: dict[str, Array] = field(init=False)
     """The tensors, by name and in their shapes. Share memory with `flat`."""
     padding: Array = field(init=False)
-    """What lies behind them."""
+    """The elements behind the tensors."""
     step: int = 0
     """The training step of its latest exchange, counted from 0."""
 

@@ -1,4 +1,4 @@
-"""CUDA through CuPy: devices, streams and events; all of CUDA but kernels. CuPy is imported when used."""
+"""CUDA through CuPy: devices, streams and events, all but kernels. CuPy is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ from .trace import Recorder, Tracer
 
 
 def mark(x: Array) -> Any:
-    """An event after all that the current stream has so far, if `x` is a device array; None if a host array."""
+    """Record an event on the current stream if `x` is a device array; None if it is a host array."""
     return None if library(x) == "numpy" else record_event()
 
 
 def record_event(stream: Any = None) -> Any:
-    """An event behind all that a CUDA stream, or the current one, has so far."""
+    """Record an event on `stream`, or on the current one: it happens after all work enqueued there so far."""
     event = sys.modules["cupy"].cuda.Event(disable_timing=True)
     event.record(stream)
     return event
 
 
 _NOT_YET = frozenset({600, 900, 901, 906, 907})
-"""What CUDA says of an event that the device has not come to, or that nobody may ask about while a stream is
-captured."""
+"""CUDA's codes for an event that has not happened yet, or that nobody may query while a stream is captured."""
 
 
 def passed(event: Any) -> bool:
-    """Whether the device has come past an event; False as well where that cannot be known now.
+    """Whether an event has happened; False also while CUDA cannot tell.
 
     CuPy's own `Event.done` is False for ever once the device has met an error.
 
@@ -53,7 +52,7 @@ def passed(event: Any) -> bool:
 
 
 def after(event: Any) -> None:
-    """Make the current stream wait for what `mark` gave; the host does not wait."""
+    """Make the current stream wait for an event of `mark`; the host does not wait."""
     if event is not None:
         sys.modules["cupy"].cuda.get_current_stream().wait_event(event)
 
@@ -62,7 +61,7 @@ def after(event: Any) -> None:
 
 
 class SideStream:
-    """A CUDA stream beside the caller's, and the events between the two. Only `finish` holds up the host.
+    """A CUDA stream beside the caller's, and the events between the two. Only `finish` makes the host wait.
 
     Args:
         device: The index of the device; it becomes the current one of the calling thread.
@@ -71,12 +70,12 @@ class SideStream:
     def __init__(self, device: int) -> None:
         use_device(device)
         self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
-        # Else its small kernels would queue up behind the large ones of the backward pass.
+        # Without a priority, its small kernels would queue up behind the large ones of the backward pass.
         self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
         self._callers: dict[int, Any] = {}
         """Streams on which something was submitted since the last join, by address."""
         self.end: Any = None
-        """An event behind the latest task."""
+        """An event after the latest task."""
 
     def future(self) -> SideFuture:
         """The future of a task that comes after everything on the current stream."""
@@ -90,9 +89,9 @@ class SideStream:
         return UseStream(self._stream)
 
     def join(self) -> None:
-        """The current stream waits for all tasks that were run, and so do those on which they were submitted.
+        """Make the current stream wait for all tasks that were run, and the streams on which they were submitted.
 
-        An array may be freed then: its memory is used again in the order of the stream that it was made on.
+        An array may be freed after that: its memory is reused in the order of the stream that it was made on.
         """
         current = self._cuda.get_current_stream()
         if self.end is not None:
@@ -104,8 +103,8 @@ class SideStream:
         """Wait for the device.
 
         Raises:
-            CommTimeout: It takes longer than this: a peer is missing.
-            CUDARuntimeError: It has met an error.
+            CommTimeout: The device takes longer than `limit_s`: a peer is missing.
+            CUDARuntimeError: The device has met an error.
         """
         give_up = time.monotonic() + limit_s
         while self.end is not None and not passed(self.end):
@@ -114,7 +113,7 @@ class SideStream:
             time.sleep(1e-4)
 
     def free(self) -> None:
-        """Give the device the memory back that was freed on this stream, which nobody else would use again."""
+        """Return memory that was freed on this stream to the device; no other stream would reuse it."""
         importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
 
 
@@ -126,24 +125,25 @@ class SideFuture(Future[Any]):
         self.submitted = submitted
         """The event that the task waits for."""
         self.end: Any = None
-        """The event behind it."""
+        """The event after it."""
 
     def done(self) -> bool:
-        """Whether the task was run, and the device is done with it."""
+        """Whether the task was run, and the device has finished it."""
         return super().done() and (self.end is None or passed(self.end))
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the task returned, once it was run; the current stream waits for what it enqueued."""
+        """Wait until the task was run, and return its result; the current stream waits for what it enqueued."""
         result = super().result(timeout)
         _cuda().get_current_stream().wait_event(self.end)
         return result
 
 
 class DeviceClock:
-    """Tells when something happened on a device, on the host's axis of time; see `trace.Clock`.
+    """Tells when events of a device happened, in the host's time; see `trace.Clock`.
 
-    It looks at both clocks together each time that it is asked: over hours they drift apart by milliseconds, and
-    CUDA tells time in 32-bit floats.
+    Each call reads both clocks together: over hours they drift apart by milliseconds, and CUDA gives times as
+        32-bit
+    floats.
     """
 
     def __init__(self, device: int) -> None:
@@ -191,8 +191,8 @@ class DeviceSpan:
 class UseStream:
     """In the body of `with`, `stream` is CuPy's current one.
 
-    Not CuPy's own `with stream:`, which goes back to the stream of the `with` around it, and so forgets one that
-    `Stream.use` has made current.
+    CuPy's own `with stream:` will not do: at its end it restores the stream of the `with` around it, and so
+    forgets a stream that `Stream.use` has made current.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -220,9 +220,10 @@ def use_address(address: int) -> AbstractContextManager[None]:
 
 @functools.lru_cache(maxsize=64)
 def _stream_at(address: int, device: int) -> Any:
-    """A handle for a stream of this device, the current one, that another library made.
+    """A handle for a stream that another library made on `device`, which is the current one.
 
-    It owns nothing, and making one takes microseconds. Default streams of all devices have one address.
+    It owns nothing. Making one takes microseconds, so the latest are kept, by device as well: the default streams
+    of all devices have the same address.
     """
     return _cuda().Stream.from_external(_Address(address))
 
@@ -234,7 +235,7 @@ STREAMS_PER_THREAD = (
 
 
 def has_streams_per_thread() -> bool:
-    """Whether CuPy was told to have a default stream for each thread, and that is the current one."""
+    """Whether the current stream is the one that CuPy, told so, has as default stream of this thread."""
     return int(_cuda().get_current_stream().ptr) == _PER_THREAD
 
 
@@ -242,7 +243,7 @@ def current_address() -> int:
     """The address of CuPy's current stream, for another library.
 
     Raises:
-        UnsupportedError: It has none, since it is another stream in each thread.
+        UnsupportedError: The current stream is CuPy's default stream of each thread, which has no address.
     """
     address = int(_cuda().get_current_stream().ptr)
     if address == _PER_THREAD:
@@ -256,7 +257,7 @@ _PER_THREAD = 2
 
 @dataclass(frozen=True)
 class _Address:
-    """A stream as CuPy takes it from other libraries."""
+    """A stream in the form in which CuPy takes one from another library."""
 
     address: int
 
@@ -289,21 +290,22 @@ def device_count() -> int:
 
 
 def bus_id(index: int) -> str:
-    """Where a CUDA device is plugged in: its name on this machine, whatever its number in this process."""
+    """The PCI bus id of a CUDA device: the same in all processes, which may number the devices differently."""
     return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
 
 
 def uuid(index: int) -> str:
-    """NVIDIA's name of a CUDA device; slices of one GPU (MIG) have one each, and share a `bus_id`; or empty.
+    """NVIDIA's id of a CUDA device, in hexadecimal; empty if CuPy does not tell it.
 
-    CuPy reads these bytes as text, which ends at a zero: compare them together with the `bus_id`.
+    Slices of one GPU (MIG) share a `bus_id`, and have an id each. CuPy cuts the id off at its first zero byte, so
+    compare it together with the `bus_id`.
     """
     found = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(index)
     return bytes(found.get("uuid", b"")).hex()
 
 
 def device_facts() -> dict[str, str]:
-    """What there is to say about CUDA on this machine, and in words what is missing; never raises."""
+    """Versions and devices of CUDA here, or why there are none. Never raises."""
     try:
         cupy = importlib.import_module("cupy")
     except ModuleNotFoundError:

@@ -7,12 +7,12 @@
         CommTimeout                 a peer did not answer within `timeout_s`
         CommMismatch                ranks made calls that don't fit together
       ArrayError (ValueError)       an argument has a wrong value: shape, dtype, root, op, peer
-      UnsupportedError (TypeError)  a kind of array, dtype or operation nobody here can carry
+      UnsupportedError (TypeError)  a kind of array, dtype or operation that nothing here can carry
       BootstrapError                the world could not be set up
 
 Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
-and leave the communicator usable. After a `CommError` in the middle of a collective it can only be shrunk,
-aborted or closed.
+and leave the communicator usable. After a `CommError` in the middle of a collective the communicator can
+only be shrunk, aborted or closed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CommMismatch(CommError):  # noqa: N818
 
 
 class ArrayError(BaguaError, ValueError):
-    """An argument has a wrong value; the message names it, what it was, and what was wanted."""
+    """An argument has a wrong value; the message names the argument, its value, and what was expected."""
 
 
 class UnsupportedError(BaguaError, TypeError):
@@ -62,8 +62,8 @@ class BootstrapError(BaguaError):
 
 
 def shown(value: object) -> str:
-    """`value` for a message: short, and there whatever it is."""
+    """A short text of `value`, for a message; never fails."""
     try:
         return reprlib.repr(value)
-    except Exception:  # an int of more digits than Python writes, say
+    except Exception:  # for instance an int with more digits than Python writes out
         return f"a {type(value).__name__}"

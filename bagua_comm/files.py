@@ -1,7 +1,7 @@
-"""Files that outlive a call: a cache of one's own, a private folder where there is none, writing at once.
+"""Files that outlive a call: the user's cache folder, a private folder in its place, and atomic writes.
 
-What lies in a cache is run, so nobody but its owner may be able to write there; and whoever can write to a folder
-must not be able to send what is written elsewhere, through a link with a name that can be guessed.
+What lies in the cache is run as code, so nobody but its owner may be able to write there. And in a folder that
+others can write to, nobody may redirect our writes by a link at a name that can be guessed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """~/.cache/`name`, which only its owner can write to; where there is no such, a folder of this process."""
+    """The folder ~/.cache/`name`, if only its owner can write to it; else a private folder of this process."""
     try:
         folder = Path.home() / ".cache" / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,15 +69,15 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def write_at_once(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file that others may be reading: they find it as it was or as it will be. Follows no link.
+    """Write a file atomically: a reader finds the old content or the new, never a part. Follows no link.
 
     Args:
-        path: Where to.
-        content: What.
-        mode: Of a new file, less the umask.
+        path: The file to write.
+        content: Its new content.
+        mode: Its permissions, before the umask is applied.
 
     Raises:
-        OSError: The file cannot be written; what was there is still there.
+        OSError: The file cannot be written; the old one is unchanged.
     """
     unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), mode)

@@ -1,6 +1,6 @@
 """Objects between ranks, by pickle, over the transport of host arrays.
 
-Where one rank cannot pickle its object, the error travels in the object's place, and all ranks raise it.
+If one rank cannot pickle its object, the error travels in the object's place, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Parcel(NamedTuple):
 
     @property
     def head(self) -> Array:
-        """What goes ahead, so that the receiver knows how much to expect."""
+        """The size as an array, which goes ahead so that the receiver knows how much to expect."""
         return np.array([self.size], np.int64)
 
     def open(self) -> Any:
-        """The object; raises the error."""
+        """Return the object, or raise the error."""
         value = pickle.loads(self.data.tobytes())
         if self.size < 0:
             raise value
@@ -40,7 +40,7 @@ NOTHING = Parcel(0, np.empty(0, np.uint8))
 
 
 def pack(call: str, obj: Any) -> Parcel:
-    """Pickle an object; what it raises becomes the error in its place."""
+    """Pickle an object; if that fails, pack an error in its place."""
     try:
         data = pickle.dumps(obj)
     except Exception as exc:
@@ -50,12 +50,12 @@ def pack(call: str, obj: Any) -> Parcel:
 
 
 def pack_each(call: str, objs: Iterable[Any] | None, count: int) -> list[Parcel]:
-    """Pickle `count` objects, one for each rank; where that fails, all are the error."""
+    """Pickle `count` objects, one for each rank; if that fails, every parcel is the error."""
     try:
         found = None if objs is None else list(objs)
         what = "None" if found is None else f"{len(found)} objects"
     except Exception as exc:
-        found, what = None, f"no list: {type(exc).__name__}: {exc}"
+        found, what = None, f"not a list: {type(exc).__name__}: {exc}"
     if found is None or len(found) != count:
         wrong = ArrayError(f"{call}: objs is {what}; expected {count} objects, one for each rank")
         return [_pack_error(wrong)] * count
@@ -89,7 +89,7 @@ def allgather(host: Transport, parcel: Parcel) -> list[Parcel]:
 
 
 def gather(host: Transport, parcel: Parcel, root: int) -> list[Parcel]:
-    """Collect the parcels of all ranks on `root`; nothing elsewhere, but the first error on all ranks.
+    """Collect the parcels of all ranks on `root`, and none elsewhere; if any is an error, the first on all ranks.
 
     Collective.
     """
@@ -108,7 +108,7 @@ def gather(host: Transport, parcel: Parcel, root: int) -> list[Parcel]:
 
 
 def scatter(host: Transport, parcels: list[Parcel], root: int) -> Parcel:
-    """Deal the parcels of `root`, which has one for each rank.
+    """Give each rank its parcel of those on `root`, which has one for each.
 
     Collective.
     """
@@ -140,7 +140,7 @@ def _pack_error(error: BaguaError) -> Parcel:
 
 
 def _room(size: int) -> Parcel:
-    """What a parcel of this size is received into."""
+    """An empty parcel of this size, to receive into."""
     return Parcel(int(size), np.empty(abs(int(size)), np.uint8))
 
 

@@ -1,4 +1,4 @@
-"""What can be seen of another process on this host, on Linux."""
+"""What Linux tells about another process on this host."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def ring(rank: int, size: int) -> Neighbours:
 def shift_one(rank: int, size: int, step: int) -> int:
     """The peer of `rank` when the lower half of the ranks meets the upper half, shifted by one each step.
 
-    Pairs are mutual, and size / 2 steps meet every partner of the other half once. The pairing is
+    Pairs are mutual, and in size / 2 steps a rank meets every rank of the other half once. The pairing is
     Bagua's `shift_one` peer selection, for r < n/2: ((s + r) mod ((n + 1) div 2)) + n/2.
 
     Raises:
@@ -76,7 +76,7 @@ def one_peer_exponential(rank: int, size: int, step: int) -> Shift:
 
 
 class Place(NamedTuple):
-    """Where a rank sits: the index of its node, its number there, how many sit there."""
+    """Where a rank runs: the index of its node, its number there, and how many ranks run there."""
 
     node: int
     local_rank: int
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 def place(rank: int, labels: Sequence[object]) -> Place:
-    """Find the place of `rank`, given the label (host name, say) of every rank's node.
+    """Find the place of `rank`, given the label of every rank's node, such as its host name.
 
     Nodes are numbered in the order of their first rank.
 

@@ -1,11 +1,11 @@
 """Spans, byte counters and the flight recorder; written out as a Chrome trace.
 
-A `Recorder` keeps the last few thousand spans in a ring, always on: it costs well under a microsecond
-a call, it is what a timeout's message quotes, and `Communicator.trace` writes it as a file that
-https://ui.perfetto.dev opens. `NULL` is the tracer that keeps nothing.
+A `Recorder` is always on. It keeps the latest spans in a ring, which costs well under a microsecond a call.
+`Communicator.trace` writes them to a file that https://ui.perfetto.dev opens. `NULL` is the tracer that keeps
+nothing.
 
-What a device does ends long after it was asked for. Its spans are kept as pairs of events, on a row of their own,
-and become times when somebody looks at them.
+A device finishes its work long after the host has enqueued it. So a span of a device is kept as a pair of events,
+on a row of its own, and gets its times when somebody reads the spans.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 DEVICE_SPANS = 2048
-"""How many spans of devices are kept until somebody looks: each holds two events of the driver."""
+"""How many spans of devices are kept until somebody reads them: each holds two events of the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,9 @@ class _ThreadName(threading.local):
 
 
 class Recorder:
-    """A tracer that keeps the last `capacity` spans of all threads, and as many of devices.
+    """A tracer that keeps the last `capacity` spans of all threads and devices.
+
+    Of the spans of devices that nobody has read yet, it keeps the last `DEVICE_SPANS`.
 
     >>> recorder = Recorder()
     >>> with recorder.span("encode", bucket=0):
@@ -121,18 +123,18 @@ class Recorder:
     def add_on_device(
         self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
     ) -> None:
-        """Keep one span of a device, from the event `start` to the event `end`, in the row of that name."""
+        """Keep one span of a device, from the event `start` to the event `end`, on the row `row`."""
         self._on_device.append(_DeviceSpan(name, row, start, end, args, clock))
 
     def spans(self) -> list[Span]:
-        """What was kept and has ended, those that ended first in front. Waits for no device."""
+        """The spans that have ended, in the order of their ends. Does not wait for a device."""
         self._take_times()
         shift = self._epoch_ns
         ring = sorted(self._ring, key=lambda span: span[3])
         return [Span(n, t, start + shift, end + shift, a) for n, t, start, end, a in ring]
 
     def _take_times(self) -> None:
-        """Move what has ended on devices to the ring."""
+        """Move the spans that have ended on devices to the ring."""
         waiting: defaultdict[int, list[_DeviceSpan]] = defaultdict(list)
         for _ in range(len(self._on_device)):
             span = self._on_device.popleft()
@@ -203,10 +205,10 @@ class Counters:
 
 
 def plain(spans: Sequence[Span]) -> list[Span]:
-    """The same with JSON's own types alone in `args`, whatever was given: what has none becomes a string.
+    """The same spans with only JSON's types in `args`; any other value becomes a string.
 
     Raises:
-        Exception: JSON cannot hold it: it holds itself, or a key is a tuple, say.
+        Exception: JSON cannot hold `args`: for instance a list that contains itself, or a key that is a tuple.
     """
     return [
         dataclasses.replace(span, name=str(span.name), args=json.loads(json.dumps(span.args, default=str)))

@@ -1,7 +1,9 @@
 """Communication hooks: our averages for PyTorch's own DistributedDataParallel, and its hooks for ours.
 
-ddp = torch.nn.parallel.DistributedDataParallel(model)
-ddp.register_comm_hook(None, bagua_torch.comm_hook(Quantized(MinMaxUInt8())))
+Ours for PyTorch's:
+
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    ddp.register_comm_hook(None, bagua_torch.comm_hook(Quantized(MinMaxUInt8())))
 """
 
 from __future__ import annotations

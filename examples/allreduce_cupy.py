@@ -1,8 +1,8 @@
-"""CuPy arrays, averaged over all ranks: as they are, in eight bits, and beside your own work.
+"""CuPy arrays, averaged over all ranks: exactly, in eight bits, and on a lane beside your own work.
 
-python -m bagua_comm run -n 2 examples/allreduce_cupy.py
+    python -m bagua_comm run -n 2 examples/allreduce_cupy.py
 
-One rank for each GPU, over NCCL; ranks that share a GPU go through host memory, with a warning that says so.
+Start one rank for each GPU; they use NCCL. Ranks that share a GPU use host memory, with a warning that says so.
 """
 
 import sys
@@ -11,7 +11,7 @@ import numpy as np
 
 import bagua_comm
 
-with bagua_comm.connect() as comm:  # before anything is put on a GPU: each rank gets its own
+with bagua_comm.connect() as comm:  # connect first: this chooses each rank's GPU
     if comm.device is None:
         if comm.rank == 0:
             print("CuPy finds no GPU here, so nothing was done; examples/allreduce_numpy.py runs without one.")
@@ -29,7 +29,7 @@ with bagua_comm.connect() as comm:  # before anything is put on a GPU: each rank
     with comm.lane() as lane:  # on a stream of its own
         lane.submit(lane.comm.allreduce, z, out=z, op="avg")
         x.copy()  # your own work goes on meanwhile
-        lane.wait()  # what you enqueue from here on comes after it
+        lane.wait()  # work that you enqueue from here on comes after the average
 
     comm.check_consistency(y)  # the same bytes on all ranks
     first = [float(array[0].get()) for array in (x, y, z)]  # here the host waits for the GPU

@@ -1,6 +1,8 @@
 """The 15-line way in: average an array over all ranks.
 
-python -m bagua_comm run -n 4 examples/allreduce_numpy.py
+Usage:
+
+    python -m bagua_comm run -n 4 examples/allreduce_numpy.py
 """
 
 import numpy as np

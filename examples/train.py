@@ -4,8 +4,8 @@
     mpirun -n 4 python examples/train.py --algorithm exact --epochs 20
     torchrun --nproc-per-node 4 examples/train.py
 
-Started with mpirun, the ranks communicate over MPI; with torchrun, over torch.distributed. Alone, it is one rank.
-Every rank trains on its own share of the images; the averages of the gradients are what is communicated.
+Under mpirun the ranks communicate over MPI, under torchrun over torch.distributed. Without a launcher there is
+one rank. Every rank trains on its own share of the images, and the ranks average their gradients.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def report(
         "accuracy": round(accuracy, 4),
         "images_per_s": round(steps * options.batch_size * comm.size / seconds, 1),
         "wire_bytes": sent.wire_bytes,
-        # An allreduce that sends as little as possible: 2 (p - 1) / p of the payload, here float32.
+        # The least that an allreduce can send: 2 (p - 1) / p of the payload, here float32.
         "exact_bytes": 2 * (comm.size - 1) * sent.payload_bytes // comm.size,
     }
     if comm.rank == 0:

@@ -3,8 +3,8 @@
     python -m bagua_comm run -n 4 examples/train_numpy.py
     python -m bagua_comm run -n 4 examples/train_numpy.py --algorithm low_precision --epochs 20
 
-Every rank trains on its own share of the images. `Engine` exchanges what the algorithm says, gradients or
-weights, while this program goes on; the arrays are views of its buckets. CuPy arrays would take the same path.
+Every rank trains on its own share of the images. `Engine` exchanges gradients or weights, as the algorithm says,
+while this program goes on; the arrays are views of its buckets. CuPy arrays would take the same path.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def gradients(weight: Arrays, grad: Arrays, engine: Engine, x: np.ndarray, y: np
     delta /= len(y)
     grad["output.weight"][...] = hidden.T @ delta
     grad["output.bias"][...] = delta.sum(0)
-    engine.ready("output.weight")  # this bucket may leave while the next layer is worked out
+    engine.ready("output.weight")  # this bucket may leave while the next layer is computed
     engine.ready("output.bias")
     delta = (delta @ weight["output.weight"].T) * (hidden > 0)
     grad["hidden.weight"][...] = x.T @ delta
@@ -141,7 +141,7 @@ def train(comm: Communicator, options: argparse.Namespace) -> None:
                 engine.at(Point.STEP)
         engine.stop()
         sent = engine.counter
-    for flat in weights:  # where weights were exchanged, ranks' weights differ
+    for flat in weights:  # algorithms that exchange weights leave ranks with different ones
         comm.allreduce(flat, out=flat, op="avg")
         comm.check_consistency(flat)
 

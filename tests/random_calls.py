@@ -1,7 +1,8 @@
 """Random calls of a communicator, compared with NumPy bit for bit: the same sequence on every rank, from a seed.
 
 `RandomCalls(comm, seed).run(range(300))` makes calls 0 to 299 of a seed. Each call is drawn from (seed, number)
-alone, so one that fails can be made again by itself. The tests make a few hundred over each transport. Long:
+alone, so one that fails can be made again by itself. The tests make a few hundred over each transport. To make
+more:
 
     python -m bagua_comm run -n 4 tests/random_calls.py --seconds 600 --seed 7
     python -m bagua_comm run -n 3 tests/random_calls.py --seconds 600 --small     # all thresholds tiny
@@ -9,8 +10,8 @@ alone, so one that fails can be made again by itself. The tests make a few hundr
     python -m bagua_comm run -n 4 tests/random_calls.py --seed 7 --only 1234      # one call again
 
 A call is a row of `CASES`: a function that takes a `Draw`, and returns a `Call`. To add a primitive, write such a
-function: draw shape, dtype and operands (`draw.operands` gives those of all ranks, the same on all ranks), lay
-this rank's out at random (`draw.laid_out`), and say what to call and what NumPy expects.
+function: draw shape, dtype and operands (`draw.operands` gives the operands of all ranks, the same on each rank),
+lay out this rank's operand at random (`draw.laid_out`), and say what to call and what NumPy expects.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from bagua_comm.testing.transports import _assert_reduced, _assert_same
 REDUCED = sorted(INTEGERS | FLOATS)
 MOVED = sorted(arrays.MOVABLE)
 SIZES = (1 << 11, 1 << 12, 1 << 16, 1 << 17)
-"""The larger arrays have about as many bytes, or a rank's part of theirs has."""
+"""The larger arrays, or a rank's parts of them, have about these sizes in bytes."""
 
 LAYOUTS = ("plain", "fortran", "backwards", "gaps", "odd byte", "records", "part")
 ON_DEVICE = ("plain", "gaps", "part")
@@ -39,7 +40,7 @@ ON_DEVICE = ("plain", "gaps", "part")
 
 @dataclass
 class Call:
-    """What one rank does in one call."""
+    """One rank's part in one call."""
 
     text: str
     run: Callable[[Any], Any]
@@ -52,7 +53,7 @@ class Call:
 
 @dataclass
 class Draw:
-    """Where a case gets its random numbers from: `shared` gives the same on all ranks, `own` does not."""
+    """The source of a case's random numbers: `shared` gives the same on all ranks, `own` does not."""
 
     comm: Any
     seed: list[int]
@@ -73,14 +74,14 @@ class Draw:
         return int(self.shared.integers(self.comm.size))
 
     def count(self):
-        """Mostly few elements; now and then about as many as a threshold has bytes, or a rank's part of them."""
+        """A number of elements: mostly small; sometimes near a size in `sizes`, in all or for a rank's part."""
         if self.shared.random() < 0.8:
             return int(self.shared.integers(0, 70))
         about = self.one_of(self.sizes) // self.one_of((1, 2, 4, 8)) // self.one_of((1, self.comm.size))
         return max(0, about + int(self.shared.integers(-2, 3)))
 
     def shape(self, multiple=1):
-        """Of any number of dimensions, the first a multiple of `multiple`; 0-d only if that is 1."""
+        """A shape of any number of dimensions; the first is a multiple of `multiple`. 0-d only if that is 1."""
         count = self.count()
         if multiple == 1 and count == 1 and self.shared.random() < 0.5:
             return ()
@@ -91,21 +92,21 @@ class Draw:
         return (rows, columns) if columns > 1 else (rows,)
 
     def counts(self):
-        """How many elements each rank has, some of them none."""
+        """How many elements each rank has; some ranks have none."""
         return [self.count() * self.one_of((0, 1, 1)) for _ in range(self.comm.size)]
 
     def op(self, dtype):
         return self.one_of(arrays.ARITHMETIC_OPS + (BITWISE_OPS if dtype in INTEGERS else ()))
 
     def operands(self, shape, dtype, op="max"):
-        """Those of all ranks."""
+        """The operands of all ranks."""
         seed = int(self.shared.integers(1 << 30))
         rounded = dtype in FLOATS and op not in ("min", "max") and not self.exact
         draw = sample if rounded else whole_range
         return [draw(rank, shape, dtype, seed) for rank in range(self.comm.size)]
 
     def laid_out(self, values, writable=True):
-        """A copy of `values` that lies in memory in some way, another on each rank."""
+        """A copy of `values` in a random layout of memory, which differs between ranks."""
         layout = str(self.own.choice(ON_DEVICE if self.on_device else LAYOUTS))
         shape, dtype = values.shape, values.dtype
         if self.on_device:
@@ -139,7 +140,7 @@ class Draw:
         return out
 
     def out(self, shape, dtype, x=None):
-        """Where a result goes: None, other memory, or `x` if that is given."""
+        """An array for a result: None, other memory, or `x` if that is given."""
         choice = self.own.random()
         if choice < 0.3:
             return None
@@ -374,7 +375,7 @@ def allgatherv(draw):
 def alltoallv(draw):
     p, rank = draw.comm.size, draw.comm.rank
     dtype = draw.one_of(MOVED)
-    counts = [[draw.count() * draw.one_of((0, 1)) for _ in range(p)] for _ in range(p)]  # what i sends to j
+    counts = [[draw.count() * draw.one_of((0, 1)) for _ in range(p)] for _ in range(p)]  # [i][j]: from i to j
     xs = [draw.operands((sum(row),), dtype)[i] for i, row in enumerate(counts)]
     incoming = [row[rank] for row in counts]
     x, out = draw.laid_out(xs[rank], writable=False), draw.place((sum(incoming),), dtype)
@@ -494,7 +495,7 @@ def exchange(draw):
 
 
 def recv_of_another_size(draw):
-    """The receiver is told, and both can go on."""
+    """The receiver gets an error, and both ranks can go on."""
     p, rank = draw.comm.size, draw.comm.rank
     source, hop, count = draw.rank(), draw.rank(), draw.count()
     dest = (source + hop) % p
@@ -615,7 +616,7 @@ CASES = {
     consistency: 1,
     wrong: 3,
 }
-"""How often each is drawn."""
+"""How often each case is drawn."""
 
 
 def raises(error, call):
@@ -631,7 +632,7 @@ def raises(error, call):
 # ---------------------------------------------------------------------------------------------------
 
 GROUP_CALLS = 60
-"""After so many calls new groups are split off."""
+"""After this many calls, new groups are split off."""
 
 
 class RandomCalls:
@@ -639,7 +640,7 @@ class RandomCalls:
 
     Args:
         comm: The ranks; calls are made on it, on groups of its ranks and on its lane.
-        seed: Of all that is drawn.
+        seed: The seed of all random numbers.
         on_device: Whether arrays are CuPy's.
         sizes: Sizes in bytes; the larger arrays are about as large.
         lanes: Whether some calls are made on a lane, beside others.
@@ -729,13 +730,13 @@ SMALL = {
     },
     "mpi.window": {"SLOT_BYTES": 1024},
 }
-"""Thresholds of transports, by module: small arrays then go all the ways that large ones go."""
+"""Thresholds of transports, by module, with which small arrays take all the ways that large ones take."""
 
 SMALL_SIZES = (101, 200, 300, 600, 1024, 1500, 3000)
 
 
 def shrink_thresholds(assign=setattr):
-    """Set those of `SMALL`; for a process of its own, or with an `assign` that is undone."""
+    """Set the thresholds of `SMALL`; in a process of its own, or with an `assign` that is undone."""
     for module, thresholds in SMALL.items():
         for name, nbytes in thresholds.items():
             assign(importlib.import_module(f"bagua_comm.transports.{module}"), name, nbytes)

@@ -2,8 +2,8 @@
 
     python tests/random_kills.py --runs 50 --seed 1
 
-Each run is one of all algorithms over MPI with ULFM. It has ended well if every survivor trained to the last
-step, in the same world, and mpirun ended within the limit, without killing anything itself.
+Each run trains with one of the algorithms over MPI with ULFM. It ends well if every survivor trains to the last
+step, in the same world, and mpirun ends within the limit without killing a process itself.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SPECS = [TensorSpec(f"t{i}", (50, i + 1), "float32") for i in range(6)]
 
 
 def train(comm, algorithm, values, start):
-    """Take the steps from `start` to the last, each towards zero; changes `values`."""
+    """Train in place from step `start` to the last; each step moves `values` towards zero."""
     plan = Plan.pack(SPECS, bucket_bytes=2000, alignment=8 * comm.size)
     weights, grads = plan.allocate(), plan.allocate()
     weight, grad = plan.cut(weights), plan.cut(grads)
@@ -84,7 +84,7 @@ def take_part(options):
 
 
 def run_once(algorithm, victim, after_s):
-    """One run; returns what is wrong with it, and what to say about it."""
+    """Do one run; returns its problem, if it has one, and a text about it."""
     arguments = ["--algorithm", algorithm, "--victim", victim, "--after-s", after_s]
     command = [sys.executable, "-m", "bagua_comm", "run", "--ulfm", "-n", RANKS, __file__, *arguments]
     start = time.monotonic()

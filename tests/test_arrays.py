@@ -128,7 +128,7 @@ def test_objects_of_unknown_libraries_are_refused():
 def test_memory_of_other_devices_is_refused_by_its_type():
     with pytest.raises(UnsupportedError) as caught:
         as_array(OnDevice(10))
-    message = "OnDevice is in memory of DLPack device type 10; host (1) and CUDA (2) are carried"
+    message = "OnDevice is in memory of DLPack device type 10; expected host (1) or CUDA (2)"
     assert str(caught.value).endswith(message)
 
 

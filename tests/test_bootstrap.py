@@ -163,7 +163,7 @@ def test_devices_are_dealt_by_machine_whatever_nodes_are_emulated(device):
 
 def test_ranks_that_share_a_gpu_go_through_host_memory_and_are_told_why(device):
     with pytest.warns(
-        RuntimeWarning, match="NCCL_HOSTID each.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
+        RuntimeWarning, match="NCCL_HOSTID of its own.*NCCL_MULTI_RANK_GPU_ENABLE=1.*gpu='staged'"
     ) as caught:
         results = connect_all(3)
     assert results == [(["recording", "staged"], 0)] * 3
@@ -251,7 +251,7 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
         ([A, SLICE, SLICE], "ranks [1, 2] share the GPU 00:01 of a"),
         (
             [OLD, OLD_SLICE],
-            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL knows apart from version",
+            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL tells apart from version",
         ),
         ([OLD, OLD], "ranks [0, 1] share the GPU 00:01 of a"),
         ([OLD, OLD._replace(bus_id="00:02")], None),
@@ -689,7 +689,7 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
-    assert "a child cannot be one: start ranks with mpirun" in result.stderr
+    assert "cannot be a rank: start ranks with mpirun" in result.stderr
     assert seconds < 30
 
 

@@ -79,13 +79,13 @@ class AsyncModelAverage:
         return Snapshot(bucket.flat.copy(), bucket.flat.copy())
 
     def begin(self, bucket: Bucket, state: Snapshot) -> None:
-        """S <- x."""
+        """s <- x."""
         state.weight[...] = bucket.flat
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Snapshot) -> None:
-        """R <- mean of s. Collective."""
+        """r <- mean of s. Collective."""
         comm.allreduce(state.weight, out=state.mean, op="avg")
 
     def commit(self, bucket: Bucket, state: Snapshot) -> None:
-        """X <- x + r - s."""
+        """x <- x + r - s."""
         kernels.of(bucket.flat).advance(bucket.flat, state.mean, state.weight)

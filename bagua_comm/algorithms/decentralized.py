@@ -85,5 +85,5 @@ class Decentralized:
         state.round += 1
 
     def commit(self, bucket: Bucket, state: Averaged) -> None:
-        """X <- average."""
+        """x <- average."""
         bucket.flat[...] = state.average

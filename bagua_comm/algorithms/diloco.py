@@ -92,6 +92,6 @@ class DiLoCo:
         )
 
     def commit(self, bucket: Bucket, state: Outer) -> None:
-        """X <- anchor, after an outer step."""
+        """x <- a, after an outer step."""
         if not state.steps:
             bucket.flat[...] = state.anchor

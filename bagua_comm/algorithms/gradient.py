@@ -42,7 +42,7 @@ class GradientAllReduce:
         return _Bound(self.average.bind(comm))
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
-        """G <- mean of g. Collective."""
+        """g <- mean of g. Collective."""
         state.average(bucket.flat)
 
 

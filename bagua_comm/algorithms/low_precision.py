@@ -40,7 +40,7 @@ class _LowPrecision:
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
 
     def _add_decoded(self, wire: Array, replica: Array, comm: Communicator) -> None:
-        """Replica += decode(wire): the same arithmetic for all who hold this replica."""
+        """replica += decode(wire), by the same arithmetic on all ranks that hold this replica."""
         decoded = comm.scratch.take("decoded", (1, replica.size), replica.dtype, like=replica)
         self.codec.decode(wire, decoded)
         kernels.of(replica).add(replica, decoded[0], out=replica)
@@ -95,7 +95,7 @@ class LowPrecisionDecentralized(_LowPrecision):
         self._add_decoded(from_right, state.right, comm)
 
     def commit(self, bucket: Bucket, state: Replicas) -> None:
-        """X <- w."""
+        """x <- w."""
         bucket.flat[...] = state.weight
 
 

@@ -1,7 +1,9 @@
 """Algorithms made of algorithms: how often one communicates, and when one gives way to the next.
 
-every(4, Decentralized("shift_one"))
-after(1000, GradientAllReduce(), AsyncModelAverage())
+For instance:
+
+    every(4, Decentralized("shift_one"))
+    after(1000, GradientAllReduce(), AsyncModelAverage())
 """
 
 from __future__ import annotations

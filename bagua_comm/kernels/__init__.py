@@ -1,4 +1,4 @@
-"""The arithmetic under codecs and reductions, once per kind of memory.
+"""The arithmetic of codecs and reductions, once for each kind of memory.
 
 `host` (NumPy) is the specification: `compiled` (Numba) and `device` (CuPy and the .cu files) give the same bytes.
 """

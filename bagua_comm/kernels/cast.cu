@@ -1,8 +1,8 @@
 // Casts to 16 bits and back. host.py is the specification.
 //
-// Rounded half to even; what is finite stays finite, NaN stays NaN (the canonical one) and inf stays inf. WIRE is the dtype
-// on the wire. A row of the wire: the elements, padded to 32 bytes. A thread has 16 bytes' worth of elements of a row;
-// blockIdx.y counts rows.
+// Values are rounded half to even. Finite values stay finite, NaN becomes the canonical NaN, and inf stays inf. WIRE is the
+// dtype on the wire. A row of the wire holds the elements, padded to 32 bytes. A thread works on 16 bytes' worth of
+// elements of a row; blockIdx.y counts rows.
 
 #include "numbers.cuh"
 
@@ -16,7 +16,7 @@ __device__ To saturated(float32 x) {
     return narrow<To>(is_finite(x) ? fminf(fmaxf(x, -limit), limit) : x);
 }
 
-// Call `convert(row, at, number)` for all that this thread has to do in rows of `count` elements.
+// Call `convert(row, at, number)` for all parts of rows of `count` elements that this thread works on.
 template <class Convert>
 __device__ void each_word(int64 rows, int64 count, Convert convert) {
     int64 step = int64(gridDim.x) * blockDim.x * width;

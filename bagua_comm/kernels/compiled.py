@@ -1,16 +1,16 @@
-"""The kernels of `host` that codecs spend their time in, compiled by Numba; whatever is not here is `host`'s.
+"""The kernels in which codecs spend their time, compiled by Numba; any other kernel is the one of `host`.
 
-NumPy goes over memory once for every operation. Here a strip of elements takes all of them while it is in the
+NumPy goes over memory once for every operation. Here all operations run on a strip of elements while it is in the
 first-level cache, so that a call takes about as long as a copy. The bytes are those of `host`: float32 arithmetic
-in the order that is written, nothing contracted to a fused multiply-add, divisions that divide. Only a NaN that
-`reduce_rows` leaves may differ: it is the canonical one, as on a device.
+runs in the order written, without fused multiply-adds, and a division stays a division. Only a NaN in a result of
+`reduce_rows` may differ: it is the canonical one, as on a device.
 
-Why Numba: `pip install bagua-comm[fast]` is all there is to do. It needs neither a compiler on the machine nor a
-wheel for each platform, it uses the vector instructions of the processor it finds, and it lets go of the GIL:
-lanes are threads. A function is compiled when it is first called, and kept on disk for processes that come after.
+Why Numba: `pip install bagua-comm[fast]` is enough. Numba needs neither a compiler on the machine nor a wheel for
+each platform. It uses the vector instructions of the processor that it finds, and it releases the GIL, which
+matters because lanes are threads. A function is compiled at its first call, and kept on disk for later processes.
 
-Kernels take addresses of contiguous memory instead of arrays. So each is compiled once, for all dtypes, and for
-arrays that are read-only too. Elements that are not aligned go to `host`.
+Kernels take addresses of contiguous memory instead of arrays. So each is compiled only once, for all dtypes, and
+for read-only arrays too. Arrays whose elements are not aligned go to `host`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ..arrays import Array, DType, address, dtype_name
 from . import host
 
 _STRIP = 2048
-"""Elements worked on at a time: 8 KiB of float32."""
+"""How many elements are worked on at a time: 8 KiB of float32."""
 
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 _KINDS = {"float32": _FLOAT32, "float16": _FLOAT16, "bfloat16": _BFLOAT16}
 _LARGEST = tuple(np.float32(largest) for largest in (2.0**128 - 2.0**104, 65504, 2.0**128 - 2.0**120))
-"""The largest finite number of each kind."""
+"""The largest finite number of each kind of element."""
 
 _EXACT = np.float32(2.0**23)
-"""Up to here float32 holds every integer, 255 more included."""
+"""Up to this, float32 holds every integer exactly, also after 255 is added."""
 
 _SIGN, _INFINITY, _NAN = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FC00000)
 _NOTHING = np.float32(-0.0)
-"""To which any number is added exactly."""
+"""The identity of float addition: -0.0 + x == x, also for x = -0.0."""
 
 _ZERO, _LEVELS = np.float32(0), np.float32(255)
 
@@ -62,14 +62,15 @@ _SEMANTICS = {"nogil": True, "error_model": "numpy"}
 
 
 def _inner(function: Function) -> Function:
-    """Compile what kernels call; Python cannot."""
+    """Compile a function that kernels call; Python cannot call it."""
     return cast(Function, numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
 def _kernel(function: Function) -> Function:
-    """Compile at the first call, or take from disk what another process compiled."""
-    # Numba keeps an index of what it compiled in one file and each code in another. If two ranks write at once,
-    # one may leave the index and the other the code: so there is one signature, and an index per processor.
+    """Compile a kernel at its first call, or load what another process compiled."""
+    # Numba keeps an index in one file and each compiled code in another. If two ranks write at once, the index
+    # may be one rank's and the code the other's. So each index has one signature and is for one kind of
+    # processor.
     function.__qualname__ += f"-{platform.machine()}-{binding.get_host_cpu_name()}"
     compiled = numba.njit(**_SEMANTICS)(function)
     with contextlib.suppress(RuntimeError):  # there is no folder to write to: each process compiles for itself
@@ -122,7 +123,7 @@ def _itemsize(kind: int) -> int:
 # ---------------------------------------------------------------------------------------------------
 # Conversions
 #
-# In integers: not every processor has instructions for float16, and NumPy's own functions are not vectorised.
+# By integers: not every processor has instructions for float16, and NumPy's own functions are not vectorised.
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +140,7 @@ def _float(bits: Any) -> Any:
 @_inner
 def _from_float16(half: Any) -> Any:
     magnitude = np.uint32(half & 0x7FFF)
-    normal = np.uint32((magnitude << 13) + (112 << 23))  # 127 - 15: from one bias of exponents to the other
+    normal = np.uint32((magnitude << 13) + (112 << 23))  # 127 - 15, the difference of the two biases of exponents
     not_finite = np.uint32((magnitude << 13) + (224 << 23))
     denormal = _bits(np.float32(magnitude) * np.float32(2.0**-24))
     bits = normal if magnitude >= 0x0400 else denormal
@@ -149,11 +150,11 @@ def _from_float16(half: Any) -> Any:
 
 @_inner
 def _to_float16(x: Any) -> Any:
-    """Rounded half to even; NaN is the canonical one."""
+    """Round half to even; NaN becomes the canonical NaN."""
     magnitude = np.uint32(_bits(x) & 0x7FFFFFFF)
     odd = np.uint32(magnitude >> 13) & 1
     normal = np.uint32(np.uint32(magnitude - (112 << 23) + 0xFFF + odd) >> 13)
-    # The last place of 0.5 in float32 is that of a denormal number.
+    # In float32, the last place of 0.5 is the last place of a denormal float16.
     denormal = np.uint32(_bits(_float(magnitude) + np.float32(0.5)) - _bits(np.float32(0.5)))
     half = denormal if magnitude < 113 << 23 else normal
     half = min(half, np.uint32(0x7C00)) | np.uint32(np.uint32(_bits(x) >> 16) & 0x8000)
@@ -167,7 +168,7 @@ def _from_bfloat16(half: Any) -> Any:
 
 @_inner
 def _to_bfloat16(x: Any) -> Any:
-    """Rounded half to even; NaN is the canonical one."""
+    """Round half to even; NaN becomes the canonical NaN."""
     bits = _bits(x)
     if np.uint32(bits & 0x7FFFFFFF) > _INFINITY:
         bits = _NAN
@@ -176,7 +177,7 @@ def _to_bfloat16(x: Any) -> Any:
 
 @_inner
 def _load(kind: int, where: int, count: int, scratch: Array) -> Array:
-    """`count` elements in float32: where they lie, or in `scratch`."""
+    """`count` elements in float32: in place if they are float32, else converted in `scratch`."""
     if kind == _FLOAT32:
         return _floats(where, count)
     halves, wide = _halves(where, count), scratch[:count]
@@ -191,7 +192,7 @@ def _load(kind: int, where: int, count: int, scratch: Array) -> Array:
 
 @_inner
 def _store(kind: int, values: Array, where: int) -> None:
-    """Round `values` to elements."""
+    """Round `values` to elements of a kind, and write them."""
     count = len(values)
     floats, halves = _floats(where, count), _halves(where, count)
     if kind == _FLOAT32:
@@ -207,7 +208,7 @@ def _store(kind: int, values: Array, where: int) -> None:
 
 @_inner
 def _round(kind: int, values: Array) -> None:
-    """Round to an element dtype, in place."""
+    """Round `values` to an element dtype, in place."""
     if kind == _FLOAT16:
         for i in range(len(values)):
             values[i] = _from_float16(_to_float16(values[i]))
@@ -218,7 +219,7 @@ def _round(kind: int, values: Array) -> None:
 
 @_inner
 def _saturate(kind: int, values: Array, scratch: Array) -> Array:
-    """In `scratch`: finite values kept finite in an element dtype, NaN the canonical one."""
+    """A copy in `scratch` whose finite values stay finite in an element dtype, and whose NaN are canonical."""
     source, target = values.view(np.uint32), scratch[: len(values)].view(np.uint32)
     largest = _bits(_LARGEST[kind])
     for i in range(len(source)):
@@ -278,7 +279,7 @@ def cast_combine(wire: Array, out: Array, count: int, dtype: DType, sent: DType,
 
 
 def _takes(dtype: DType, places: int) -> bool:
-    """Whether there are kernels for `dtype`, at addresses and distances of rows that, or-ed, give `places`."""
+    """Whether there are kernels for `dtype`, if the addresses and strides of rows give `places` when or-ed."""
     return dtype_name(dtype) in _KINDS and places % dtype.itemsize == 0
 
 
@@ -286,7 +287,7 @@ def _takes(dtype: DType, places: int) -> bool:
 def _cast_rows(
     source_kind: int, source: int, source_stride: int, n: int, count: int, kind: int, target: int, stride: int
 ) -> None:
-    """Cast n rows; what follows the elements in rows of `target` is zeroed."""
+    """Cast n rows; zero the bytes after the elements in rows of `target`."""
     wide, saturated = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
     for row in range(n):
         for at in range(0, count, _STRIP):
@@ -307,7 +308,7 @@ def _sum_rows(
     target: int,
     stride: int,
 ) -> None:
-    """Add rows of 16-bit floats, round the sum to elements and cast those; what follows them is zeroed."""
+    """Add rows of 16-bit floats, round the sum to elements, cast these, and zero the bytes after them."""
     total, wide = np.empty(_STRIP, np.float32), np.empty(_STRIP, np.float32)
     for at in range(0, count, _STRIP):
         part = total[: min(_STRIP, count - at)]
@@ -378,7 +379,7 @@ def minmax_combine(
 
 
 class _Wire(NamedTuple):
-    """Rows of so many elements of a kind, encoded."""
+    """The layout of encoded rows."""
 
     kind: int
     elements: int
@@ -389,14 +390,14 @@ class _Wire(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """Rows of a wire to be added; none if elements are encoded as they are."""
+    """How many rows of a wire to add (0: encode elements as they are), and whether to divide by their number."""
 
     rows: int
     mean: bool
 
 
 class _Levels(NamedTuple):
-    """What there is to know of a block to decode it."""
+    """Decoding constants of a block."""
 
     scale: Any
     lower: Any
@@ -470,7 +471,7 @@ def _clear_padding(layout: Any, row: int) -> None:
 
 @_inner
 def _header(layout: Any, row: int, begin: int) -> Any:
-    """Where the pair (min, max) of the block that begins there is."""
+    """The address of the pair (min, max) of the block that begins at element `begin`."""
     return row + begin // layout.block * 2 * _itemsize(layout.kind)
 
 
@@ -495,7 +496,7 @@ def _read_levels(layout: Any, row: int, begin: int, pair: Array) -> Any:
 
 @_inner
 def _decode(codes: Array, levels: Any, adding: bool, out: Array) -> None:
-    """Decode: x' = (code + lower) / scale, kept finite; added to what is in `out` if `adding`."""
+    """Decode: x' = (code + lower) / scale, kept finite; added to `out` if `adding`."""
     scale, lower, largest = levels.scale, levels.lower, levels.largest
     if levels.plain and adding:
         for i in range(len(out)):
@@ -514,7 +515,7 @@ def _decode(codes: Array, levels: Any, adding: bool, out: Array) -> None:
 def _strip(
     layout: Any, source: int, summed: Any, begin: int, at: int, count: int, scratch: Array, pair: Array
 ) -> Array:
-    """`count` elements from `at` on, of the block that begins at `begin`: as they are, or sums."""
+    """`count` elements from `at` on, in the block that begins at `begin`: as they are, or summed over rows."""
     if summed.rows == 0:
         return _load(layout.kind, source + at * _itemsize(layout.kind), count, scratch)
     total = scratch[:count]
@@ -530,7 +531,7 @@ def _strip(
 
 @_inner
 def _extremes(values: Array, signed_most: Any, most: Any, least: Any) -> Any:
-    """Take `values` into three extremes of the bits of floats: two as unsigned integers, one as signed."""
+    """Update three extremes of the bits of floats by `values`: one as signed integers, two as unsigned."""
     bits, signed = values.view(np.uint32), values.view(np.int32)
     for i in range(len(values)):
         signed_most = max(signed_most, signed[i])
@@ -541,8 +542,8 @@ def _extremes(values: Array, signed_most: Any, most: Any, least: Any) -> Any:
 
 @_inner
 def _ends(signed_most: Any, most: Any, least: Any) -> Any:
-    """Min and max of the floats with such bits; NaN if any is not finite, and zeros are +0.0."""
-    # Positive floats are in the order of their bits, negative ones in the opposite, and all above as unsigned.
+    """Min and max of the floats whose bits have these extremes; NaN if any is not finite, and zeros are +0.0."""
+    # The bits of positive floats ascend with them, those of negative ones descend and, unsigned, are above.
     low = _float(most if most >= _SIGN else least) + _ZERO
     high = _float(signed_most if signed_most >= 0 else least) + _ZERO
     if not (np.isfinite(low) and np.isfinite(high)):
@@ -563,7 +564,7 @@ def _encode_block(
     _store(layout.kind, pair, _header(layout, row, begin))
     scale, lower = _scale_and_lower(low, high, layout.eps)
     for at in range(begin, end, _STRIP):
-        if end - begin > _STRIP:  # else they are still there
+        if end - begin > _STRIP:  # a single strip is still in `values`
             values = _strip(layout, source, summed, begin, at, min(_STRIP, end - at), scratch, pair)
         _quantize(values, low, scale, lower, _bytes(row + layout.start + at, len(values)))
 
@@ -573,7 +574,7 @@ def _quantize(values: Array, low: Any, scale: Any, lower: Any, codes: Array) -> 
     """Encode: code = clip(rint(x * scale) - lower, 0, 255), or 0 where that is not a number."""
     if not (np.isfinite(low) and np.isfinite(scale) and np.isfinite(lower)):
         codes[:] = 0
-    elif np.rint(low * scale) - lower >= 0 and abs(lower) < _EXACT:  # then so are all: see `host`
+    elif np.rint(low * scale) - lower >= 0 and abs(lower) < _EXACT:  # then no code needs clipping: see `host`
         for i in range(len(values)):
             codes[i] = np.uint8(np.int32(np.rint(values[i] * scale) - lower))
     else:

@@ -1,8 +1,8 @@
-"""Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` says what each of them computes.
+"""Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` specifies what each computes.
 
 A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing,
-and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype; the result is
-kept in ~/.cache/bagua_comm, if only its owner can write there; else until the process ends.
+and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype. The result is
+kept in ~/.cache/bagua_comm if only its owner can write there, else until the process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..files import cache_folder, is_own_file, private_folder, write_at_once
 _THREADS = 256
 _ACCESS_BYTES = 16
 _HELD = 16
-"""Elements that a thread of minmax.cu keeps in registers."""
+"""How many elements a thread of minmax.cu keeps in registers."""
 
 _WARP, _MOST_ROWS, _MOST_CTAS = 32, 65535, 2**31 - 1
 
 LARGEST_CTA = 512
-"""Threads; twice as many would need more registers than there are."""
+"""The most threads of a CTA; twice as many would need more registers than a multiprocessor has."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -164,24 +164,24 @@ _LAYOUT = np.dtype(
     + [("eps", np.float32)],
     align=True,
 )
-"""Layout of minmax.cu."""
+"""The struct `Layout` of minmax.cu."""
 
 
 class _Work(NamedTuple):
-    """How minmax.cu shares out rows of elements, cut into blocks, among threads."""
+    """How minmax.cu deals rows of elements, which are cut into blocks, to threads."""
 
     grid: tuple[int, int]
     cta: tuple[int, int]
     """Threads in a team, teams in a CTA."""
 
     segments: int
-    """Of a block."""
+    """How many segments a block has."""
 
     ranges: int
     """How many ranges of segments there are in all."""
 
     layout: np.ndarray[Any, Any]
-    """Of one `_LAYOUT`, which CuPy passes to a kernel by its value: one argument in place of nine."""
+    """An array of one `_LAYOUT`, which CuPy passes to a kernel by value: one argument in place of nine."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -222,7 +222,7 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
 
 
 def _encode(name: str, source: tuple[Any, ...], wire: Array, work: _Work, dtype: DType) -> None:
-    """Encode what kernel `name` reads from `source`; in two passes if blocks are longer than a CTA holds."""
+    """Encode what kernel `name` reads from `source`, in two passes if a block is longer than a CTA holds."""
     grid, cta, layout, element = work.grid, work.cta, work.layout, dtype_name(dtype)
     if work.segments == 1:
         _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, layout))
@@ -237,7 +237,7 @@ def _encode(name: str, source: tuple[Any, ...], wire: Array, work: _Work, dtype:
 
 @functools.cache
 def _scratch(device: int, stream: int, thread: int) -> Scratch:
-    """Memory for what one kernel leaves to the next of the same stream; threads' launches may alternate there."""
+    """Memory between kernels of a stream; each thread has its own, since their launches may interleave."""
     return Scratch()
 
 
@@ -274,12 +274,12 @@ def _loaded(device: int, file: str, name: str, element: str, *defines: str) -> A
 
 @functools.cache
 def _module(architecture: str, file: str, element: str, *defines: str) -> Any:
-    # CuPy would compile `code=` with -ftz=true, which makes zero of denormal numbers.
+    # CuPy would compile `code=` with -ftz=true, which turns denormal numbers into zero.
     return cupy.RawModule(path=str(_compiled(architecture, file, compile_options(element, *defines))))
 
 
 def _compiled(architecture: str, file: str, options: tuple[str, ...]) -> Path:
-    """What NVRTC makes of a .cu file for the current device, from disk if it was made before."""
+    """The binary of a .cu file for this architecture: from disk, or compiled by NVRTC."""
     code = source(file)
     what = repr((code, options, architecture, cupy.cuda.nvrtc.getVersion()))
     digest = hashlib.blake2b(what.encode(), digest_size=12).hexdigest()
@@ -288,10 +288,10 @@ def _compiled(architecture: str, file: str, options: tuple[str, ...]) -> Path:
     if not is_own_file(path):
         binary, _ = cupy.cuda.compiler.compile_using_nvrtc(code, options, filename=file)
         binary = binary if isinstance(binary, bytes) else binary.encode()
-        binary += b"\0"  # the last byte, which CuPy takes off
+        binary += b"\0"  # CuPy cuts off the last byte
         try:
             write_at_once(path, binary, mode=0o600)
-        except OSError:  # the disk is full, say
+        except OSError:  # for instance the disk is full
             path = private_folder() / name
             write_at_once(path, binary, mode=0o600)
     return path
@@ -310,5 +310,5 @@ def source(file: str) -> str:
 
 
 def compile_options(element: str, *defines: str) -> tuple[str, ...]:
-    """What NVRTC is told: no multiply and add become one rounding, so that the bytes are the host's."""
+    """NVRTC's options: no fused multiply-add, so that the bytes are the host's."""
     return ("--std=c++17", "-fmad=false", f"-DELEMENT={element}", *(f"-D{define}" for define in defines))

@@ -1,7 +1,7 @@
 // The element-wise steps of algorithms and optimizers, each in one pass. host.py is the specification.
 //
-// float16 and bfloat16 are worked out in float32 and rounded once; float64 in float64. A thread has 16 bytes' worth of
-// neighbouring elements of every array, and goes on by the size of the grid. An output may be an input.
+// float16 and bfloat16 are computed in float32 and rounded once; float64 in float64. A thread works on 16 bytes' worth of
+// neighbouring elements of every array, and then moves on by the size of the grid. An output may be an input.
 
 #include "numbers.cuh"
 

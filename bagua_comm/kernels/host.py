@@ -1,10 +1,10 @@
 """Kernels in NumPy: the specification of what every device kernel computes, byte for byte.
 
 All arithmetic is float32 with each operation rounded half to even and no fused multiply-add; sums run
-in rank order. Work goes through cache-sized pieces with one small set of scratch arrays per call, and
-every result lands in an array the caller gives.
+in rank order. A call works on cache-sized pieces with one small set of scratch arrays, and writes every result
+to an array that the caller gives.
 
-MinMaxUInt8, per block of elements, with x' the decoded value (design of the wire: `codecs.minmax`):
+MinMaxUInt8, per block of elements, with x' the decoded value (for the layout of the wire, see `codecs.minmax`):
 
     range = max - min + eps        scale = 255 / range        upper = rint(max * scale)
     lower = upper - 255            code = clip(rint(x * scale) - lower, 0, 255)
@@ -26,15 +26,15 @@ import numpy as np
 from ..arrays import REDUCED_PRECISION, Array, DType, dtype_name
 
 PIECE = 1 << 17
-"""Elements worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
+"""How many elements are worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
 
 SPAN = 1 << 20
-"""Elements whose blocks are scaled at a time: 4 MiB of float32, which stay in the last-level cache."""
+"""How many elements have their blocks scaled at a time: 4 MiB of float32, which stay in the last-level cache."""
 
 _LEVELS = np.float32(255)
 _ZERO = np.float32(0)
 _EXACT = 2.0**23
-"""Up to here float32 holds every integer, 255 more included."""
+"""Up to this, float32 holds every integer exactly, also after 255 is added."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -45,8 +45,8 @@ _EXACT = 2.0**23
 def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     """Reduce p `rows` of (m,), as an array or a list, to `out`, (m,), in row order.
 
-    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p; integers
-    are added in 64 bits for it, and the quotient is truncated towards zero. `out` may be any one of the rows.
+    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p; for it,
+    integers are added in 64 bits, and the quotient is truncated towards zero. `out` may be any one of the rows.
     """
     m, dtype = out.size, out.dtype
     wide: DType = dtype
@@ -55,7 +55,7 @@ def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     elif op == "avg" and dtype.kind in "iu":
         wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
     same = wide == dtype
-    # Not if `out` is a row that is still to come when the first two are added.
+    # The sum may not grow in `out` if that is a row after the first two, which is still to be added.
     grows_in_out = same and not any(np.may_share_memory(out, row) for row in rows[2:])
     total = out if grows_in_out else np.empty(min(m, PIECE), wide)
     term = total if same else np.empty_like(total)
@@ -111,22 +111,22 @@ def scale(x: Array, factor: float) -> None:
 # ---------------------------------------------------------------------------------------------------
 # Element-wise steps of algorithms and optimizers
 #
-# Flat arrays of one size. float16 and bfloat16 are worked out in float32 and rounded once; `out` may be an input.
+# Flat arrays of one size. float16 and bfloat16 are computed in float32 and rounded once; `out` may be an input.
 # ---------------------------------------------------------------------------------------------------
 
 
 def add(x: Array, y: Array, out: Array) -> None:
-    """X + y."""
+    """x + y."""
     _elementwise(np.add, (x, y), (out,))
 
 
 def subtract(x: Array, y: Array, out: Array) -> None:
-    """X - y."""
+    """x - y."""
     _elementwise(np.subtract, (x, y), (out,))
 
 
 def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
-    """Factor (x - decoded), and 0 where that is not finite."""
+    """factor (x - decoded), and 0 where that is not finite."""
 
     def formula(x: Array, decoded: Array) -> Array:
         lost = (x - decoded) * factor
@@ -141,12 +141,12 @@ def midpoint(x: Array, y: Array, out: Array) -> None:
 
 
 def blend(x: Array, y: Array, weight: float, out: Array) -> None:
-    """Weight x + (1 - weight) y."""
+    """weight x + (1 - weight) y."""
     _elementwise(lambda x, y: x * weight + y * (1 - weight), (x, y), (out,))
 
 
 def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Array) -> None:
-    """X + left / 3 + right / 3 - (5 / 3) weight."""
+    """x + left / 3 + right / 3 - (5 / 3) weight."""
 
     def formula(x: Array, left: Array, right: Array, weight: Array) -> Array:
         return x + left / 3 + right / 3 - weight * (5 / 3)
@@ -155,17 +155,17 @@ def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Arr
 
 
 def move_half(x: Array, received: Array, sent: Array, out: Array) -> None:
-    """X + (received - sent) / 2."""
+    """x + (received - sent) / 2."""
     _elementwise(lambda x, received, sent: x + (received - sent) / 2, (x, received, sent), (out,))
 
 
 def advance(x: Array, mean: Array, snapshot: Array) -> None:
-    """X <- x + (mean - snapshot)."""
+    """x <- x + (mean - snapshot)."""
     _elementwise(lambda x, mean, snapshot: x + (mean - snapshot), (x, mean, snapshot), (x,))
 
 
 def add_scaled(x: Array, y: Array, factor: float) -> None:
-    """X <- x + factor y."""
+    """x <- x + factor y."""
     _elementwise(lambda x, y: x + y * factor, (x, y), (x,))
 
 
@@ -196,7 +196,7 @@ def adam_moments(
 
 
 def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, corrections: tuple[float, float]) -> None:
-    """Adam's step: x <- x - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps), with c = 1 - beta^t; none where v is 0."""
+    """Adam's step: x <- x - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps), c = 1 - beta^t; no step where v is 0."""
     first, second = corrections
 
     def step(x: Array, m: Array, v: Array) -> Array:
@@ -226,7 +226,8 @@ def _elementwise(formula: Callable[..., Any], inputs: Sequence[Array], outputs: 
 def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
     """Cast `chunks`, (n, m), to rows of `wire`, (n, w) uint8: m elements of dtype `sent`, then zeros.
 
-    Rounded half to even; what is finite stays finite, NaN (the canonical one) and inf stay.
+    Values are rounded half to even. Finite values stay finite, infinities stay, and NaN becomes the canonical
+    NaN.
     """
     m = chunks.shape[1]
     cast_saturating(chunks, _sent(wire, m, sent))
@@ -234,7 +235,7 @@ def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
 
 
 def cast_decode(wire: Array, out: Array, sent: DType) -> None:
-    """Cast what `cast_encode` wrote to `out`, (n, m)."""
+    """Cast the elements in rows of `wire`, as `cast_encode` writes them, to `out`, (n, m)."""
     cast_saturating(_sent(wire, out.shape[1], sent), out)
 
 
@@ -265,9 +266,9 @@ def _sent(wire: Array, count: int, dtype: DType) -> Array:
 
 
 def cast_saturating(x: Array, out: Array) -> None:
-    """Round `x` to the dtype of `out`, half to even; what is finite stays finite, NaN and inf stay.
+    """Round `x` to the dtype of `out`, half to even; finite values stay finite, NaN and inf stay.
 
-    Both of one shape; works on pieces along the last axis.
+    `x` and `out` have one shape. Works on pieces along the last axis.
     """
     limit = largest_finite(out.dtype)
     (wide,) = _scratch(1, x.shape[-1])
@@ -299,7 +300,7 @@ def largest_finite(dtype: DType) -> float:
 
 
 def _clamp_finite(x: Array, limit: float) -> None:
-    """Bring finite values of float32 `x` into [-limit, limit], in place; NaN (canonical) and inf stay."""
+    """Clamp finite values of float32 `x` to [-limit, limit], in place; inf stays, NaN becomes canonical."""
     if x.size == 0:
         return
     low, high = x.min(), x.max()
@@ -318,8 +319,8 @@ def _clamp_finite(x: Array, limit: float) -> None:
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """Encode `chunks`, (n, m), of float32, float16 or bfloat16, in rows of `wire`, (n, w) uint8.
 
-    A row receives min and max of every block in the dtype of `chunks`, then, from byte `start` on, m codes.
-    What is left of it is zeroed.
+    A row gets the min and max of every block in the dtype of `chunks`, then, from byte `start` on, m codes.
+    Its other bytes are zeroed.
     """
     header, codes = _parts_of(wire, chunks.shape[1], chunks.dtype, start, block)
     _clear_padding(wire, header, codes, start)
@@ -364,10 +365,10 @@ def minmax_combine(
     wide = total if dtype == np.float32 else np.empty(min(span, m), np.float32)
     term = np.empty(min(span, m, PIECE), np.float32)
     with np.errstate(all="ignore"):
-        for start in range(0, m, span):
-            stop = min(start + span, m)
-            acc, narrow = total[None, : stop - start], rounded[None, : stop - start]
-            blocks, elements = slice(start // block, -(-stop // block)), slice(start, stop)
+        for first in range(0, m, span):
+            last = min(first + span, m)
+            acc, narrow = total[None, : last - first], rounded[None, : last - first]
+            blocks, elements = slice(first // block, -(-last // block)), slice(first, last)
             for row in range(n):
                 one = slice(row, row + 1)
                 for x, ends, code in _spans(acc, header[one, blocks], codes[one, elements], block):
@@ -412,10 +413,10 @@ def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: A
     if not all_regular:
         broken = ~(np.isfinite(low) & np.isfinite(high))
         low[broken] = high[broken] = np.nan
-        flat = broken | ~np.isfinite(factor) | ~np.isfinite(lower)  # also zero range, overflown `upper`
+        flat = broken | ~np.isfinite(factor) | ~np.isfinite(lower)  # also a zero range, an overflown `upper`
     np.copyto(ends[..., 0:1], low, casting="unsafe")
     np.copyto(ends[..., 1:2], high, casting="unsafe")
-    # The code of the lowest element bounds the others from below, 255 from above while it is exact.
+    # No code is below that of the lowest element; none is above 255 while float32 is exact.
     first = np.rint(low * factor) - lower
     inside = all_regular and first.min() >= 0 and lower.min() > -_EXACT and lower.max() < _EXACT
     for at in _parts(x.shape):
@@ -432,25 +433,25 @@ def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: A
 
 
 class _Decoding:
-    """What decoding needs to know of some blocks, worked out once: ends (r, k, 2)."""
+    """Decoding constants of some blocks, from their ends, (r, k, 2)."""
 
     def __init__(self, ends: Array, eps: np.float32) -> None:
         low, high = ends[..., 0:1].astype(np.float32), ends[..., 1:2].astype(np.float32)
         self.factor, self.lower = _levels(low, high, eps)
         self.limit = largest_finite(ends.dtype)
-        # Half a step beyond the largest finite value would round to infinity; codes reach down to low - eps.
+        # Half a step beyond the largest finite value rounds to infinity; the lowest code decodes to low - eps.
         self.clamp = bool(max(-low.min(), high.max()) + eps > self.limit / 2)
         self.special: Array | None = ~(np.isfinite(self.lower) & np.isfinite(self.factor) & (self.factor > 0))
         if not self.special.any():
             self.special = None
             return
-        # Blocks that the formula does not decode: NaN or an overflown range gives NaN, a zero range or
-        # an overflown `upper` gives min.
+        # The formula does not decode some blocks: NaN or an overflown range gives NaN; a zero range or an
+        # overflown `upper` gives min.
         self.clamp = True
         self.fill = np.where(self.factor > 0, low, np.float32(np.nan))
 
     def decode(self, code: Array, out: Array, at: tuple[slice, slice, slice]) -> None:
-        """X' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
+        """x' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
         np.copyto(out, code)
         np.add(out, self.lower[at[:2]], out=out)
         np.divide(out, self.factor[at[:2]], out=out)
@@ -482,7 +483,7 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
     """Cut (n, m) into spans (r, k, b) of whole blocks; the short last block of the rows comes last.
 
     Yields matching views of `x`, the header and the codes. A span has at most `SPAN` elements, or is a
-    single longer block: what is worked out once per block is worked out for many at a time.
+    single longer block; so the constants of many blocks are computed at a time.
     """
     n, m = x.shape
     full = m // block
@@ -504,7 +505,7 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
 
 
 def _parts(shape: tuple[int, ...], weight: int = 1) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut a span (r, k, b) into parts of at most `PIECE` elements, `weight` for each one here."""
+    """Cut a span (r, k, b) into parts of at most `PIECE` elements; each one of the span counts for `weight`."""
     r, k, b = shape
     columns = max(1, min(b, PIECE // weight))
     blocks = max(1, min(k, PIECE // (weight * columns)))

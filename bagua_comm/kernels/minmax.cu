@@ -3,7 +3,7 @@
 //   range = max - min + eps    scale = 255 / range    upper = rint(max * scale)    lower = upper - 255
 //   code  = clip(rint(x * scale) - lower, 0, 255)     x' = (code + lower) / scale
 //
-// A row of the wire: nb pairs (min, max) in the element dtype, padded to 32 bytes; the codes, padded to 32 bytes.
+// A row of the wire holds nb pairs (min, max) in the element dtype, padded to 32 bytes, then the codes, padded to 32 bytes.
 //
 // Threads. A team works on a block: 1, 2, 4 ... 32 threads of a warp, or a whole CTA of up to 512. threadIdx.x is the
 // lane in the team, threadIdx.y the team in the CTA, blockIdx.y a row. A thread keeps 16 elements in registers, so that
@@ -14,12 +14,12 @@
 // A block too long for a CTA is cut into segments of 16 elements a thread: `encode_ranges` leaves the range of each
 // segment, then `encode_segments` reads the elements again.
 //
-// Segments are `whole` where every thread of a warp has 16 elements, at addresses that 16-byte words fit: nearly all are, in
-// blocks of 16 * 2^n elements, and in very long ones. For them everything is compiled once more, without a check of ends
-// and addresses.
+// A segment is `whole` if every thread of its warps has 16 elements, at addresses that 16-byte words fit. Nearly all are, in
+// blocks of 16 * 2^n elements and in very long ones. For whole segments everything is compiled once more, without checks of
+// ends and addresses.
 //
-// combine is encode of another source: the sum of the decoded rows, in float32 and row order, rounded to the element
-// dtype once. All arithmetic is float32. The specification divides 255 by the range in float64 and rounds to float32,
+// combine is encode with another source: the sum of the decoded rows, in float32 and row order, rounded once to the
+// element dtype. All arithmetic is float32. The specification divides 255 by the range in float64 and rounds to float32,
 // which is the float32 quotient (Figueroa, "When is double rounding innocuous?", 1995: 53 >= 2 * 24 + 2).
 
 #include "numbers.cuh"
@@ -42,7 +42,7 @@ struct Range {
     float32 low, high;
 };
 
-// What one team works on: `length` elements from `begin` of a row, all in `block`.
+// The work of one team: `length` elements from `begin` of a row, all in `block`.
 struct Segment {
     int64 row, block, number, begin;
     int length;
@@ -51,13 +51,13 @@ struct Segment {
 // Where slot `slot` of this thread begins in its segment.
 __device__ int place(int slot, int width) { return (slot * int(blockDim.x) + int(threadIdx.x)) * width; }
 
-// Whether the codes of whole segments lie where 16-byte words fit.
+// Whether the codes of whole segments lie at addresses that 16-byte words fit.
 __device__ bool fit_words(const uint8* wire, const Layout& layout) {
     return aligned<access_bytes>(wire + layout.start) && layout.stride % access_bytes == 0;
 }
 
 
-// ---- Codes in registers, four in a word: the compiler would give each a register ----
+// ---- Codes in registers, four in a word: else the compiler would give each code a register ----
 
 template <int count>
 struct Codes {
@@ -81,7 +81,7 @@ struct Codes {
 };
 
 
-// ---- Blocks: what their range says about codes ----
+// ---- Blocks: from their range to their levels ----
 
 struct Levels {
     float32 scale, lower;
@@ -112,7 +112,7 @@ struct alignas(16) Decoder {
         // NaN or an overflown range gives NaN; a zero range or an overflown `upper` gives min.
         bool constant = !(is_finite(found.lower) && is_finite(found.scale) && found.scale > 0);
         float32 fill = found.scale > 0 ? range.low : __uint_as_float(canonical_nan);
-        // Neither quotients near overflow or underflow, nor codes that float32 cannot add to `lower` exactly.
+        // Plain blocks have no quotient near overflow or underflow, and float32 adds each code to `lower` exactly.
         bool plain = !constant && fabsf(found.lower) <= 4194304 && found.scale > 1e-30f && found.scale < 1e30f &&
                      fmaxf(-range.low, range.high) + eps <= largest_finite<element>() / 2;
         scale = constant ? 0 : found.scale;
@@ -123,7 +123,7 @@ struct alignas(16) Decoder {
 
     __device__ bool plain() const { return inverse > 0; }
 
-    // values[i] = join(values[i], what codes[i] is decoded to)
+    // values[i] = join(values[i], the decoded codes[i])
     template <bool surely_plain, int count, class Join>
     __device__ void decode(Codes<count> codes, float32 (&values)[count], Join join) const {
         if (surely_plain || plain()) {
@@ -132,7 +132,7 @@ struct alignas(16) Decoder {
                 values[i] = join(values[i], divide(__uint_as_float(codes.below(__float_as_uint(base), i)) + shift));
             return;
         }
-        // One after the other, since divisions take many registers. Registers have no index: what is in them moves on.
+        // One after the other, since divisions take many registers. Registers have no index, so their contents move up.
 #pragma unroll 1
         for (int n = 0; n < count; ++n) {
             float32 joined = join(values[0], careful_value(codes.below(0, 0)));
@@ -143,7 +143,7 @@ struct alignas(16) Decoder {
         }
     }
 
-    // What `code` is decoded to in a block that isn't plain.
+    // The decoded `code` of a block that isn't plain.
     __device__ float32 careful_value(uint32 code) const {
         float32 limit = largest_finite<element>();
         return scale > 0 ? fminf(fmaxf((code + shift) / scale, -limit), limit) : base;
@@ -207,13 +207,13 @@ struct Sum {
         Decoder* decoders = shared_decoders() + (threadIdx.y * blockDim.x + threadIdx.x - lane);
         float32(&total)[width] = values[0];
 #pragma unroll
-        for (int i = 0; i < width; ++i) total[i] = -0.0f;  // to which any number is added exactly
+        for (int i = 0; i < width; ++i) total[i] = -0.0f;  // the identity: -0.0 + x == x
         for (int64 first = 0; first < summands; first += lanes) {
             const uint8* row = wire + first * layout.stride;
             int rows = int(min(summands - first, int64(lanes)));
-            // What there is to know of a row's block is worked out by one lane.
+            // One lane computes the constants of each row's block.
             bool mine = lane < rows && segment.length > 0, plain = true;
-            __syncwarp();  // the decoders may still be read from the time before
+            __syncwarp();  // the decoders may still be in use by the last round
             if (mine) {
                 Decoder own(read_range<whole>(row + lane * layout.stride, segment.block), layout.eps);
                 decoders[lane] = own;
@@ -230,7 +230,7 @@ struct Sum {
         divide_and_round(total);
     }
 
-    // Add `rows` rows. If all are whole and plain, several are on their way at a time.
+    // Add `rows` rows. If all are whole and plain, several loads are in flight at a time.
     template <bool whole_and_plain>
     __device__ void add(const uint8* from, int rows, int valid, const Decoder* decoders, float32 (&total)[width]) const {
         constexpr int ahead = whole_and_plain ? 4 : 1;
@@ -252,7 +252,7 @@ struct Sum {
     }
 
     __device__ void divide_and_round(float32 (&total)[width]) const {
-        bool halving = (summands & (summands - 1)) == 0;  // then the product with 1 / summands is the quotient
+        bool halving = (summands & (summands - 1)) == 0;  // then x * (1 / summands) is exactly the quotient
         if (mean && !halving) {
 #pragma unroll
             for (int i = 0; i < width; ++i) total[i] = total[i] / summands;
@@ -269,7 +269,7 @@ struct Sum {
 
 // ---- Ranges of teams ----
 
-// The smaller; NaN if either is. One of the two ends is enough to show it.
+// The smaller; NaN if either is NaN. It is enough if one of the two ends shows it.
 __device__ float32 lower_of(float32 a, float32 b) {
 #if __CUDA_ARCH__ >= 800
     float32 lower;
@@ -292,20 +292,20 @@ __device__ Range over_lanes(Range mine, int lanes) {
     return mine;
 }
 
-// The range of the whole team, on all its threads; `shared` has room for one of each warp.
+// The range of the whole team, on all its threads; `shared` has room for one range of each warp.
 __device__ Range over_team(Range mine, Range* shared) {
     int team = blockDim.x;
     if (team < warp) return over_lanes(mine, team);
     mine = over_lanes(mine, warp);
     if (team == warp) return mine;
     int lane = threadIdx.x % warp;
-    __syncthreads();  // `shared` may still be read from the time before
+    __syncthreads();  // `shared` may still be in use by the last call
     if (lane == 0) shared[threadIdx.x / warp] = mine;
     __syncthreads();
     return over_lanes(lane < team / warp ? shared[lane] : nothing(), warp);
 }
 
-// Zeros in a header are +0, and a block that holds NaN or an infinity has NaN there.
+// Zeros in a header are +0. A block that holds NaN or an infinity has NaN in its header.
 __device__ Range as_sent(Range range) {
     float32 nan = __uint_as_float(canonical_nan);
     bool broken = !is_finite(range.low) || !is_finite(range.high);
@@ -346,8 +346,8 @@ struct Encoder {
         Levels found(range, layout.eps);
         uint8* to = row + layout.start + segment.begin;
         if (fabsf(found.lower) < 4194048) {  // false for NaN
-            // A sum with 1.5 * 2^23 is rounded as rint does, and its bits count on with the integer. x <= max, so that no
-            // code is above 255.
+            // Adding 1.5 * 2^23 rounds as rint does, and then the bits of the sum count up as the integer does. No code
+            // is above 255, since x <= max.
             float32 shift = 12582912;
             int32 lower = __float_as_uint(shift + found.lower);
             write_codes(to, [&](float32 x) { return max(int32(__float_as_uint(x * found.scale + shift)) - lower, 0); });
@@ -379,12 +379,12 @@ struct Bool {
 };
 
 // Call `visit(segment, whole)` for all segments of this CTA's teams. All threads make the same number of calls, since a
-// team may need the others of its warp; those without a segment get an empty one, numbered -1. Where blocks have segments,
-// a team is a CTA, and has one.
+// team may need the others of its warp; a team without a segment gets an empty one, numbered -1. If a block has several
+// segments, a team is a whole CTA, and has one segment.
 template <class Visit>
 __device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) {
     int capacity = blockDim.x * held;
-    // Threads that may need each other; how far the last of these reaches from the CTA's first element.
+    // The number of threads that may need each other, and how far their last element is from the CTA's first.
     int together = max(int(blockDim.x), warp);
     int reach = ((threadIdx.y * blockDim.x + threadIdx.x | together - 1) + 1) * held;
     for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y)
@@ -413,7 +413,7 @@ __device__ void each_segment(const Layout& layout, bool fit_words, Visit visit) 
         }
 }
 
-// Zero what no header and no code fills.
+// Zero the bytes that hold neither header nor codes.
 __device__ void clear_padding(const Layout& layout, uint8* wire) {
     if (blockIdx.x == 0 && threadIdx.y == 0)
         for (int64 row = blockIdx.y; row < layout.rows; row += gridDim.y) {

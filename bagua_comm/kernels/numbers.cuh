@@ -1,7 +1,7 @@
-// What all kernels share: element types, exact conversions, and access to memory in 16-byte words.
+// Shared by all kernels: element types, exact conversions, and access to memory in 16-byte words.
 //
-// A .cu file is compiled once for each dtype of its arrays, with ELEMENT defined as NumPy's name of it.
-// Nothing is contracted to a fused multiply-add (-fmad=false) unless it is written as one: the bytes must be those of host.py.
+// A .cu file is compiled once for each dtype of its arrays, with ELEMENT defined as NumPy's name of that dtype.
+// The compiler makes no fused multiply-adds (-fmad=false) but those written here: the bytes must be those of host.py.
 
 #pragma once
 
@@ -40,10 +40,10 @@ __device__ inline uint16 float_to_half(float32 x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
     return bits;
 }
-#endif  // elsewhere, whoever compiles this defines the two
+#endif  // another compiler must be given both definitions
 
 
-// ---- Conversions. What is narrower than 32 bits is worked on in float32 and rounded once, half to even. ----
+// ---- Conversions. Types narrower than 32 bits are computed in float32 and rounded once, half to even. ----
 
 template <class T>
 struct Wide {
@@ -114,8 +114,8 @@ __device__ constexpr float32 largest_finite<bfloat16>() {
 }
 
 
-// ---- Memory: `count` elements in one access where address and number allow it, else one by one; `whole` says that they
-// do. An access by name (__ldcg, __stcg) stays one: the compiler may break up others, to share parts of them. ----
+// ---- Memory: `count` elements in one access if address and count allow it (`whole` says that they do), else one by one. An
+// access by __ldcg or __stcg stays a single one; the compiler may split others, to share parts of them. ----
 
 constexpr int access_bytes = 16;
 

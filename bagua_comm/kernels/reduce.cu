@@ -1,13 +1,13 @@
 // Reduce the rows of a matrix, in row order. host.py is the specification.
 //
-// float16 and bfloat16 accumulate in float32 and are rounded once; the average of integers in 64 bits, truncated. A
-// thread has 16 bytes' worth of neighbouring columns. INTEGER is defined where ELEMENT is an integer.
+// float16 and bfloat16 accumulate in float32 and are rounded once. The average of integers accumulates in 64 bits and is
+// truncated. A thread works on 16 bytes' worth of neighbouring columns. INTEGER is defined where ELEMENT is an integer.
 
 #include "numbers.cuh"
 
 constexpr int width = access_bytes / sizeof(element);
 
-// What "avg" accumulates in.
+// The type in which "avg" accumulates.
 template <class T>
 struct Long {
     using type = T;

@@ -1,1 +1,1 @@
-"""What to train with: a model of step times, advice from it, and a tuner that measures."""
+"""Choosing what to train with: a model of step times, advice from it, and a tuner that measures."""

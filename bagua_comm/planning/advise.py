@@ -1,7 +1,7 @@
 """`python -m bagua_comm advise`: which algorithm would train fastest on a cluster, by the cost model.
 
-The numbers of a cluster and a training step come in; tables and a figure come out. See `costmodel` for what they
-rest on.
+The input is the numbers of a cluster and of a training step; the output is tables and a figure. `costmodel` says
+how they are computed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, advise, pr
 from .models import MODELS
 
 LARGEST_SIZE = 4096
-"""Ranks in the last row of the second table."""
+"""How many ranks the last row of the second table has."""
 
 BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
-"""Those of the figure: from 100 Mbit/s to 1 Tbit/s."""
+"""The bandwidths of the figure: from 100 Mbit/s to 1 Tbit/s."""
 
 
 class AdviceError(Exception):
-    """What was asked for cannot be answered."""
+    """The question cannot be answered with these arguments."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
     parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
     parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on: gpu")
+    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on (gpu)")
     parser.add_argument(
         "--cores-per-rank",
         type=number,
@@ -65,52 +65,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bandwidth(text: str) -> float:
-    """Gbit/s of "10gbit", "500mbit" and the like."""
-    return _number(text, {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, "10gbit or 500mbit")
+    """Gbit/s, from a text such as "10gbit" or "500mbit"."""
+    return _number(
+        "a bandwidth", text, {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, "10gbit or 500mbit"
+    )
 
 
 def seconds(text: str) -> float:
-    """Seconds of "50us", "1.5ms", "2s" or "2"."""
-    return _number(text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0)
+    """Seconds, from a text such as "50us", "1.5ms", "2s" or "2"."""
+    return _number(
+        "a time", text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0
+    )
 
 
 def number(text: str) -> float:
-    """A number without a unit, such as "2" or "0.5"."""
-    return _number(text, {"": 1.0}, "2 or 0.5", least=0)
+    """A number without a unit, from a text such as "2" or "0.5"."""
+    return _number("a number", text, {"": 1.0}, "2 or 0.5", least=0)
 
 
 def whole_number(text: str) -> int:
-    """An integer such as "4"."""
+    """An integer, from a text such as "4"."""
     if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; write it like 4")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
     return int(text)
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes of "553M", "1.2G", "512KiB" or "1000"."""
+    """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
     units = {"": 1.0}
     for power, letter in enumerate("kmg", 1):
         units |= {letter: 1e3**power, f"{letter}b": 1e3**power, f"{letter}ib": 1024.0**power}
-    return round(_number(text, units, "553M, 1.2G or 512KiB", least=1))
+    return round(_number("a size", text, units, "553M, 1.2G or 512KiB", least=1))
 
 
-def _number(text: str, units: Mapping[str, float], examples: str, least: float | None = None) -> float:
+def _number(what: str, text: str, units: Mapping[str, float], examples: str, least: float | None = None) -> float:
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     try:
         if match is None:
             raise ValueError
         value = float(match[1]) * units[match[2]]
     except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is none; write it like {examples}") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}; expected e.g. {examples}") from None
     if value < (least or 0) or (value == 0 and least is None):
-        raise argparse.ArgumentTypeError(f"{text!r} is too small")
+        raise argparse.ArgumentTypeError(f"{text!r} is too small for {what}; expected e.g. {examples}")
     if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large; write it like {examples}")
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
     return value
 
 
 def read_rates(path: Path) -> Rates:
-    """Rates from a JSON file: a dictionary of them, or a record that has one as "rates".
+    """Rates from a JSON file: a dictionary of rates, or a record that has one under "rates".
 
     Raises:
         AdviceError: The file cannot be read, or holds something else.
@@ -147,7 +151,7 @@ def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What is said
+# The report
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -200,12 +204,12 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 
 def payload(method: object) -> str:
-    """What an algorithm averages: gradients, in every step, or weights."""
+    """What an algorithm averages: "gradients", in every step, or "weights"."""
     return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"
 
 
 def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
-    """For 2, 4, 8 ... ranks in such nodes: the step of exact averaging, and the best algorithms."""
+    """For 2, 4, 8 ... ranks on nodes like these: the step of exact averaging, and the best algorithms."""
     rows: list[dict[str, Any]] = []
     for exponent in range(1, LARGEST_SIZE.bit_length()):
         per_node = min(2**exponent, cluster.ranks_per_node)
@@ -225,7 +229,7 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
 
 
 def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
-    """The same as plain data for JSON, where what is infinite is null."""
+    """The report as plain data for JSON, with null for infinity."""
     return {
         "job": dataclasses.asdict(job),
         "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
@@ -275,11 +279,11 @@ DRAWN = {
     "async": ("#2a9d5c", "--"),
     "diloco-100-bytes": ("#2a9d5c", "-"),
 }
-"""Algorithms in the figure, their colours and lines; those that average gradients are blue."""
+"""The algorithms of the figure, with colour and line; those that average gradients are blue."""
 
 
 def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
-    """Draw speed-ups over exact averaging against the bandwidth, as Bagua's trade-off figure has it.
+    """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
 
     Raises:
         AdviceError: matplotlib is missing, or the file cannot be written.

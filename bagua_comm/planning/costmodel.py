@@ -3,15 +3,15 @@
     message of m bytes over a link    latency + m / (share of the line rate that is reached)
     work on an array of m bytes       m / rate
     bucket                            its messages and its work one after the other; a message also costs work
-    step                              buckets one after the other on a lane, beside the computation that the
-                                      window of the algorithm leaves them to hide behind
+    step                              buckets one after the other on a lane, beside as much computation as the
+                                      window of the algorithm allows
 
-A rank has `cores_per_rank` cores. Computation takes all of them while it is alone; a lane that works takes up
-to one, and at most half of them, so that what communication costs in work, computation loses: a step is never
-shorter than all work by the cores. Where these are infinite, as with training on a GPU, both go on side by side.
+A rank has `cores_per_rank` cores. Computation uses all of them while it is alone. A lane that works takes up
+to one core, and at most half of them, and computation loses what the lane takes. So a step is never shorter than
+all its work divided by the cores. With infinitely many cores, as for training on a GPU, both go on side by side.
 
-The model has no chance in it: ranks are alike, and nobody waits for a slow one. Bytes are those of a training
-step after warm-up, on each rank, and are what `Communicator.counters` counts.
+The model knows no chance: ranks are alike, and nobody waits for a slow one. Bytes are those that each rank sends
+in a training step after warm-up, as `Communicator.counters` counts them.
 
 Source: messages as in the alpha-beta model of Hockney, "The communication challenge for MPP" (1994), and Thakur
 et al., "Optimization of Collective Communication Operations in MPICH" (2005); comparing algorithms under network
@@ -50,13 +50,13 @@ from ..errors import ArrayError, UnsupportedError, shown
 from .models import Layer
 
 MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
-"""Of a cluster and a job: a prediction looks at every bucket."""
+"""The largest cluster and job. There is a limit because a prediction visits every bucket."""
 
 SMALLEST, LARGEST = 1e-18, 1e18
-"""Rates and sizes lie between them, in any unit, so that nothing overflows; a rate may also be infinite."""
+"""The range of rates and sizes, in any unit, so that nothing overflows; a rate may also be infinite."""
 
 # ---------------------------------------------------------------------------------------------------
-# What is given
+# The givens
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -66,11 +66,11 @@ class Cluster:
 
     Args:
         nodes: Number of nodes.
-        ranks_per_node: Ranks in each of them.
-        bandwidth_gbit: Of a node's link, each way, in Gbit/s; its ranks share it.
-        latency_s: Of a message between nodes.
-        intra_gbs: What a rank moves to others of its node, in GB/s each way.
-        intra_latency_s: Of a message inside a node.
+        ranks_per_node: Number of ranks on each node.
+        bandwidth_gbit: Bandwidth of a node's link, each way, in Gbit/s; the ranks of the node share it.
+        latency_s: Latency of a message between nodes.
+        intra_gbs: Bandwidth from a rank to others of its node, each way, in GB/s.
+        intra_latency_s: Latency of a message inside a node.
         cores_per_rank: Cores that computation and communication of a rank share; infinite if communication
             takes nothing from computation.
         transport: How exact averages travel. "mpi": each rank exchanges with all others at once, as host arrays
@@ -112,17 +112,17 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A training step on one rank, without communication, and what is to be averaged.
+    """A training step on one rank, without communication, and the tensors to average.
 
     Args:
-        model_bytes: Of all gradients, or weights.
-        forward_s: Seconds of the forward pass; like the others, with all ranks of the node computing.
-        backward_s: Of the backward pass.
-        optimizer_s: Of the optimizer's step.
+        model_bytes: Bytes of all gradients, or of all weights.
+        forward_s: Seconds of the forward pass. This and the other times hold while all ranks of the node compute.
+        backward_s: Seconds of the backward pass.
+        optimizer_s: Seconds of the optimizer's step.
         bucket_bytes: The size at which a bucket is closed.
-        layers: In the order in which their gradients become complete; if empty, these come evenly over the
-            backward pass.
-        dtype: Of gradients and weights.
+        layers: The layers in the order in which their gradients become complete; if empty, gradients become
+            complete evenly over the backward pass.
+        dtype: The dtype of gradients and weights.
 
     Raises:
         ArrayError: An argument is out of range, or the layers do not add up to `model_bytes`.
@@ -186,30 +186,30 @@ def _even_layers(nbytes: int, piece: int) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True)
 class CodecRates:
-    """Bytes of the full-precision array that a core, or a device, codes in a second."""
+    """Bytes of full-precision arrays that a core, or a device, codes in a second."""
 
     encode: float
     decode: float
     combine: float
-    """Of all arrays that are decoded and added."""
+    """Bytes of all arrays that are decoded and added, not of their sum alone."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What communication costs beside the wire. The defaults are those of NumPy on one core.
+    """The costs of communication beside the wire. The defaults are those of NumPy's kernels on one core.
 
     Args:
-        minmax: Of eight-bit codecs, and others that are not casts.
-        cast: Of sixteen-bit codecs.
+        minmax: Rates of eight-bit codecs, and of all others that are not casts.
+        cast: Rates of sixteen-bit codecs.
         add: Bytes that sums and other elementwise arithmetic read in a second.
         copy: Bytes copied in a second.
-        message_s: Work of a message, on either side.
-        network_s_per_byte: Work of a byte sent to another node or received from there: the kernel's copies.
-        polling: The share of a core that a rank takes while it waits for messages, where one is free: over MPI it
-            polls. Not on a ring, where PyTorch's own waits without.
-        direct: The share of the line rate that is reached where ranks exchange with many others, or with one, at
+        message_s: Seconds of work for a message, on either side.
+        network_s_per_byte: Seconds of work for a byte to or from another node: the operating system copies it.
+        polling: The share of a free core that a rank takes while it waits for messages, since it polls over MPI.
+            Not counted on a ring, where PyTorch waits without polling.
+        direct: The share of the line rate that ranks reach when each exchanges with many others, or with one, at
             once.
-        ring: The same on a ring.
+        ring: The share of the line rate that ranks reach on a ring.
 
     Raises:
         ArrayError: A rate is not positive, or a share is not between 0 and 1.
@@ -240,16 +240,16 @@ class Rates:
 
     @classmethod
     def gpu(cls) -> Rates:
-        """Of a data-centre GPU over NCCL, guessed from a memory bandwidth of 2 TB/s; not measured."""
+        """Rates of a data-centre GPU over NCCL, guessed from a memory bandwidth of 2 TB/s; not measured."""
         codec = CodecRates(encode=1.0e12, decode=1.0e12, combine=1.0e12)
         return cls(codec, codec, add=1.5e12, copy=0.8e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rates:
-        """The rates that `dataclasses.asdict` made a dictionary of; what is missing has its default.
+        """The rates in a dictionary made by `dataclasses.asdict`; a missing rate has its default.
 
         Raises:
-            ArrayError: There is no rate of such a name, or one is out of range.
+            ArrayError: The dictionary has an unknown name, or a rate is out of range.
         """
         _check_names("Rates", data, cls)
         given = dict(data)
@@ -265,7 +265,7 @@ class TorchDDP:
 
     Args:
         bucket_bytes: Its `bucket_cap_mb`, in bytes.
-        dtype: What travels: "float16" with its fp16 compression hook; None for the gradients' own.
+        dtype: The dtype on the wire: "float16" with its fp16 compression hook; None for the gradients' own dtype.
     """
 
     bucket_bytes: int = 25 * 2**20
@@ -284,21 +284,21 @@ Method: TypeAlias = "Algorithm | TorchDDP"
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a training step takes, on average over the steps."""
+    """The time and the bytes of a training step, on average over the steps."""
 
     step_s: float
     compute_s: float
-    """The step without communication."""
+    """Seconds of the step without communication."""
     communication_s: float
-    """How long the lane is busy."""
+    """Seconds in which the lane is busy."""
     wire_bytes: float
-    """What a rank sends to others."""
+    """Bytes that a rank sends to other ranks."""
     node_bytes: float
-    """What a node sends to others."""
+    """Bytes that a node sends to other nodes."""
 
     @property
     def exposed_s(self) -> float:
-        """What communication adds to the step."""
+        """Seconds that communication adds to the step."""
         return self.step_s - self.compute_s
 
     @property
@@ -311,7 +311,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
     """The step time and bytes of training `job` on `cluster` with an algorithm, after its warm-up.
 
     Raises:
-        ArrayError: The algorithm cannot do with so many ranks.
+        ArrayError: The algorithm does not support this number of ranks.
         UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges; or it does not take
             the dtype of the job.
 
@@ -345,14 +345,14 @@ def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
 
 
 class _Exchange(NamedTuple):
-    """Of one bucket: what its lane does, in order, and what the thread that trains does before and after."""
+    """The tasks for one bucket: those of its lane, in order, and those of the training thread around them."""
 
     lane: list[_Task]
     trainer: _Task
 
 
 def _within(window: Window, job: Job, exchanges: list[_Exchange], costs: _Costs) -> Prediction:
-    """The step, where `window` opens and closes in each."""
+    """Predict the step of an algorithm whose `window` opens and closes in each step."""
     backward_begins, backward_ends = job.forward_s, job.forward_s + job.backward_s
     at = {
         Point.FORWARD: 0.0,
@@ -370,10 +370,10 @@ def _within(window: Window, job: Job, exchanges: list[_Exchange], costs: _Costs)
 
 
 def _beside(interval_s: float, job: Job, exchanges: list[_Exchange], costs: _Costs) -> Prediction:
-    """The step, where rounds of exchanges go on beside training, which never waits for them.
+    """Predict the step of an algorithm whose rounds of exchanges go on beside training, which never waits.
 
-    A round begins at the end of a step, at the earliest `interval_s` after the one before. It takes the cores
-    that it works with from computation.
+    A round begins at the end of a step, at the earliest `interval_s` after the round before. Computation loses
+    the cores that the round works with.
     """
     if not exchanges:
         return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
@@ -381,20 +381,20 @@ def _beside(interval_s: float, job: Job, exchanges: list[_Exchange], costs: _Cos
     round_s = sum(spent for spent, _ in tasks)
     lost_s = sum(spent * (1 - speed) for spent, speed in tasks)
     lost_s += sum(costs.alone(exchange.trainer) for exchange in exchanges)
-    # With n steps from round to round, these take n compute_s + lost_s, and at least as long as the round.
+    # The n steps from round to round take n compute_s + lost_s, and at least as long as the round.
     steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
     in_every = Prediction(job.compute_s + lost_s, job.compute_s, round_s, *_bytes(exchanges))
     return _one_step_in(steps, in_every)
 
 
 def _bytes(exchanges: Iterable[_Exchange]) -> tuple[float, float]:
-    """What a rank sends, and what a node."""
+    """The bytes that a rank sends, and that a node sends."""
     tasks = [task for exchange in exchanges for task in exchange.lane]
     return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
 
 
 def _one_step_in(n: float, step: Prediction) -> Prediction:
-    """The mean over `n` steps, of which one communicates."""
+    """The mean over `n` steps, of which one is `step` and the others do not communicate."""
     return Prediction(
         step.compute_s + step.exposed_s / n,
         step.compute_s,
@@ -405,12 +405,12 @@ def _one_step_in(n: float, step: Prediction) -> Prediction:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What is exchanged for a bucket
+# The exchange of a bucket
 # ---------------------------------------------------------------------------------------------------
 
 
 def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
-    """What a method does for a bucket of `n` bytes."""
+    """The tasks of a method for a bucket of `n` bytes."""
     everyone = _Group(costs.cluster.size, costs.cluster.ranks_per_node)
     work, nothing = costs.work, _Task()
     match method:
@@ -427,7 +427,7 @@ def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
         case Decentralized(peers="all"):
             return _Exchange(costs.average(Exact(), n, everyone), work(copy=n))
         case Decentralized(peers="shift_one"):
-            # The two halves of the ranks are on different nodes, but for one in the middle.
+            # The two halves of the ranks are on different nodes, except on a node in the middle.
             away = n if costs.cluster.nodes > 1 else 0
             return _Exchange([costs.transfer(away, n - away), work(add=2 * n)], work(copy=n))
         case Decentralized():
@@ -447,23 +447,23 @@ def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
         case DiLoCo(average=average):
             lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
             return _Exchange(lane, work(copy=n))
-    raise UnsupportedError(f"costmodel: nothing is known of what {method!r} exchanges")
+    raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
 
 
 class _Task(NamedTuple):
-    """What a lane does without a break: waits for the wire and works, both at once."""
+    """A task of a lane: it waits for the wire and works, both at once."""
 
     wire_s: float = 0.0
     work_s: float = 0.0
-    """Of one core, or of the device."""
+    """Seconds of work of one core, or of the device."""
     poll_s: float = 0.0
-    """More work, if there is a core for it; the task goes on without."""
+    """Seconds of polling, if there is a core for it; the task does not depend on it."""
     wire_bytes: float = 0
     node_bytes: float = 0
 
 
 class _Group(NamedTuple):
-    """Ranks that exchange with each other, as many on every node. All ranks are in such a group at once."""
+    """Ranks that exchange with each other, equally many on each node. Every rank is in one such group."""
 
     size: int
     per_node: int
@@ -471,7 +471,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True)
 class _Costs:
-    """What each operation costs here."""
+    """The costs of each operation on this cluster."""
 
     cluster: Cluster
     rates: Rates
@@ -509,7 +509,7 @@ class _Costs:
                 chunk = self._chunk(n, node.size)
                 scatter = [self.allgather(chunk, node), self.work(add=n)]
                 return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
-        raise UnsupportedError(f"costmodel: nothing is known of what {average!r} exchanges")
+        raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
 
     def ring_allreduce(self, n: int, group: _Group) -> list[_Task]:
         """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes come."""
@@ -519,19 +519,19 @@ class _Costs:
     # Messages ---------------------------------------------------------------------------------------
 
     def pairs(self, message: float, group: _Group) -> _Task:
-        """Each rank of a group sends `message` bytes to each other one, all at once."""
+        """Each rank of a group sends `message` bytes to each other rank, all at once."""
         size, inside = group.size, group.per_node - 1
         away = size - 1 - inside
         return self.transfer(away * message, inside * message, messages=size - 1)
 
     def allgather(self, message: float, group: _Group) -> _Task:
-        """Each rank of a group gets `message` bytes of each other one."""
+        """Each rank of a group gets `message` bytes from each other rank."""
         if self.cluster.transport == "nccl":
             return self.ring(message * group.size, group)
         return self.pairs(message, group)
 
     def ring(self, n: float, group: _Group) -> _Task:
-        """Each rank of a group sends all but one of its chunks, of `n` bytes in all, to its successor."""
+        """Each rank of a group sends (p - 1) / p of `n` bytes, all its chunks but one, to its successor."""
         p, k = group
         sent = self._chunk(n, p) * (p - 1)
         away = sent / k if p > k else 0  # a ring leaves each node once
@@ -539,7 +539,7 @@ class _Costs:
         return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring)
 
     def to_one_peer(self, n: float) -> _Task:
-        """On the one-peer exponential graph, on average over its rounds."""
+        """Each rank sends `n` bytes on the one-peer exponential graph; the mean over its rounds."""
         c = self.cluster
         hops = [2**k for k in range((c.size - 1).bit_length())]
         leaving = [min(hop, c.ranks_per_node) / c.ranks_per_node if c.nodes > 1 else 0.0 for hop in hops]
@@ -547,14 +547,14 @@ class _Costs:
         return self.transfer(away, n - away)
 
     def to_both_neighbours(self, n: float) -> _Task:
-        """On a ring of all ranks, of which two leave each node."""
+        """Each rank sends `n` bytes to both neighbours on a ring; two edges of the ring leave each node."""
         away = 2 * n / self.cluster.ranks_per_node if self.cluster.nodes > 1 else 0
         return self.transfer(away, 2 * n - away, messages=2)
 
     def transfer(
         self, away: float, inside: float, *, messages: int = 1, hops: int = 1, share: float | None = None
     ) -> _Task:
-        """Each rank sends `away` bytes to other nodes and `inside` bytes in its own, and receives as many."""
+        """Each rank sends `away` bytes to other nodes and `inside` bytes within its own, and receives as many."""
         c, rates = self.cluster, self.rates
         link_s = away * c.ranks_per_node / (c.bandwidth_gbit / 8 * 1e9 * (share or rates.direct))
         inside_s = inside / (c.intra_gbs * 1e9)
@@ -571,7 +571,7 @@ class _Costs:
         return _Task(work_s=add / self.rates.add + copy / self.rates.copy)
 
     def coded(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> _Task:
-        """Code so many bytes of full-precision arrays."""
+        """Encode, decode and combine these bytes of full-precision arrays."""
         rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
         return _Task(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
 
@@ -581,29 +581,29 @@ class _Costs:
         return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
 
     def _chunk(self, n: float, parts: int) -> int:
-        """Bytes of one of so many equal chunks, in whole elements."""
+        """Bytes of one of `parts` equal chunks of `n` bytes, in whole elements."""
         itemsize = dtype_named(self.dtype).itemsize
         return -(-int(n) // (itemsize * parts)) * itemsize
 
     # Time -------------------------------------------------------------------------------------------
 
     def alone(self, task: _Task) -> float:
-        """Seconds of a task that nothing goes on beside."""
+        """Seconds of a task beside which nothing else runs."""
         return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
 
     def beside(self, task: _Task) -> tuple[float, float]:
-        """Seconds of a task beside computation, and at which share of its speed that goes on."""
+        """Seconds of a task beside computation, and the share of its speed that computation keeps."""
         cores = self.cluster.cores_per_rank
         free = min(1.0, cores / 2)
         spent = max(task.wire_s, task.work_s / free)
         return spent, 1 - min(free, (task.work_s + task.poll_s) / spent) / cores if spent else 1.0
 
     def overlap(self, compute_s: float, tasks: Sequence[tuple[float, Sequence[_Task]]]) -> tuple[float, float]:
-        """Seconds until computation of `compute_s` and a lane beside it are done, and how long the lane is busy.
+        """Seconds until computation and a lane beside it have ended, and how long the lane is busy.
 
         Args:
-            compute_s: Of computation alone.
-            tasks: What the lane does for each bucket, in turn, and the computation to be done before.
+            compute_s: Seconds of the computation if it were alone.
+            tasks: For each bucket in turn, the computation that comes before it, and the tasks of the lane.
         """
         now = done = busy = 0.0
         for ready_s, bucket in tasks:
@@ -613,7 +613,7 @@ class _Costs:
                 spent, speed = self.beside(task)
                 if done + spent * speed <= compute_s:
                     done += spent * speed
-                else:  # computation ends before this task, the rest of which goes on alone
+                else:  # computation ends first; the rest of this task goes on alone
                     left = max(0.0, compute_s - done) / speed
                     spent = left + (1 - left / spent) * self.alone(task)
                     done = compute_s
@@ -627,7 +627,7 @@ class _Costs:
 
 
 class Advice(NamedTuple):
-    """An algorithm, under a short name, and what it would take."""
+    """An algorithm, its short name, and its prediction."""
 
     name: str
     method: Method
@@ -659,10 +659,11 @@ METHODS: dict[str, Method] = {
 def advise(
     job: Job, cluster: Cluster, rates: Rates | None = None, methods: Mapping[str, Method] = METHODS
 ) -> list[Advice]:
-    """Predict every algorithm that can do with such a job and cluster; the shortest step comes first.
+    """Predict every algorithm that supports this job and this cluster; the shortest step comes first.
 
-    Those that exchange weights, or not in every step, need more steps for the same result; the model is of time.
-    Nothing hierarchical is in the list where ranks are all on one node, or alone on theirs.
+    Algorithms that exchange weights, or not in every step, need more steps for the same result; the model
+    predicts only time. Hierarchical averages are left out if all ranks are on one node, or each rank is alone on
+    its node.
 
     >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
     ['diloco-100-bytes', 'async']

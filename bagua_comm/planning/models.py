@@ -10,7 +10,7 @@ class Layer(NamedTuple):
 
     nbytes: int
     share: float
-    """Of the backward pass, the share that makes them, in any unit."""
+    """The share of the backward pass that computes them, in any unit."""
 
 
 def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:
@@ -47,4 +47,4 @@ MODELS: dict[str, tuple[Layer, ...]] = {
     ),
     "bert-large": _layers((1, 31_782_912, 0), (24, 12_596_224, 1), (1, 1_049_600, 0)),
 }
-"""Layers of well-known models in float32: bytes, and millions of multiplications an image (or equal shares)."""
+"""Layers of well-known models in float32: bytes, and millions of multiplications per image (or equal shares)."""

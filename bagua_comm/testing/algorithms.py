@@ -27,6 +27,7 @@ def check_algorithm(
 
     Trains with it in an `Engine` for several steps: over `comm` (collective), or in worlds of each of `sizes`.
 
+    >>> import bagua_comm
     >>> check_algorithm(bagua_comm.ByteGrad(), sizes=(2,))
     """
     assert dataclasses.is_dataclass(algorithm)

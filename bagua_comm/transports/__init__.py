@@ -1,4 +1,4 @@
-"""What moves the bytes. `mpi`, which starts MPI, and `nccl` and `staged`, over CuPy, are imported when wanted."""
+"""Transports move the bytes. `mpi`, which starts MPI, and `nccl` and `staged`, on CuPy, are imported if used."""
 
 from .base import Transport
 from .local import LocalTransport

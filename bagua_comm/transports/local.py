@@ -1,10 +1,10 @@
 """Ranks are threads of one process; messages are copies left in a mailbox.
 
 For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait
-has a timeout, and an error in one rank wakes all the others.
+has a timeout, and an error on one rank wakes all others.
 
-Device arrays are copied in the order of streams: a rank waits until its peer has enqueued the copy, and not for
-the device.
+Device arrays are copied in stream order: a rank waits until its peer has enqueued the copy, but not for the
+device.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ class Hub:
         self.size = size
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, int], deque[tuple[Array, Any, str]]] = {}
-        """By (source, dest, tag): copies, for device arrays the event behind the copying; the sender's call."""
+        """By (source, dest, tag): a copy, the event after the copying if it is a device array, and the sender's
+        call."""
         self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
-        """Groups that some of their members have not joined yet, and how many have: by (splits before, color)."""
+        """By (splits before, color): a group that not all of its members have joined yet, and how many have."""
         self.groups: WeakSet[Hub] = WeakSet()
-        """Groups split off, as long as one of their ranks holds them."""
+        """Groups split off from this one, as long as one of their ranks holds them."""
         self.aborted: str | None = None
         self.given_up: dict[str, tuple[int, CommError]] = {}
-        """Which rank has given up a group of `Transport.tell`, and why."""
+        """By the name of a group (see `Transport.tell`): which rank has given it up, and why."""
 
     def abort(self, reason: str) -> None:
-        """Wake all waiting ranks, here and in groups split off; they raise `CommAborted`."""
+        """Wake all ranks that wait, here and in groups split off; they raise `CommAborted`."""
         with self.changed:
             self.aborted = self.aborted or reason
             self.changed.notify_all()
@@ -51,7 +52,7 @@ class Hub:
             group.abort(reason)
 
     def join(self, place: tuple[int, int], size: int) -> Hub:
-        """The group of `size` ranks that forms at `place`, for one of them."""
+        """Join the group of `size` ranks that forms at `place`, and return it."""
         with self.changed:
             group, joined = self.forming.get(place) or (Hub(size), 0)
             self.forming[place] = group, joined + 1
@@ -74,7 +75,7 @@ class LocalTransport(Transport):
         self.rank, self.size, self.timeout_s = rank, self._hub.size, timeout_s
         self._splits = 0
         self._read: deque[tuple[Array, Any]] = deque()
-        """Device copies that this rank's stream may still be reading, and the event behind that."""
+        """Device copies that this rank's stream may still be reading, and the event after the reading."""
 
     def moves(self, x: Array) -> bool:
         """Host and device arrays."""
@@ -99,7 +100,7 @@ class LocalTransport(Transport):
                 self._receive(peer, out, tag, signature, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
-                    self._broken = str(exc)  # what its peers send next would be taken for something else
+                    self._broken = str(exc)  # the next messages would be taken for those of this call
                 raise
             except CommTimeout as exc:
                 self._broken = str(exc)
@@ -127,7 +128,8 @@ class LocalTransport(Transport):
         after(copied)
         out.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)
         if copied is not None:
-            # Freed now, its memory would be used again in the order of the sender's stream, which may be ahead.
+            # If it were freed now, its memory could be reused in the sender's stream, which may be ahead of this
+            # one.
             self._read.append((message, mark(message)))
 
     def split(self, color: int, key: int) -> Transport:

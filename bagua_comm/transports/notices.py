@@ -1,10 +1,11 @@
-"""What ranks tell each other beside their calls: that they have left, or have given up.
+"""Notices that ranks send each other beside their calls: that they have left, or have given up.
 
-A rank that waits for long listens, and so learns that what it waits for will not come, long before its time is
-over. The rank that still says nothing then is the one that all wait for.
+A rank that waits for long listens to the notices. So it learns that a peer will not come long before its own time
+is over. If time runs out, the rank that has sent no notice is the one for which all wait.
 
 Each group of ranks (a communicator, one split off, a duplicate) has a name, the same on all its ranks. A rank
-counts the collective calls that it has completed in each, so a listener can tell whether it still needs it.
+counts the collective calls that it has completed in each group, and its notices contain these counts. So a
+listener can tell whether the call that it is in still needs that rank.
 """
 
 from __future__ import annotations
@@ -22,34 +23,34 @@ LEFT, GAVE_UP = "left", "gave up"
 
 @dataclass(frozen=True)
 class Notice:
-    """What one rank says."""
+    """What one rank tells the others."""
 
     kind: str
-    """`LEFT`: it makes no more calls in any group. `GAVE_UP`: none in the groups of `completed`."""
+    """`LEFT`: the rank makes no more calls in any group. `GAVE_UP`: none in the groups of `completed`."""
     error: str
-    """The kind of error that it raises; empty if it left without one."""
+    """The class of the error that the rank raises; empty if it left without an error."""
     reason: str
     completed: dict[str, int]
-    """How many collective calls it has completed, by group."""
+    """How many collective calls the rank has completed, by group."""
 
     def ends(self, group: str, call: int) -> bool:
-        """Whether it takes no part in collective call number `call` of `group`; the first has number 1."""
+        """Whether the rank takes no part in collective call number `call` of `group`, counted from 1."""
         completed = self.completed.get(group)
         return self.kind == LEFT if completed is None else completed < call
 
 
 def given_up(who: str, error: str, reason: str) -> CommError:
-    """What to raise where a rank has given up, by an error of this kind."""
+    """The error to raise because another rank has given up, with an error of class `error`."""
     kind = CommTimeout if error == CommTimeout.__name__ else CommAborted
     return kind(f"{who} gave up, by {error}: {reason}")
 
 
 class Notices:
-    """The notices of all ranks of a world, of which this is one; any thread may ask.
+    """The notices that this rank sends to and hears from the others of its world. Any thread may use them.
 
     Args:
-        post: Sends bytes to a rank, and does not wait until they are received.
-        take: The next message that has arrived, with the rank that sent it; None if there is none.
+        post: Sends bytes to a rank without waiting until they are received.
+        take: Returns the next message that has arrived, after the rank that sent it; None if there is none.
     """
 
     def __init__(self, post: Callable[[int, bytes], None], take: Callable[[], tuple[int, bytes] | None]) -> None:
@@ -64,9 +65,9 @@ class Notices:
             self._post(rank, message)
 
     def listen(self) -> None:
-        """Take what has arrived."""
+        """Take all notices that have arrived."""
         if not self._listening.acquire(blocking=False):
-            return  # another thread does
+            return  # another thread is listening
         try:
             while (arrived := self._take()) is not None:
                 rank, message = arrived
@@ -76,5 +77,5 @@ class Notices:
             self._listening.release()
 
     def from_rank(self, rank: int) -> list[tuple[Notice, float]]:
-        """What this rank has said so far, and when that was heard, by `time.monotonic`."""
+        """The notices heard from this rank so far, and when each was heard, by `time.monotonic`."""
         return list(self._heard.get(rank, ()))

@@ -1,13 +1,13 @@
 """Device arrays by way of pinned host memory, over any transport that moves host arrays.
 
-For ranks that share a GPU, and wherever NCCL cannot serve. Arrays go in pieces: while one is copied down, the one
-before it is with the host transport, and the one before that is copied up. Copies down have a stream of their
-own; copies up are enqueued on the caller's current stream, so that what the caller enqueues next comes after. The
-host waits for a piece to come down, since the host transport needs its bytes, and for the copies up of the call
-before, whose memory it uses again.
+For ranks that share a GPU, and wherever NCCL cannot be used. Arrays go in pieces: while one piece is copied down,
+the host transport moves the piece before it, and the one before that is copied up. Copies down have a stream of
+their own. Copies up are enqueued on the caller's current stream, so that they come before what the caller
+enqueues next. The host waits for each piece to come down, since the host transport needs its bytes. It also waits
+for the copies up of the previous call, whose memory it reuses.
 
-Results are those of the host transport. Where that chooses its algorithm by size, sums of floats may be rounded
-otherwise than if the array went whole, alike on all ranks.
+Results are those of the host transport. If that chooses its algorithm by size, sums of floats may be rounded
+differently than in an array that goes whole, but alike on all ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StagedTransport(Transport):
     """One rank, on the device that is current when it is made.
 
     Args:
-        host: Moves the host arrays; owned, so pass a duplicate.
+        host: Moves the host arrays. This transport owns it, so pass a duplicate.
     """
 
     name = "staged"
@@ -46,15 +46,15 @@ class StagedTransport(Transport):
         self._down = cupy.cuda.Stream(non_blocking=True)
         self._pinned: Array = np.empty(0, np.uint8)
         self._last_up: Any = None
-        """An event behind the latest copies from pinned memory."""
+        """An event after the latest copies from pinned memory."""
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """What the host transport counts."""
+        """The bytes that the host transport has sent."""
         return self._host.sent_bytes
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
-        """See `Transport.begin_call`; the host transport is the one that waits."""
+        """See `Transport.begin_call`. The host transport needs to know, since it does the waiting."""
         self._host.begin_call(name, collective=collective, describe=describe)
 
     def end_call(self) -> None:
@@ -68,9 +68,10 @@ class StagedTransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """See `Transport.exchange`.
 
-        In a collective both ends of a message come to the same pieces in the same rounds; others go whole.
+        In a collective, both ends of a message cut it into the same pieces, in the same rounds. Other messages go
+        whole.
         """
-        sources = {_place(x): x for _, x in sends}  # what goes to several ranks is copied down once
+        sources = {_place(x): x for _, x in sends}  # an array for several ranks is copied down once
         piece_bytes = PIECE_BYTES if tag == COLLECTIVE else None
         staged = self._stage([*sources.values(), *(out for _, out in recvs)], piece_bytes)
         outgoing, incoming = dict(zip(sources, staged, strict=False)), staged[len(sources) :]
@@ -108,11 +109,11 @@ class StagedTransport(Transport):
             self._copy_up(up, k)
 
     def barrier(self) -> None:
-        """The host transport's: streams don't matter."""
+        """The host transport's barrier; it does not wait for streams."""
         self._host.barrier()
 
     def agree(self, flag: bool) -> bool:
-        """The host transport's."""
+        """The host transport's agreement."""
         return self._host.agree(flag)
 
     def split(self, color: int, key: int) -> Transport:
@@ -124,11 +125,11 @@ class StagedTransport(Transport):
         return StagedTransport(self._host.dup())
 
     def shrink(self, host: Transport | None = None) -> Transport:
-        """Over the survivors of its own host transport."""
+        """A new transport over the survivors of its own host transport."""
         return StagedTransport(self._host.shrink())
 
     def abort(self, exit_code: int = 1) -> None:
-        """The host transport's."""
+        """Abort the host transport."""
         self._host.abort(exit_code)
 
     def close(self) -> None:
@@ -141,7 +142,7 @@ class StagedTransport(Transport):
     # Pinned memory, and copies ----------------------------------------------------------------------
 
     def _stage(self, xs: Sequence[Array], piece_bytes: int | None) -> list[_Staged]:
-        """A place in pinned memory for each array, in pieces of `piece_bytes`; in one if None."""
+        """A place in pinned memory for each array, in pieces of `piece_bytes`, or in one piece if None."""
         if self._last_up is not None:
             self._last_up.synchronize()
         ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in xs], dtype=int).tolist()
@@ -155,7 +156,7 @@ class StagedTransport(Transport):
         return staged
 
     def _arrivals(self, staged: Iterable[_Staged], rounds: int) -> Iterator[int]:
-        """Start to copy everything down; yields the number of each round when its pieces are there."""
+        """Enqueue all copies down; yields the number of each round once its pieces have arrived."""
         self._down.wait_event(record_event())
         arrivals = [self._copy_down(staged, k) for k in range(rounds)]
         try:
@@ -167,7 +168,7 @@ class StagedTransport(Transport):
             self._last_up = record_event()
 
     def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
-        """Enqueue the copies of round `k`; returns an event behind them, None if there are none."""
+        """Enqueue the copies of round `k`; returns an event after them, or None if there are none."""
         runtime, copied = cupy.cuda.runtime, False
         for pointer, piece in _round(staged, k):
             kind = runtime.memcpyDeviceToHost
@@ -190,7 +191,7 @@ class _Staged(NamedTuple):
 
 
 def _round(staged: Iterable[_Staged], k: int) -> Iterator[tuple[int, Array]]:
-    """Piece `k` of each array that has one: its address on the device, and its place in pinned memory."""
+    """Of each array that has a piece `k`: the address of the piece on the device, and its pinned memory."""
     for x, pieces in staged:
         if k < len(pieces) and pieces[k].nbytes:
             yield address(x) + k * pieces[0].nbytes, pieces[k]

@@ -31,23 +31,23 @@ def connect(
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
 
     Collective. The result is also the default communicator, until it is closed. Its device, if it has one,
-    becomes PyTorch's current one, so that `module.cuda()` is the module to train.
+    becomes PyTorch's current one, so that `module.cuda()` puts the module where it is trained.
 
-    The ranks are those of torch.distributed's default process group if there is one. Under torchrun, or
-    where RANK and WORLD_SIZE say so, the group is made (gloo for host tensors, NCCL for CUDA tensors), and
-    destroyed by `close`. Anywhere else this is `bagua_comm.connect`.
+    The ranks are those of torch.distributed's default process group, if there is one. Under torchrun, or
+    where RANK and WORLD_SIZE say so, `connect` makes that group (gloo for host tensors, NCCL for CUDA tensors),
+    and `close` destroys it. Anywhere else this is `bagua_comm.connect`.
 
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
-        check: Compare every collective call among the ranks first, and raise `CommMismatch` naming both
-            calls where they differ.
+        check: Compare every call among the ranks first, messages between two ranks included, and raise a
+            `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
         gpu: What carries CUDA tensors; see `bagua_comm.connect`.
 
     Raises:
-        BootstrapError: A launcher started this process, but no world can be made of it, or `gpu` asks for what
-            cannot be.
+        BootstrapError: A launcher started this process, but the world cannot be set up, or the transport that
+            `gpu` asks for cannot.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -88,7 +88,7 @@ def _init_process_group(timeout_s: float) -> None:
         torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
     try:
         store, rank, size = _rendezvous()
-        # Under a new key: what an earlier default group has left in the store would mislead this one.
+        # Under a new key: this group would be misled by what an earlier one has left in the store.
         place = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
         dist.init_process_group(
             backend, store=place, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
@@ -101,7 +101,7 @@ def _init_process_group(timeout_s: float) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _rendezvous() -> tuple[Any, int, int]:
-    """The store that torchrun gives, this rank, and the number of ranks. Kept: rank 0 may be serving it."""
+    """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, size = next(rendezvous("env://"))

@@ -1,18 +1,19 @@
 """Host arrays over torch.distributed, through gloo; `connect()` under torchrun.
 
-A transport takes ranks and store from a process group, and opens connections of its own: neither its
-messages nor its failures reach what else the group is used for, and groups split off have the order asked
+A transport takes its ranks and its store from a process group, and opens connections of its own. So neither its
+messages nor its failures reach other users of the group, and groups split off have the order that was asked
 for. (`torch.distributed.new_group` sorts ranks, and meets under keys that a closed group may have left.)
 
 Gloo ends the process when a message is longer than the array posted for it, and says nothing when it is
-shorter. So every message begins with a frame of a fixed size, which holds the number of bytes and the first
-of them. The frame of the next message is posted ahead, so that a short one leaves at once, whatever its receiver
-is doing. The rest of a long one follows when both ends are known to mean the same number of bytes:
+shorter. So every message begins with a frame of a fixed size, which holds the message's number of bytes and the
+first of them. The receiver posts the frame of the next message ahead, so a short message leaves at once, whatever
+the receiver is doing. The rest of a long message follows once both ends are known to mean the same number of
+bytes:
 
     one way    sender   -- frame --> receiver     which then posts the array for the rest
                         -- rest -->
-    swap       both post their arrays; frames cross, and say what their sender expects as well;
-               each then sends its rest at once. In collectives, between ranks that send one message each.
+    swap       both post their arrays; frames cross, and tell what their sender expects in return;
+               each then sends its rest at once. Used in collectives, between ranks that send one message each.
 """
 
 from __future__ import annotations
@@ -51,28 +52,28 @@ from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
 from ..arrays import as_tensor
 
 FRAME_BYTES = 4096
-"""What is sent ahead of every message, and holds all of a short one. Takes no longer than 256 bytes would."""
+"""The size of a frame, which holds all of a short message. Sending it takes no longer than 256 bytes would."""
 
 HEADER_BYTES = 32
-"""The head of a frame: how many bytes its message has, how many are expected in return in a swap (else -1),
-how many the array has that the call is about (0 if that is not said), and the number of the collective call."""
+"""The head of a frame: four numbers. The bytes of its message; the bytes expected in return in a swap, else -1;
+the bytes of the array that the call is about, 0 if none is named; and the number of the collective call."""
 
 BODY_BYTES = FRAME_BYTES - HEADER_BYTES
 
 AT_ONCE_BYTES = 1 << 20
-"""As long as each rank receives no more than this, an allreduce sends whole arrays to everybody, in one round."""
+"""If each rank then receives no more than this, an allreduce sends whole arrays to all ranks, in one round."""
 
 RING_CHUNK_BYTES = 1 << 15
-"""Where ranks have chunks of at least this size, sums of float32 and float64 are gloo's own, along a ring."""
+"""For chunks of at least this size, gloo's own ring allreduce sums float32 and float64."""
 
 UNSENT_FRAMES = 64
-"""How many short messages may wait for one rank to receive them, before `send` waits as well."""
+"""How many short messages one rank may leave unreceived before `send` waits."""
 
 LEAVE_S = 10.0
 """How long `close` waits for the other ranks to close."""
 
 _REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
-"""Frames have our tags, 0 to 3; what follows one way, these plus 4."""
+"""Frames have our tags, 0 to 3; the rest of a message that goes one way has its tag plus 4."""
 
 _NOTHING: Array = np.empty(0, np.uint8)
 
@@ -88,7 +89,7 @@ class Meeting:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> Meeting:
-        """One for the ranks of a process group, in its order. Collective."""
+        """A meeting of the ranks of a process group, in its order. Collective."""
         call = "ProcessGroupTransport"
         if not dist.is_available() or not dist.is_initialized():
             raise BootstrapError(f"{call}: torch.distributed is not initialised; call bagua_torch.connect()")
@@ -103,16 +104,16 @@ class Meeting:
         return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks))
 
     def open(self, name: str) -> Any:
-        """What is stored here under `name`, through a connection of its own.
+        """The part of the store under `name`, through a connection of its own.
 
-        Two threads that wait on one connection would wait for each other.
+        On one connection, two threads that wait would wait for each other.
         """
         store = self.store.clone() if hasattr(self.store, "clone") else self.store
         return dist.distributed_c10d.PrefixStore(f"{self.key}/{name}", store)
 
 
 def count(store: Any, key: str, rank: int) -> int:
-    """How often this rank has come here; the same number on all ranks, if all come."""
+    """Count that this rank has come to `key`; the same number on all ranks, if all come."""
     return int(store.add(f"{key}/of-{rank}", 1))
 
 
@@ -131,17 +132,18 @@ class _Frame:
 class ProcessGroupTransport(Transport):
     """One rank of a torch.distributed process group.
 
-    Collective. The group is left as it is by whatever happens here, errors included. What carries CUDA arrays is
-    set up beside this by `bagua_comm.connect(transport=...)`.
+    Collective. Nothing that happens here changes the group, not even an error. A transport for CUDA arrays is set
+    up beside this one by `bagua_comm.connect(transport=...)`.
 
-    A short message is on its way when `exchange` returns; `close` waits for it, the end of the process does not.
-    A long one is received by then. After an error the transport cannot be used. A timeout closes its connections,
-    and so does `abort`: peers that wait for this rank fail at once. So they do when its process ends.
+    When `exchange` returns, a short message is on its way: `close` waits for it, but the end of the process does
+    not. A long message is received by then. After an error the transport cannot be used. A timeout closes its
+    connections, and so does `abort`: peers that wait for this rank fail at once. They also fail at once when its
+    process ends.
 
     Args:
         group: The process group; the default one if None.
         timeout_s: How long a call may wait for a peer.
-        meeting: Where the ranks meet, if it is not a group's.
+        meeting: Where the ranks meet; a new meeting of `group` if None.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
@@ -167,10 +169,10 @@ class ProcessGroupTransport(Transport):
         self._leaving = False
         self._splits = 0
         self._children: WeakSet[ProcessGroupTransport] = WeakSet()
-        self._about = 0  # bytes of the array that the call in progress is about
-        self._number = 0  # of what all ranks must have in common in a collective call
-        self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): for what comes next
-        self._sent: dict[tuple[int, int], deque[_Frame]] = {}  # by (peer, tag): perhaps still under way
+        self._about = 0  # bytes of the array that the current call is about
+        self._number = 0  # a number that all ranks must share in a collective call
+        self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): posted for the next message
+        self._sent: dict[tuple[int, int], deque[_Frame]] = {}  # by (peer, tag): may still be on their way
         self._free: list[_Frame] = []
         self._own: dict[int, deque[Array]] = {}  # by tag: messages to oneself
         if self.size > 1:
@@ -241,13 +243,13 @@ class ProcessGroupTransport(Transport):
         for peer, _ in sends:
             # In a collective the receiver is about to receive it.
             self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
-        # Not before: to a peer that has left meanwhile, this would cost what it sent last.
+        # Not earlier: if the peer has left meanwhile, its last message would be lost.
         for (peer, _), frame in zip(recvs, frames, strict=True):
             if frame is not None:
                 self._post_ahead(peer, tag, frame)
 
     def _next_frame(self, peer: int, tag: int) -> _Frame:
-        """Where the next message from `peer` begins: what was posted ahead, or is now."""
+        """The frame for the next message from `peer`: posted ahead, or else now."""
         frame = self._posted.pop((peer, tag), None)
         if frame is None:
             frame = self._take_frame()
@@ -261,7 +263,7 @@ class ProcessGroupTransport(Transport):
         try:
             frame.work = self._gloo.recv([frame.tensor], peer, tag)
         except RuntimeError:
-            return  # it has left; that matters if there is another message to come
+            return  # the peer has left; that only matters if another message is expected
         self._posted[peer, tag] = frame
 
     def _take_frame(self) -> _Frame:
@@ -301,7 +303,7 @@ class ProcessGroupTransport(Transport):
         as_bytes(out)[...] = as_bytes(x)
 
     def _mismatch(self, peer: int, tag: int, frame: _Frame, expected: list[int], last: bool) -> CommMismatch:
-        """What to raise for a frame with another head; its message is received if nothing else is under way."""
+        """The error for a frame with an unexpected head; receives its message if nothing else is in flight."""
         nbytes, in_return, about, number = frame.head.tolist()
         if last:
             if nbytes > BODY_BYTES:
@@ -322,10 +324,10 @@ class ProcessGroupTransport(Transport):
                 )
         return CommMismatch(text)
 
-    # Collectives that are better than those derived from `exchange` ---------------------------------
+    # Collectives that are faster than those derived from `exchange` ---------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """In one round if small; gloo's own for large sums; see `Transport`."""
+        """See `Transport`. Small arrays go in one round; large sums are gloo's own."""
         if self.size == 1:
             super().allreduce(x, out, op)
             return
@@ -351,7 +353,7 @@ class ProcessGroupTransport(Transport):
         kernels.on_host().reduce_rows(rows, out.reshape(-1), op)
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
-        # Frames alone: whether all ranks are about to reduce arrays of one size.
+        # Frames alone, which tell whether all ranks are about to reduce arrays of one size.
         nothing = [(peer, _NOTHING) for peer in self.others()]
         self.exchange(nothing, nothing, tag=COLLECTIVE)
         if x is not out:
@@ -380,22 +382,22 @@ class ProcessGroupTransport(Transport):
         return child
 
     def abort(self, exit_code: int = 1) -> None:
-        """Close all connections, here and of groups split off: what peers wait for fails at once.
+        """Close all connections, also those of groups split off: peers that wait fail at once.
 
-        No process ends by it; under torchrun all do when one ends with an error.
+        This ends no process; but torchrun ends all processes when one ends with an error.
         """
         self._break("aborted")
         for child in list(self._children):
             child.abort(exit_code)
         gloo = self._gloo
         for peer in self.others() if gloo is not None else ():
-            with contextlib.suppress(RuntimeError):  # this one's is closed already
-                # The one way to have gloo close connections, all at once: wait in vain.
+            with contextlib.suppress(RuntimeError):  # this transport's is closed already
+                # Gloo closes all connections at once only after a wait in vain.
                 tensor = torch.empty(1, dtype=torch.uint8)
                 gloo.recv([tensor], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
-        """Close the connections, once short messages are received and the other ranks close as well.
+        """Close the connections, once short messages have been received and the other ranks close as well.
 
         Collective. The process group stays.
         """
@@ -405,7 +407,7 @@ class ProcessGroupTransport(Transport):
                     self._reclaim(peer, tag, 0)
                 self._take_leave()
         except RankFailed:
-            pass  # it left without receiving everything
+            pass  # the peer left without receiving everything
         finally:
             self._break("closed")
             self._posted.clear()
@@ -415,8 +417,8 @@ class ProcessGroupTransport(Transport):
     def _take_leave(self) -> None:
         """Exchange a last frame with each rank.
 
-        A connection closed while something on it is unread is reset, and takes along what its peer has not read.
-        Behind this frame nothing is sent.
+        If a connection is closed before everything on it was read, it is reset, and its peer loses what it has
+        not read. After this frame nothing is sent.
         """
         self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
         nothing = [(peer, _NOTHING) for peer in self.others()]
@@ -437,7 +439,7 @@ class ProcessGroupTransport(Transport):
             raise self._translate(exc, peer) from exc
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
-        """Our error for one of torch.distributed, after which nothing can be sent."""
+        """Translate an error of torch.distributed to ours; nothing can be sent after it."""
         who = "its peers" if peer is None else f"rank {peer}"
         reason = str(exc).split(". This is typically caused")[0]
         error: CommError
@@ -457,7 +459,7 @@ class ProcessGroupTransport(Transport):
 
 
 def _swaps(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:
-    """What goes to and comes from each peer that has one message each way."""
+    """For each peer with one message each way: what goes to it, and what comes from it."""
     outgoing, incoming = dict(sends), dict(recvs)
     several: set[int] = set()
     for messages, by_peer in ((sends, outgoing), (recvs, incoming)):
@@ -468,9 +470,9 @@ def _swaps(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tupl
 
 
 def _rest(x: Array) -> torch.Tensor:
-    """What of `x` does not fit its frame. Shares memory with `x`; never copies."""
+    """The bytes of `x` that do not fit in its frame. Shares memory with `x`; never copies."""
     rest = as_bytes(x)[BODY_BYTES:]
-    if not rest.flags.writeable:  # PyTorch has no read-only tensors; what is sent is only read
+    if not rest.flags.writeable:  # PyTorch has no read-only tensors; a sent array is only read
         memory = (ctypes.c_uint8 * rest.nbytes).from_address(arrays.address(rest))
         rest = np.frombuffer(memory, np.uint8)
     return as_tensor(rest)

@@ -1,4 +1,4 @@
-"""Kernels built by the C++ compiler, and run on the CPU: what NVRTC and a launch are on a GPU."""
+"""Kernels that a C++ compiler builds and the CPU runs, in place of NVRTC and a GPU."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ import numpy as np
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
 COMPILER = "g++"
 FOLDER = "CUDA_ON_CPU_FOLDER"
-"""An environment variable."""
+"""The environment variable that names the folder of compiled kernels."""
 
 FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
-_compiling = threading.Lock()  # the second of two threads with the same source finds it compiled
+_compiling = threading.Lock()  # of two threads with the same source, the second finds it compiled
 
 
 class Kernels:
-    """What one compilation gives: `source` for CUDA, with the -D options of `options`."""
+    """The kernels of one compilation: `source` for CUDA, with the -D options in `options`."""
 
     def __init__(self, source: str, options: Sequence[str] = ()) -> None:
         with _compiling:
@@ -44,10 +44,10 @@ class Kernels:
     ) -> None:
         """Run a kernel over a grid, its threads in the given order.
 
-        An argument is an int (64 bits; addresses, too), a float (64 bits) or a NumPy scalar.
+        An argument is an int (64 bits, also for addresses), a float (64 bits) or a NumPy scalar.
 
         Raises:
-            RuntimeError: The kernel did what would hang or fault on a GPU.
+            RuntimeError: The kernel did something that would hang or fault on a GPU.
         """
         wanted = getattr(self._library, f"{name}_arguments")()
         assert wanted == len(args), f"{name} takes {wanted} arguments, got {len(args)}"
@@ -71,7 +71,7 @@ def _compiled(source: str, defines: tuple[str, ...]) -> Path:
     if not library.exists():
         complete = library.with_suffix(f".{os.getpid()}")
         _run([*compiler, "-o", str(complete)], code)
-        complete.replace(library)  # at once: other processes may be looking
+        complete.replace(library)  # atomically: other processes may be looking
     return library
 
 
@@ -87,7 +87,7 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 
 def folder() -> Path:
-    """What is compiled is kept here as long as the process lives; its children find it through `FOLDER`."""
+    """The folder of compiled kernels, kept as long as the process lives; children find it through `FOLDER`."""
     return Path(os.environ.get(FOLDER) or _temporary().name)
 
 

@@ -1,6 +1,6 @@
-"""Where the fake differs from the installed CuPy: `python -m cuda_on_cpu.compare` prints names that CuPy has not.
+"""Differences between the fake and the installed CuPy: `python -m cuda_on_cpu.compare` prints names CuPy lacks.
 
-It runs in a process of its own, since the two share their names.
+It runs in a process of its own, since both are called cupy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .install import MODULES
 
 
 def _event(real: Any) -> Any:
-    """One that could not be made: there is no device."""
+    """An event of the real CuPy, which cannot be constructed without a device."""
     event = real.__new__(real)
     with contextlib.suppress(RuntimeError):
         event.__init__()
@@ -30,7 +30,7 @@ EXAMPLES = {
     "CUDARuntimeError": lambda real: real(100),
     "NcclError": lambda real: real(1),
 }
-"""Real objects whose attributes only an instance has."""
+"""Real objects for classes whose attributes only an instance has."""
 
 
 def differences() -> Iterator[str]:
@@ -77,13 +77,13 @@ def _compare(path: str, fake: Any, real: Any) -> Iterator[str]:
 
 
 def _plain(member: Any) -> Any:
-    """A method as what is called; what is no method as "a value"."""
+    """A method as the function behind it; anything that is not a method as "a value"."""
     member = getattr(member, "__func__", member)
     return member if callable(member) or member is None else "a value"
 
 
 def _parameters(function: Any) -> list[str]:
-    """Names in order, "*" before those that are keywords only, "**" where any keyword will do."""
+    """The names in order, with "*" before those that are keyword-only, and "**" if any keyword is accepted."""
     try:
         found = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -98,7 +98,7 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _documented(function: Any) -> list[str]:
-    """The same from the first "name(type a, b=1)" of a docstring, which is where Cython writes it."""
+    """The same from the first "name(type a, b=1)" in the docstring, where Cython writes the signature."""
     call = re.search(r"\w+\((.*?)\)( ->|$)", function.__doc__ or "", re.MULTILINE)
     found = [part.split("=")[0].split() for part in call.group(1).split(",")] if call else []
     names = [words[-1] for words in found if words]

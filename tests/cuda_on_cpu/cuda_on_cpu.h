@@ -1,8 +1,8 @@
 // CUDA for one CPU thread: enough to run the project's kernels as they are.
 //
 // Every thread of a CTA is a fiber, which runs until it waits for others: at a barrier, or at a shuffle of its warp. A warp
-// runs as far as it can before the next one; the order, forwards or backwards, is given, so that what only works by luck
-// fails in one of the two.
+// runs as far as it can before the next one. The caller chooses the order, forward or backward, so that code that works only
+// by luck fails in one of the two.
 // Shared memory is poisoned before every CTA. Barriers and shuffles that not all threads reach, shuffles from lanes that
 // don't take part, and 16-byte words at odd addresses are errors.
 
@@ -63,7 +63,7 @@ void check_address(const T* at) {
         fail("a word of " + std::to_string(sizeof(T)) + " bytes is at an address that does not fit");
 }
 
-// Bytes are copied, so that the compiler itself assumes no alignment.
+// Bytes are copied, so that the compiler does not assume any alignment.
 template <class T>
 T __ldcg(const T* from) {
     T all;
@@ -118,7 +118,7 @@ struct Fiber {
     uint3 index;
     enum { ready, at_barrier, at_shuffle, done } state;
     unsigned mask;  // of a shuffle
-    int from;       // the lane whose value it gets; `every` for that of all lanes, joined by "and"
+    int from;       // the lane whose value it gets; `every` for the values of all lanes, joined by "and"
     unsigned long long value;
 };
 
@@ -191,7 +191,7 @@ static bool shuffle(Fiber* lanes, int count) {
     return true;
 }
 
-// Run one warp until all of its threads are done or wait at the barrier. Returns how many came to their end.
+// Run one warp until all of its threads are done or wait at the barrier. Returns how many have ended.
 static size_t run_warp(size_t first, bool backwards) {
     size_t ended = 0;
     int count = std::min<size_t>(warp_size, fibers.size() - first);

@@ -1,4 +1,4 @@
-"""Stands in for `cupy.cuda`: devices, streams, events and graphs, as handles of what a `Machine` holds."""
+"""Stands in for `cupy.cuda`: handles of the devices, streams, events and graphs that a `Machine` holds."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def get_elapsed_time(start_event: Event, end_event: Event) -> float:
 
 
 class Stream:
-    """A handle; what it stands for is a `Queue`."""
+    """A handle of a `Queue`."""
 
     null: Stream
 
@@ -220,7 +220,7 @@ def _entered() -> list[int]:
 
 
 def _stack(device: int) -> list[Stream]:
-    """The streams of those of one device, and the default stream below them."""
+    """The streams of those `with` blocks on one device, above its default stream."""
     return running().local.setdefault(("stack", device), [Stream.null])
 
 
@@ -258,7 +258,7 @@ class _Driver:
 
     @staticmethod
     def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
-        """Set what captures of other threads forbid this one; `mode` is a pointer, to what was set before."""
+        """Set what captures of other threads forbid this thread, and write the setting before that to `mode`."""
         before, running().local["capture mode"] = (
             running().local.get("capture mode", machine.GLOBAL),
             mode._obj.value,
@@ -274,7 +274,7 @@ def _get_device_count() -> int:
 
 
 def _compile_using_nvrtc(source: str, options: tuple[str, ...] = (), filename: str = "kern.cu") -> Any:
-    """Keeps the source, which the C++ compiler gets when it is loaded, for the current device's architecture."""
+    """Keep the source for the current device's architecture; the C++ compiler gets it when it is loaded."""
     return json.dumps([source, options, Device().compute_capability]).encode(), None
 
 
@@ -285,7 +285,7 @@ def _loaded(path: str) -> tuple[str, tuple[str, ...], str]:
 
 
 def _check_architecture(architecture: str) -> None:
-    """Raise unless the current device can run what was compiled for this one: the same, or a later minor one."""
+    """Raise unless the current device can run code for `architecture`: has the same, or a later minor one."""
     mine, compiled = divmod(int(Device().compute_capability), 10), divmod(int(architecture), 10)
     if mine[0] != compiled[0] or mine[1] < compiled[1]:
         raise CUDADriverError(

@@ -1,7 +1,7 @@
 """Stands in for `cupy` on a machine without a GPU: the part of CuPy 14 that this project uses.
 
-Memory is the host's; every operation on it is enqueued on a stream of the `Machine`, which decides when it runs.
-What CuPy would do silently and slowly, such as reaching into another device, is an error here.
+Its memory is the host's. Every operation on it is enqueued on a stream of the `Machine`, which decides when it
+runs. Operations that CuPy would do silently and slowly, such as reaching into another device, are errors here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ndarray:
         self.size, self.nbytes, self.ndim, self.itemsize = host.size, host.nbytes, host.ndim, host.itemsize
 
     def _part(self, host: np.ndarray) -> ndarray:
-        """`host`, which lies in the memory of this array, as an array."""
+        """Wrap `host`, which lies in the memory of this array."""
         return _over(self._memory, host, self if self.base is None else self.base)
 
     @property
@@ -58,7 +58,7 @@ class ndarray:
     def device(self) -> cuda.Device:
         return cuda.Device(self._memory.block.device)
 
-    # Views: no device is needed for them.
+    # Views need no device.
 
     def reshape(self, *shape: Any, order: str = "C") -> ndarray:
         host = self._host.reshape(*shape, order=order)
@@ -142,7 +142,7 @@ class ndarray:
         if not self.flags.c_contiguous:
             raise RuntimeError("Cannot set to non-contiguous array")
         pinned = _pinned(arr) if arr.flags.c_contiguous else None
-        if pinned is None and self.size:  # the driver copies it aside first, for which it may wait for the stream
+        if pinned is None and self.size:  # the driver copies it aside first, and may wait for the stream to do so
             running().note_host_sync("ndarray.set from pageable memory")
         source, target = arr.copy() if pinned is None else _typed(pinned[1], arr), self._host
         _enqueue("copy from host", lambda: np.copyto(target, source), [self], pinned, stream)
@@ -162,7 +162,7 @@ class ndarray:
     def __bool__(self) -> bool:
         return bool(self._get("bool(ndarray)"))
 
-    def __repr__(self) -> str:  # CuPy's would synchronise, and so change what a debugger looks at
+    def __repr__(self) -> str:  # CuPy's repr would synchronise, and so change the state that a debugger shows
         return f"<{self.dtype}{list(self.shape)} on device {self._memory.block.device}>"
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
@@ -199,7 +199,7 @@ def _typed(data: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def _pinned(host: np.ndarray) -> tuple[Block, np.ndarray] | None:
-    """Where `host` lies in pinned memory, and those bytes; None if it is pageable."""
+    """The block of pinned memory in which `host` lies, and these bytes; None if `host` is pageable."""
     try:
         block, data = running().find(host.ctypes.data, host.nbytes)
     except AssertionError:
@@ -260,7 +260,7 @@ def may_share_memory(a: ndarray, b: ndarray, max_work: Any = None) -> bool:
 
 
 def from_dlpack(array: Any, *, device: Any = None, copy: Any = None) -> ndarray:
-    """Anything in host memory plays device memory, at its own address."""
+    """Let an array in host memory play device memory, at its own address."""
     host = array if isinstance(array, np.ndarray) else np.from_dlpack(array)
     return _over(running().share(host), host)
 
@@ -299,7 +299,7 @@ class RawKernel:
         limits = (2**31 - 1, 65535, 65535, 1024, 1024, 64)
         if math.prod(block) > 1024 or shared_mem > 48 * 1024 or any(map(int.__gt__, grid + block, limits)):
             raise RuntimeError(f"CUDA_ERROR_INVALID_VALUE: grid {grid}, block {block}, {shared_mem} shared bytes")
-        cuda._check_architecture(self._architecture)  # where another device is current, it is loaded there
+        cuda._check_architecture(self._architecture)  # the kernel is loaded on the current device
         what = f"kernel {self.name}"
         arrays = [arg for arg in args if isinstance(arg, ndarray)]
         blocks = [array._memory.block for array in arrays]
@@ -314,7 +314,7 @@ class RawKernel:
 
 
 def _kernel_argument(arg: Any) -> Any:
-    """What CuPy passes: 64 bits for an int or float, one byte for a bool, itself for a scalar."""
+    """The argument as CuPy passes it: 64 bits for an int or float, one byte for a bool, a scalar unchanged."""
     if isinstance(arg, ndarray):
         return int(arg.data.ptr)
     if isinstance(arg, np.ndarray):

@@ -1,9 +1,9 @@
 """Stands in for `cupy.cuda.nccl`: ranks are threads that share a unique id.
 
-A call is only enqueued. It runs when the ranks' matching calls are all at the head of their streams, and holds up
+A call is only enqueued. It runs once the matching calls of all ranks are at the head of their streams, and blocks
 its stream until then. As with NCCL, the first collective of a communicator, and the first message from one rank
-to another, make the host wait for the other side, to connect. Where ranks' calls do not match, NCCL hangs or
-writes nonsense: here it is an error.
+to another, make the host wait for the other side, to connect. If ranks' calls do not match, NCCL hangs or writes
+nonsense; here that is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATUS = {
     4: "NCCL_ERROR_INVALID_ARGUMENT: invalid argument (run with NCCL_DEBUG=WARN for details)",
     5: "NCCL_ERROR_INVALID_USAGE: invalid usage (run with NCCL_DEBUG=WARN for details)",
     6: "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error",
-}  # CuPy's table, too, lacks 7 (in progress) and 8 (timeout)
+}  # CuPy's own table also lacks 7 (in progress) and 8 (timeout)
 
 _local = threading.local()
 
@@ -84,7 +84,7 @@ def _depth() -> int:
 
 
 def _calls() -> list[Call]:
-    """What this thread has called in them."""
+    """The calls of this thread in these groups."""
     return _local.__dict__.setdefault("calls", [])
 
 
@@ -177,7 +177,7 @@ class NcclCommunicator:
             raise NcclError(1)
 
     def abort(self) -> None:
-        """What this rank has enqueued ends at once, with garbage; its peers' calls never do."""
+        """End all calls that this rank has enqueued, with garbage; its peers' calls never end."""
         with self._machine.changed:
             self._check_device()
             self._world = None
@@ -269,7 +269,7 @@ class NcclCommunicator:
         return self._machine.enqueue(queue, name, lambda: None, blocks=blocks, calls=calls)
 
     def _connect(self, operation: Operation) -> None:
-        """Wait for the ranks that this one has never talked to; only those calls ever wait."""
+        """Wait for the ranks to which this one has never talked; no other calls wait."""
         for meeting in [each for each in operation.meetings if each.first and self._machine.nccl_connects]:
             self._machine.wait_until(
                 lambda meeting=meeting: meeting.missing() if self._world else None, f"to connect, {operation}"

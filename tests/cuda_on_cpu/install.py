@@ -1,4 +1,4 @@
-"""Puts the stand-ins where `import cupy` finds them: in this process for a while, or in other ones."""
+"""Puts the stand-ins where `import cupy` finds them: in this process for a while, or in child processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OVER_CUPY = [
     f"bagua_comm.{name}"
     for name in ("kernels.device", "transports.nccl", "transports.nccl.transport", "transports.staged")
 ]
-"""Modules that hold on to the CuPy that they were imported with."""
+"""Modules that keep a reference to the CuPy with which they were imported."""
 
 _AT_START = """import sys
 from cuda_on_cpu.install import MODULES
@@ -64,7 +64,7 @@ def _load(name: str | None, *args: Any, **kwargs: Any) -> Any:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Environment variables with which every new Python has the stand-in; they need a file in `folder`."""
+    """Environment variables that give every new Python the stand-in, by way of a file in `folder`."""
     (folder / "sitecustomize.py").write_text(_AT_START)
     tests = Path(__file__).parents[1]
     path = [str(folder), str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]
@@ -73,7 +73,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _forget(names: list[str]) -> None:
-    """Have modules imported anew when they are next imported."""
+    """Make the next import of these modules load them anew."""
     for name in names:
         sys.modules.pop(name, None)
         parent, _, child = name.rpartition(".")

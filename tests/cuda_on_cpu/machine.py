@@ -1,9 +1,9 @@
-"""What CUDA promises about the order of work, in plain Python: streams, events, graphs, memory and its reuse.
+"""CUDA's promises about the order of work, in plain Python: streams, events, graphs, memory and its reuse.
 
-Every operation on device memory is enqueued on a stream, and runs when the stream's policy, or a host that waits,
-makes it: "eager" streams run everything at once, "lazy" ones nothing until they must. A device may take any such
-order, so code that is right under every policy does not lean on luck. Code that forgot to wait works on the wrong
-bytes: memory is poisoned when it is allocated, and again, in the order of its stream, when it is freed.
+Every operation on device memory is enqueued on a stream. It runs when the stream's policy, or a host that waits,
+demands it: "eager" streams run everything at once, "lazy" ones nothing until they must. A device may choose any
+such order, so code that is right under every policy does not depend on luck. Code that forgot to wait works on
+the wrong bytes: memory is poisoned when it is allocated, and again, in the order of its stream, when it is freed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 import numpy as np
 
 POLICIES = {"lazy": ("lazy", "lazy"), "main-first": ("eager", "lazy"), "side-first": ("lazy", "eager")}
-"""How the default stream and how all other streams run."""
+"""How the default stream runs, and how all other streams run."""
 
 POISON = 0xFF
 """Every byte of memory that nobody has written: NaN in all float dtypes."""
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
-"""Modes of a capture, and of a thread: what is forbidden while a stream is captured."""
+"""The modes of a capture, and of a thread. They say what is forbidden while a stream is captured."""
 
 ALIGNMENT = GUARD = 512
 GUARD_BYTE = 0x5A
-"""Before and after each array, where nobody writes."""
+"""The byte before and after each array, where nobody may write."""
 
 ERRORS = {
     100: "cudaErrorNoDevice: no CUDA-capable device is detected",
@@ -58,16 +58,16 @@ class CUDARuntimeError(RuntimeError):
 
 
 class CUDADriverError(RuntimeError):
-    """What modules and launches raise."""
+    """The error that modules and launches raise."""
 
 
 class Hang(AssertionError):
-    """What a real device would wait for without end."""
+    """A wait that would never end on a real device."""
 
 
 @dataclass(eq=False)
 class Block:
-    """A piece of memory that a device reaches. What is enqueued holds this: it knows addresses, not owners."""
+    """A piece of memory that a device can reach. Operations hold blocks: they know addresses, not owners."""
 
     start: int
     bytes: np.ndarray
@@ -87,7 +87,7 @@ class Block:
 
 
 class Memory:
-    """Owns a `Block`: when the last array over it is gone, `freed` gets it."""
+    """Owns a `Block`, which goes to `freed` when the last array over it is gone."""
 
     def __init__(self, block: Block, freed: deque[Block]) -> None:
         self.block = block
@@ -102,14 +102,14 @@ class Operation:
         self.waits = tuple(wait for wait in waits if not wait.done)
         self.thread = threading.current_thread().name
         self.capture: Capture | None = None
-        self.calls: Sequence[Any] = ()  # of NCCL, and where each meets the other ranks'
+        self.calls: Sequence[Any] = ()  # of NCCL, and the meeting of each with the other ranks' calls
         self.meetings: list[Any] = []
         self.blocks: tuple[Block, ...] = ()
         self.done = False
         self.finished_at = 0.0
 
     def blocker(self) -> Operation | str | None:
-        """What must be done before this can run: an operation, or words for what nobody has enqueued."""
+        """What must run before this can: an operation, or, in words, one that nobody has enqueued."""
         for wait in self.waits:
             if not wait.done:
                 return wait
@@ -146,7 +146,7 @@ class Queue:
 
 @dataclass(eq=False)
 class Capture:
-    """What was enqueued on `origin`, and on streams that joined it, since begin_capture."""
+    """The operations enqueued on `origin`, and on streams that joined it, since begin_capture."""
 
     origin: Queue
     mode: int = RELAXED
@@ -184,16 +184,16 @@ class Enqueued:
 
 
 class Machine:
-    """Devices, their streams and their memory. One lock: whoever waits runs what must run.
+    """Devices, their streams and their memory. Under one lock, a thread that waits runs what must run.
 
     Attributes:
         count: How many devices there are.
-        architectures: Of devices, by their index; "90" of the others.
-        broken: The errors of devices that have met one, by their index; see `break_device`.
-        log: What was enqueued, in order; `names` picks from it.
+        architectures: The architectures of devices, by index; that of all others is "90".
+        broken: The errors that devices have met, by index; see `break_device`.
+        log: All operations enqueued, in order; `names` picks from it.
         host_syncs: The calls that made the host wait for a device.
         timeout_s: How long anything may wait while nothing happens at all.
-        order: In which order a kernel's threads run: "forward" or "backward".
+        order: The order in which a kernel's threads run: "forward" or "backward".
     """
 
     def __init__(self, policy: str = "lazy", *, count: int = 1, timeout_s: float = 20.0) -> None:
@@ -213,7 +213,7 @@ class Machine:
         self._captures: list[Capture] = []
         self._blocks: dict[int, Block] = {}
         self._kept: dict[Queue, int] = {}
-        """Bytes that were freed on a stream, and that the pool keeps for it."""
+        """How many bytes freed on a stream the pool keeps for it."""
         self._freed: deque[Block] = deque()
         self._forbidden: list[int | None] = []
         self._local = threading.local()
@@ -233,7 +233,7 @@ class Machine:
 
     @property
     def local(self) -> dict[Any, Any]:
-        """What CuPy keeps for each thread: current streams, and where `with` blocks return to."""
+        """CuPy's state of each thread: the current streams, and those that `with` blocks restore."""
         return self._local.__dict__
 
     def new_stream(self, *, blocking: bool = False, eager: bool | None = None) -> Queue:
@@ -255,7 +255,7 @@ class Machine:
             return self._queues[-1, ptr]
 
     def break_device(self, device: int, status: int = 700) -> None:
-        """Nothing on this device goes on, and every call on it gives this error from now on."""
+        """Stop a device: from now on nothing on it runs, and every call on it gives this error."""
         with self.changed:
             self.broken[device] = status
             self.progress()
@@ -300,7 +300,7 @@ class Machine:
             return operation
 
     def _before(self, queue: Queue) -> list[Operation]:
-        """What comes before anything new on `queue`: its tail, and the turns of the default stream."""
+        """The operations before a new one on `queue`: its tail, and those of the default stream's turns."""
         queues = [queue]
         if queue.ptr == 0:
             queues += [each for each in self._queues.values() if each.blocking and each.device == queue.device]
@@ -314,7 +314,7 @@ class Machine:
         operation.meetings = [call.arrive(operation) for call in operation.calls]
 
     def wait_event(self, queue: Queue, recorded: Operation | None) -> None:
-        """Everything enqueued on `queue` from now on comes after `recorded`."""
+        """Make everything enqueued on `queue` from now on come after `recorded`."""
         with self.changed:
             if recorded is None:
                 return
@@ -330,7 +330,7 @@ class Machine:
             self.enqueue(queue, "wait", _nothing, waits=[recorded], log=False)
 
     def progress(self) -> None:
-        """Something has changed: eager streams go on, and whoever waits looks again."""
+        """After a change, let eager streams go on, and let threads that wait look again."""
         with self.changed:
             self.changed.notify_all()
             for queue in self.queues():
@@ -338,7 +338,7 @@ class Machine:
                     self._advance(queue.tail)
 
     def _advance(self, target: Operation, steps: int = sys.maxsize) -> str | None:
-        """Run what `target` needs, and `target`, as far as possible; returns what it is stuck at, or None."""
+        """Run `target` and all that it needs, as far as possible; returns where it is stuck, or None."""
         path, on_path = [target], {target}
         while path:
             operation = path[-1]
@@ -364,7 +364,7 @@ class Machine:
     # The host ---------------------------------------------------------------------------------------
 
     def query(self, operation: Operation | None, device: int) -> int:
-        """The status of `operation`, on `device`. Time passes meanwhile: whoever asks makes one operation run."""
+        """The status of `operation`, on `device`. Time passes meanwhile: each query makes one operation run."""
         with self.changed:
             if device in self.broken:
                 return self.broken[device]
@@ -379,7 +379,7 @@ class Machine:
             return 0 if operation.done else 600
 
     def _breaks_a_capture(self) -> bool:
-        """Whether a call that may wait is forbidden to this thread; it ends the captures that forbid it."""
+        """Whether a capture forbids this thread a call that may wait; such captures end."""
         thread = threading.get_ident()
         forbidding = [
             capture
@@ -392,7 +392,7 @@ class Machine:
         return bool(forbidding)
 
     def settle(self, operation: Operation | None, *, steps: int = sys.maxsize) -> None:
-        """Let the device do what `operation` needs, as far as it can. The host waits for nothing."""
+        """Run what `operation` needs, as far as the device can. The host waits for nothing."""
         with self.changed:
             self._reuse_freed()
             if operation is not None:
@@ -417,7 +417,7 @@ class Machine:
         return self._advance(operation)
 
     def wait_until(self, stuck_at: Callable[[], str | None], what: str) -> None:
-        """Block until `stuck_at` returns None; every wait of the host for others ends here, or as a `Hang`."""
+        """Block until `stuck_at` returns None, or raise `Hang`; every wait of the host for others comes here."""
         with self.changed:
             while (problem := stuck_at()) is not None:
                 if not self.changed.wait(self.timeout_s):
@@ -432,7 +432,7 @@ class Machine:
 
     @contextlib.contextmanager
     def forbid_host_sync(self, *, this_thread: bool = False) -> Iterator[None]:
-        """Calls that make the host wait for a device fail meanwhile: on all threads, or on this one only."""
+        """In the body of `with`, calls that make the host wait fail: on all threads, or on this one only."""
         entry = threading.get_ident() if this_thread else None
         self._forbidden.append(entry)
         try:
@@ -441,7 +441,7 @@ class Machine:
             self._forbidden.remove(entry)
 
     def names(self, *, device: int | None = None, thread: str | None = None) -> list[str]:
-        """What was enqueued, by one thread or for one device: "kernel NAME", "nccl NAME", "copy", "graph", ..."""
+        """The operations of one thread or for one device: "kernel NAME", "nccl NAME", "copy", "graph", ..."""
         entries = [entry for entry in self.log if device in (None, entry.device)]
         return [entry.name for entry in entries if thread in (None, entry.thread)]
 
@@ -453,7 +453,7 @@ class Machine:
     # Memory -----------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, pool: Queue | None) -> Memory:
-        """Memory full of poison: of the device of `pool`, or pinned host memory if that is None."""
+        """Memory full of poison: of the device of `pool`, or pinned host memory if `pool` is None."""
         guarded = np.full(ALIGNMENT + GUARD + nbytes + GUARD, GUARD_BYTE, np.uint8)
         start = GUARD + -(guarded.ctypes.data + GUARD) % ALIGNMENT
         data = guarded[start : start + nbytes]
@@ -464,7 +464,7 @@ class Machine:
         return self._own(Block(address, data, device, pool, guarded[: start + nbytes + GUARD]))
 
     def share(self, host: np.ndarray) -> Memory:
-        """Somebody else's memory, played by that of `host`, as memory of the current device."""
+        """Memory of the current device that belongs to somebody else; the memory of `host` plays it."""
         low, high = np.lib.array_utils.byte_bounds(host)
         first = np.lib.stride_tricks.as_strided(host, (1,), (host.itemsize,)).view(np.uint8)
         data = np.lib.stride_tricks.as_strided(first, (high - low,), (1,))
@@ -477,11 +477,11 @@ class Machine:
             return Memory(block, self._freed)
 
     def _reuse_freed(self) -> None:
-        """Poison what was freed: CuPy's pools hand it out again, pinned memory without regard to streams."""
+        """Poison freed memory: CuPy's pools reuse it, pinned memory without regard to streams."""
         for _ in range(len(self._freed)):
             block = self._freed.popleft()
             if block.pool is not None and block.pool.capture is not None:
-                self._freed.append(block)  # later: a graph is no place for it
+                self._freed.append(block)  # later: a graph must not contain it
                 continue
             block.freed = True
             block.check_guard("before it was freed")
@@ -496,14 +496,14 @@ class Machine:
                 block.poison()
 
     def pool_bytes(self) -> int:
-        """What the pool of the current device has taken from it, in use or not."""
+        """Bytes that the pool of the current device has taken from it, in use or not."""
         with self.changed:
             self._reuse_freed()
             pools = [(block.pool, len(block.bytes)) for block in self._blocks.values()] + [*self._kept.items()]
             return sum(size for pool, size in pools if pool is not None and pool.device == self.device)
 
     def trim_pool(self, queue: Queue | None) -> None:
-        """Give the device what its pool keeps, for one stream or for all, and wait for it, as cudaFree does."""
+        """Return what the pool keeps, for one stream or for all, to the device; wait for it, as cudaFree does."""
         with self.changed:
             self._reuse_freed()
             found = [each for each in self._kept if each.device == self.device and queue in (None, each)]
@@ -512,7 +512,7 @@ class Machine:
                 self.wait(tails, "MemoryPool.free_all_blocks")
 
     def find(self, address: int, nbytes: int) -> tuple[Block | None, np.ndarray]:
-        """The block that has these bytes, and a view of them; no block for no bytes.
+        """The block that has these bytes, and a view of them; no block if there are no bytes.
 
         Raises:
             AssertionError: No allocation has all of them.
@@ -548,7 +548,7 @@ class Machine:
             return capture.operations
 
     def replay(self, operations: Sequence[Operation], queue: Queue) -> None:
-        """Enqueue copies of captured operations, as free in their order as they were."""
+        """Enqueue copies of captured operations, with the same freedom of order."""
         with self.changed:
             self._reuse_freed()
             if queue.capture is not None:
@@ -558,7 +558,7 @@ class Machine:
                 for block in each.blocks:
                     assert not block.freed, f"graph: {each.name} uses memory that was freed since it was captured"
                 waits = [*first, *(copies[wait] for wait in each.waits)]
-                # Which branch of a graph goes first is as free as which stream does.
+                # Any branch of a graph may go first, as any stream may.
                 copy = Operation(queue, each.name, each.run, waits if self.side == "lazy" else reversed(waits))
                 copy.calls = each.calls
                 self._arrive(copy)
@@ -567,7 +567,7 @@ class Machine:
 
 
 def poison(data: np.ndarray) -> None:
-    """Make what was never written, or may have been reused, visible in what is computed from it."""
+    """Fill memory that was never written, or may have been reused, so that it shows in results."""
     data.view(np.uint8).fill(POISON)
 
 

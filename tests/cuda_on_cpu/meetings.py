@@ -1,4 +1,4 @@
-"""Where the calls of several NCCL ranks meet, and what they do to memory once all have come."""
+"""The meetings of several NCCL ranks' calls, and what they do to memory once all have come."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _INTEGERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64")
 DTYPES = [np.dtype(each) for each in (*_INTEGERS, "float16", "float32", "float64", ml_dtypes.bfloat16)]
-"""By NCCL's numbers."""
+"""In the order of NCCL's numbers."""
 
 OPS = np.add, np.multiply, np.maximum, np.minimum, np.add
-"""By NCCL's numbers; the last is for averages."""
+"""In the order of NCCL's numbers; the last is for averages."""
 
 _numbers = itertools.count()
 
@@ -62,7 +62,7 @@ class Meeting:
     error: str | None = None
 
     def missing(self) -> str | None:
-        """What it takes for the calls to begin, apart from what comes before them on their streams."""
+        """What the calls still need to begin, apart from earlier work on their streams; None if nothing."""
         if self.done:
             return None
         assert self.error is None, self.error
@@ -113,7 +113,7 @@ _MEETINGS = {
 
 
 def reduction(op: int, dtype: np.dtype) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """NCCL adds in the dtype itself, and averages floats by multiplying each with a rounded 1 / p before."""
+    """NCCL adds in the dtype itself; for averages it first multiplies each float by a rounded 1 / p."""
     average, whole = op == len(OPS) - 1, dtype.kind in "iu"
 
     def reduce(rows: list[np.ndarray]) -> np.ndarray:
@@ -126,7 +126,7 @@ def reduction(op: int, dtype: np.dtype) -> Callable[[list[np.ndarray]], np.ndarr
 
 
 class World:
-    """What the ranks of one communicator share."""
+    """The state that the ranks of one communicator share."""
 
     def __init__(self, size: int) -> None:
         self.size, self.name = size, f"NCCL communicator {next(_numbers)}"

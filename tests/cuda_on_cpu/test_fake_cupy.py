@@ -1,4 +1,4 @@
-"""The model of a device is worth what it catches: each kind of mistake, next to the same code without it."""
+"""The model of a device must catch mistakes: here is each kind, next to the same code without the mistake."""
 
 import ctypes
 import functools
@@ -30,7 +30,7 @@ extern "C" __global__ void show(double* out, long long a, double b, float c, boo
 
 
 def results(program):
-    """What a program computes under every policy."""
+    """The results of a program under each policy."""
     found = []
     for policy in machine.POLICIES:
         machine.use(Machine(policy, timeout_s=5))

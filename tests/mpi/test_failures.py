@@ -91,9 +91,9 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
-            begin = mpi_transport.MPITransport.begin
+            start = mpi_transport.MPITransport.start
             monkeypatch.setattr(
-                mpi_transport.MPITransport, "begin", lambda *args: (time.sleep(0.3), begin(*args))[1]
+                mpi_transport.MPITransport, "start", lambda *args: (time.sleep(0.3), start(*args))[1]
             )
             with suppress(CommTimeout):  # it waits for nobody
                 world.allgather(np.ones(4000))

@@ -99,14 +99,14 @@ def test_what_cannot_be_answered_is_refused(options, message, capsys):
         (["advise"], "--nodes"),
         ([*BASE, "--step-time", "1"], "--model-bytes --model"),
         ([*BASE, "--model", "vgg61", "--step-time", "1"], "invalid choice: 'vgg61'"),
-        ([*VGG16, "--bandwidth", "fast"], "'fast' is none; write it like 10gbit or 500mbit"),
+        ([*VGG16, "--bandwidth", "fast"], "'fast' is not a bandwidth; expected e.g. 10gbit or 500mbit"),
         ([*VGG16, "--bandwidth", "0gbit"], "'0gbit' is too small"),
-        ([*VGG16, "--latency", "50parsecs"], "write it like 1.2, 300ms or 50us"),
-        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is none"),
+        ([*VGG16, "--latency", "50parsecs"], "'50parsecs' is not a time; expected e.g. 1.2, 300ms or 50us"),
+        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is not a size"),
         ([*BASE, "--model-bytes", "0", "--step-time", "1"], "'0' is too small"),
     ],
 )
-def test_arguments_that_are_none_are_refused(options, message, capsys):
+def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         cli.main(options)
     assert message in capsys.readouterr().err

@@ -522,5 +522,5 @@ def test_what_is_unknown_is_refused():
             pass
 
     for method in (Unknown(), GradientAllReduce(Unknown())):
-        with pytest.raises(UnsupportedError, match=r"nothing is known of what .*Unknown"):
+        with pytest.raises(UnsupportedError, match=r"the model does not know what .*Unknown"):
             predict(method, JOB, PAIR)

@@ -1,6 +1,6 @@
-"""What the calls of a Communicator must give beyond its conformance kit: bodies that any world of ranks runs.
+"""Bodies that test the calls of a Communicator beyond its conformance kit; any world of ranks can run them.
 
-`put` copies a NumPy array to where the ranks' arrays are. References are NumPy's.
+`put` copies a NumPy array to the host or device of the ranks' arrays. References are computed by NumPy.
 """
 
 import numpy as np
@@ -26,12 +26,12 @@ REDUCTIONS = [
 
 
 def sized(put, count):
-    """So many elements; few where a thread of a stand-in for a GPU works on each."""
+    """This number of elements; few on a stand-in for a GPU, where a thread works on each."""
     return count if put is np.copy else -(-count // 50)
 
 
 def reductions(put):
-    """All, or on a stand-in for a device, which compiles them, some."""
+    """All reductions; only some on a stand-in for a device, which must compile them."""
     return REDUCTIONS if put is np.copy else REDUCTIONS[::3]
 
 
@@ -40,7 +40,7 @@ def back(x):
 
 
 def reference(xs, op):
-    """What `xs` come to, in rank order: that of the specification; of complex numbers, NumPy's."""
+    """The reduction of `xs` in rank order, by the specification; by NumPy for complex numbers."""
     with np.errstate(all="ignore"):
         if xs[0].dtype.kind == "c":
             total = {"prod": np.multiply}.get(op, np.add).reduce(np.stack(xs), axis=0)
@@ -61,7 +61,7 @@ def same(actual, expected):
 
 
 def close(actual, expected):
-    """For what NCCL adds in an order of its own."""
+    """Compare sums that NCCL adds in an order of its own."""
     actual = back(actual)
     assert actual.dtype == expected.dtype
     wide = np.complex128 if expected.dtype.kind == "c" else np.float64
@@ -95,7 +95,7 @@ def gatherv_and_scatterv(comm, put):
 
 
 def scatters_and_gathers_in_place(comm, put):
-    """The root's own part may be where it belongs already."""
+    """The root's own part may already be in its place."""
     p, rank, counts = comm.size, comm.rank, [r + 1 for r in range(comm.size)]
     end = sum(counts[: rank + 1])
     expected = np.repeat(np.arange(p), counts)
@@ -270,7 +270,7 @@ class Unpicklable:
 
 
 def objects_that_cannot_be_pickled(comm, put):
-    """All ranks hear of it, by the same error, and go on."""
+    """All ranks get the same error, and can go on."""
     p, rank = comm.size, comm.rank
     bad = Unpicklable() if rank == p - 1 else rank
     message = "this Unpicklable cannot be pickled: RuntimeError: not me"
@@ -279,7 +279,7 @@ def objects_that_cannot_be_pickled(comm, put):
     raises(UnsupportedError, f"gather_object: {message}", comm.gather_object, bad, root=0)
     objs = [0] * (p - 1) + [Unpicklable()] if rank == 0 else None
     raises(UnsupportedError, f"scatter_object: {message}", comm.scatter_object, objs, root=0)
-    for wrong, what in ((None, "None"), ([1] * (p + 1), f"{p + 1} objects"), (5, "no list: TypeError")):
+    for wrong, what in ((None, "None"), ([1] * (p + 1), f"{p + 1} objects"), (5, "not a list: TypeError")):
         objs = wrong if rank == p - 1 else None
         raises(ArrayError, f"scatter_object: objs is {what}", comm.scatter_object, objs, root=p - 1)
     raises(UnsupportedError, f"send_object: {message}", comm.send_object, Unpicklable(), dest=rank)
@@ -291,11 +291,11 @@ def raises(error, message, call, *arguments, **named):
         call(*arguments, **named)
 
 
-# `comm` compares every call
+# From here on, `comm` compares every call
 
 
 def counts_that_differ(comm, put):
-    """Each is a mismatch on all ranks, and does no harm."""
+    """Each difference is a mismatch on all ranks, and does no harm."""
     p, rank = comm.size, comm.rank
     x = put(np.zeros(p))
     incoming = [1] * p
@@ -334,7 +334,7 @@ def alltoallv_of_one_each(comm, x):
 
 
 def messages_that_differ(comm, put):
-    """The receiver names both calls, takes the message all the same, and goes on."""
+    """The receiver names both calls, still takes the message, and can go on."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     floats = put(np.ones(40_000))
 
@@ -347,7 +347,7 @@ def messages_that_differ(comm, put):
     both(floats, put(np.zeros(40_000, np.int64)), which + r" of int64\[40000\]")
     both(floats, put(np.zeros((2, 2))), r"message 2 .* sendrecv of float64\[2, 2\]")
     out = put(np.zeros((200, 200)))
-    comm.sendrecv(floats, out, dest=right, source=left)  # another shape of as many elements
+    comm.sendrecv(floats, out, dest=right, source=left)  # another shape with the same number of elements
     assert back(out).all()
 
     comm.send(floats[:3], dest=right) if comm.rank == 0 else None
@@ -357,7 +357,7 @@ def messages_that_differ(comm, put):
     halves = put(np.zeros(6)), put(np.zeros(2, np.uint8))
     sends = [(right, floats[:6]), (right, floats[6:8])]
     raises(CommMismatch, r"its exchange of float64\[2\]", comm.exchange, sends, [(left, half) for half in halves])
-    assert back(halves[0]).all()  # what fits has come
+    assert back(halves[0]).all()  # the message that fits has come
     assert not back(halves[1]).any()
 
     for small in (comm, comm.dup()):
@@ -370,7 +370,7 @@ def messages_that_differ(comm, put):
 
 
 def groups_and_lanes_are_compared(comm, put):
-    """Barriers, groups, and what runs on a lane."""
+    """Barriers, groups, and calls on a lane."""
     for call in (comm.dup, comm.lane):
         if comm.rank == 0:
             raises(CommMismatch, r"rank 0 called split\(\), but rank 1 called dup\(\)", comm.split, 0)

@@ -1,4 +1,4 @@
-"""Ranks on the devices that the fixture `device` stands in for: a thread each, over a host transport."""
+"""Ranks on the devices of the fixture `device`: each is a thread, over a host transport."""
 
 import functools
 import importlib
@@ -12,7 +12,7 @@ from bagua_comm.testing import Recording, run_ranks
 
 
 class HostOnly(Recording):
-    """Moves host arrays alone, as MPI does."""
+    """Moves only host arrays, as MPI does."""
 
     def moves(self, x):
         return isinstance(x, np.ndarray)
@@ -25,7 +25,7 @@ class HostOnly(Recording):
 
 
 def over(kind, host, **options):
-    """A transport of device arrays over one of host arrays."""
+    """A transport of device arrays on top of a transport of host arrays."""
     if kind == "nccl":
         return importlib.import_module("bagua_comm.transports.nccl").NcclTransport.connect(host, **options)
     return importlib.import_module("bagua_comm.transports.staged").StagedTransport(host.dup())

@@ -1,4 +1,4 @@
-"""What each rank does in tests of NCCL: on threads of the stand-in, and in processes on a GPU.
+"""The bodies of tests of NCCL, one call per rank: on threads of the stand-in, and in processes on a GPU.
 
 A body gets a transport of host arrays, and connects NCCL over it.
 """
@@ -21,7 +21,7 @@ HOLD_S = 0.3
 
 
 def connected(host, **options):
-    """A communicator over NCCL; ranks share a device if there are not enough."""
+    """A communicator over NCCL; ranks share a device if there are too few."""
     index = host.rank % device_count()
     use_device(index)
     return Communicator([host.dup(), over("nccl", host, **options)], device=index)
@@ -41,7 +41,7 @@ def up(x):
 
 @contextlib.contextmanager
 def never_waiting():
-    """In the body of `with` the host waits for nothing: it comes to the end while the device is held."""
+    """In the body of `with` the host may wait for nothing: it must reach the end while the device is held."""
     if is_stand_in():
         from cuda_on_cpu.machine import running
 
@@ -205,5 +205,5 @@ BODIES = [
 
 
 def bodies_of(ranks):
-    """What so many ranks do. The last makes 900 calls: too many for more than two processes on one GPU."""
+    """The bodies for this number of ranks. The last makes 900 calls, too many for more than two on one GPU."""
     return [*BODIES, conformance] if ranks <= 2 else BODIES

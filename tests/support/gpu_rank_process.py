@@ -1,6 +1,8 @@
-"""One of several processes on a GPU: runs all bodies, and rank 0 writes what they raised on any rank.
+"""One of several processes on a GPU. Each runs all bodies; rank 0 writes the errors of all ranks.
 
-python tests/support/gpu_rank_process.py OUT        started by `gpu_world.launch`
+Usage:
+
+    python tests/support/gpu_rank_process.py OUT        started by `gpu_world.launch`
 """
 
 import json

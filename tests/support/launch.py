@@ -1,4 +1,4 @@
-"""Starting Python on several ranks from a test."""
+"""Start Python on several ranks from a test."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import textwrap
 
 
 def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):
-    """`python -m bagua_comm run` on these arguments, or on the text of a script; returns what it did."""
+    """Run `python -m bagua_comm run` with these arguments, or on the text of a script; returns its result."""
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *flags]
     command += [f"--mpirun={argument}" for argument in mpirun]
     if script is not None:

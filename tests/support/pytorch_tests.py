@@ -3,15 +3,15 @@
     python tests/support/pytorch_tests.py                    # on bagua_torch.DistributedDataParallel
     python tests/support/pytorch_tests.py --mode pickled     # the same, where only pickling differs
     python tests/support/pytorch_tests.py --mode hook        # on PyTorch's, with bagua_torch.comm_hook
-    python tests/support/pytorch_tests.py --mode pytorch     # on PyTorch's alone: what can be run here at all
-    python tests/support/pytorch_tests.py -v test_ddp_inference    # chosen tests, with what went wrong
+    python tests/support/pytorch_tests.py --mode pytorch     # on PyTorch's alone: which tests can run here at all
+    python tests/support/pytorch_tests.py -v test_ddp_inference    # chosen tests, with their errors
 
-It fails if a test neither passes nor stands in `DIFFERS`, with the reason; and if one there passes after all.
+It fails if a test fails that is not in `DIFFERS`, where the reason stands, and if a test in `DIFFERS` passes.
 
 The tests are those in `torch.testing._internal.distributed.distributed_test` that reach DistributedDataParallel.
-Most ask for GPUs, though what they are about is the same on a CPU: here the conditions under which PyTorch leaves
-a test out are ignored, and whatever goes to a GPU stays on the CPU (`OnCpu`). Each test runs on ranks of its own,
-forked from a process that has imported everything; a rank that has not ended after `LIMIT_S` is killed.
+Most ask for GPUs, although they test behaviour that is the same on a CPU. So the conditions under which PyTorch
+skips a test are ignored here, and tensors meant for a GPU stay on the CPU (`OnCpu`). Each test runs on ranks of
+its own, forked from a process that has imported everything; a rank that has not ended after `LIMIT_S` is killed.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ from bagua_comm import Exact
 RANKS = 2
 LIMIT_S = 60.0
 GRACE_S = 1.0
-"""How long the other ranks have to tell what went wrong, once one has failed."""
+"""How long the other ranks have to report their errors once one rank has failed."""
 
 PyTorchs = nn.parallel.DistributedDataParallel
 
 
 # ---------------------------------------------------------------------------------------------------
-# What stands in for PyTorch's class
+# Classes in place of PyTorch's
 # ---------------------------------------------------------------------------------------------------
 
 
 class Plain(PyTorchs):
-    """PyTorch's class, whose module is on the CPU and not where the test says."""
+    """PyTorch's class, but with its module on the CPU, not on the device that the test names."""
 
     def __init__(self, module, device_ids=None, output_device=None, **settings):
         super().__init__(module, **settings)
@@ -95,7 +95,7 @@ class Hooked(Plain):
 
 
 class Ours(bagua_torch.DistributedDataParallel):
-    """Our class, on the CPU as well, with what tests ask for on the way to what they are about."""
+    """Our class, also on the CPU, with private methods of PyTorch's that tests call on their way."""
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         PyTorchs._set_params_and_buffers_to_ignore_for_model
@@ -111,7 +111,7 @@ class Ours(bagua_torch.DistributedDataParallel):
 
     @contextlib.contextmanager
     def join(self, *, enable=True, **settings):
-        """Ends in PyTorch's words where a rank ended early."""
+        """As our `join`, but with PyTorch's words if a rank ends early."""
         self._join_config, ended = argparse.Namespace(enable=enable), False
         try:
             with super().join(enable=enable, **settings):
@@ -129,7 +129,7 @@ class Ours(bagua_torch.DistributedDataParallel):
 
     @property
     def _authoritative_rank(self):
-        """Whose weights all ranks have after `join`; tests let the last rank have the most data."""
+        """The rank whose weights all ranks have after `join`: in the tests, the last rank has the most data."""
         return RANKS - 1
 
     def _get_ddp_logging_data(self):
@@ -146,7 +146,7 @@ class Ours(bagua_torch.DistributedDataParallel):
 
 
 class Pickled(Ours):
-    """Our class, if a copy that was saved and loaded were a new wrapper, as PyTorch's is."""
+    """Our class, but a copy that was saved and loaded is a new wrapper, as with PyTorch's."""
 
     def __reduce_ex__(self, protocol):
         return Pickled, (self.module,)
@@ -193,7 +193,7 @@ def _init_device_mesh(device_type, *arguments, **keywords):
 
 
 def _sync_batch_norm(self, x):
-    """What SyncBatchNorm does on a GPU."""
+    """SyncBatchNorm as it works on a GPU."""
     batch = self.training or self.running_mean is None
     if not batch or not self.training:
         return nn.functional.batch_norm(
@@ -253,7 +253,7 @@ def gpus_on_the_cpu():
 
 
 def load() -> tuple[ModuleType, dict[str, Any]]:
-    """PyTorch's module of tests, and those of them that reach DistributedDataParallel."""
+    """PyTorch's module of tests, and its tests that reach DistributedDataParallel."""
     os.environ.update(
         BACKEND="gloo",
         WORLD_SIZE=str(RANKS),
@@ -261,7 +261,7 @@ def load() -> tuple[ModuleType, dict[str, Any]]:
         GLOO_SOCKET_IFNAME="lo",
         CUDA_VISIBLE_DEVICES="",
     )
-    for name in ("cupy", "numba"):  # what ranks would import, each for itself
+    for name in ("cupy", "numba"):  # else each rank would import it for itself
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     from torch.testing._internal import common_distributed, common_utils
@@ -290,7 +290,7 @@ def load() -> tuple[ModuleType, dict[str, Any]]:
 
 
 def _reaches(functions, name) -> bool:
-    """Whether a method names DistributedDataParallel, or one that does."""
+    """Whether a method names DistributedDataParallel, or names a method that does."""
     seen, todo = set(), [name]
     while todo:
         name = todo.pop()
@@ -316,7 +316,7 @@ def _names(code: CodeType) -> set[str]:
 
 @dataclass
 class Run:
-    """One test, under way or done."""
+    """One test, running or ended."""
 
     name: str
     mode: str
@@ -326,7 +326,7 @@ class Run:
     ranks: list[Any] = field(default_factory=list)
     pipes: dict[Connection, int] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    """What went wrong on each rank; empty where all went well."""
+    """The error of each rank; empty for a rank without one."""
     deadline: float = 0.0
 
     @property
@@ -339,7 +339,7 @@ class Run:
 
     @property
     def message(self) -> str:
-        """The last error in what each rank printed."""
+        """The last error that each rank printed."""
         return "\n".join(f"rank {rank}: {_last_error(text)}" for rank, text in sorted(self.errors.items()))
 
 
@@ -401,7 +401,7 @@ def _run_test(module: ModuleType, name: str, mode: str, rank: int) -> None:
 
     class Case(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def _run_uneven_inputs_test(self, test_case, *arguments, **keywords):
-            """Runs on a model and on how many batches each rank has; fewer and smaller ones than for a GPU."""
+            """Run on a model, given the batches of each rank; fewer and smaller ones than for a GPU."""
             batches, *_ = arguments
             if max(batches.values()) > 8:
                 return
@@ -425,7 +425,7 @@ def _run_test(module: ModuleType, name: str, mode: str, rank: int) -> None:
 
 
 def finish(run: Run) -> None:
-    """End a run whose ranks have told how they ended, or have not in time."""
+    """End a run once all its ranks have reported, or their time is over."""
     for pipe, rank in run.pipes.items():
         run.errors.setdefault(rank, "killed: did not end in time, or waited for a rank that had failed")
         pipe.close()
@@ -473,7 +473,7 @@ def run_all(module: ModuleType, tests: Iterable[tuple[str, str]], at_once: int) 
 
 
 # ---------------------------------------------------------------------------------------------------
-# What is expected of them: a part of what each test that fails says, and why it does
+# What is expected: for each test that fails, a part of its message, and why it fails
 # ---------------------------------------------------------------------------------------------------
 
 Expected = dict[str, tuple[str, str]]
@@ -484,7 +484,7 @@ def _all(names: str, message: str, reason: str) -> Expected:
     return {f"test_{name}": (message, reason) for name in names.split()}
 
 
-# With PyTorch's own class, too: it is about what only a GPU has, or fails anywhere.
+# These fail with PyTorch's own class too: they test what only a GPU has, or fail everywhere.
 CANNOT: Expected = {
     **_all("DistributedDataParallel_non_default_stream", "torch.cuda.Stream requires CUDA", "makes CUDA streams"),
     **_all(
@@ -647,7 +647,7 @@ HOOK_SHORT = {
 
 
 def names_of(mode: str, tests: Iterable[str], *, short: bool) -> list[str]:
-    """The tests that are run in a mode: those that can be run here, or, of PyTorch's own class, all."""
+    """The tests to run in a mode: those that can run here, or all in the mode of PyTorch's own class."""
     if mode == "pickled":
         return [name for name, (_, reason) in DIFFERS.items() if reason == PICKLED]
     if mode == "pytorch":
@@ -659,7 +659,7 @@ def names_of(mode: str, tests: Iterable[str], *, short: bool) -> list[str]:
 
 
 def judge(run: Run) -> str:
-    """How a run ended; in capitals where that is not what the tables say."""
+    """How a run ended; in capitals if the tables say otherwise."""
     message, reason = EXPECTED[run.mode].get(run.name, ("", ""))
     if run.passed:
         return f"PASSED, but is expected to fail with {message!r}" if message else "passed"
@@ -673,8 +673,8 @@ def judge(run: Run) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mode", choices=[*CLASSES, "all"], default="bagua")
-    parser.add_argument("--at-once", type=int, default=2, help="how many tests are under way at a time")
-    parser.add_argument("--short", action="store_true", help="leave out what takes long, or is alike")
+    parser.add_argument("--at-once", type=int, default=2, help="how many tests run at a time")
+    parser.add_argument("--short", action="store_true", help="leave out tests that take long, or resemble others")
     parser.add_argument("-v", action="store_true", help="show all that a failing test printed")
     parser.add_argument("names", nargs="*", help="these tests; all of the mode if none is given")
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-"""A small training problem, and what each algorithm should make of it.
+"""A small training problem, and the weights that each algorithm should reach on it.
 
 The references simulate all ranks at once, as a list of arrays, in NumPy: `xs[r]` are the flat weights of
-rank r's bucket. Given where the ranks start and `gradient(x, rank, step)`, they yield, step after step,
+rank r's bucket. Given the first weights of the ranks and `gradient(x, rank, step)`, they yield for each step
 the weights at which the ranks take their gradients. The optimizer is x <- x - LR * g.
 """
 
@@ -35,12 +35,12 @@ def mean(xs):
 
 
 def decoded(codec, chunks):
-    """What is left of `chunks`, (n, m), after a trip through the codec."""
+    """`chunks`, (n, m), after encoding and decoding."""
     return codec.decode(codec.encode(chunks), np.empty_like(chunks))
 
 
 def quantized_mean(xs, codec):
-    """One chunk for each rank, coded on the way to its owner and, averaged, on the way back."""
+    """The mean in one chunk for each rank: coded on the way to its owner, and coded again on the way back."""
     if len(xs) == 1:
         return xs[0]
     chunks = mean([decoded(codec, x.reshape(len(xs), -1)) for x in xs])
@@ -126,7 +126,7 @@ def diloco(xs, gradient, local_steps, outer_lr, outer_momentum, average=mean):
 
 
 def async_model_average(xs, gradient):
-    """A round begins at each step, and is applied to what the next step's optimizer left."""
+    """A round begins at each step, and is applied to the weights after the next step's optimizer."""
     snapshots = None
     for t in count():
         yield xs
@@ -137,7 +137,7 @@ def async_model_average(xs, gradient):
 
 
 def switched(xs, gradient, steps, first, then):
-    """`first` for so many steps; `then` starts where it left off, and counts its own steps."""
+    """`first` for `steps` steps; `then` starts from its weights, and counts its own steps."""
     trajectory = first(xs, gradient)
     yield from islice(trajectory, steps)
     yield from then(next(trajectory), lambda x, rank, step: gradient(x, rank, step + steps))
@@ -149,7 +149,7 @@ def switched(xs, gradient, steps, first, then):
 
 
 def make_plan(ranks, dtype="float32", bucket_elements=25):
-    """Three buckets: a and b, c and d, e."""
+    """A plan of three buckets: a and b; c and d; e."""
     specs = [TensorSpec(name, shape, dtype) for name, shape in SHAPES.items()]
     nbytes = bucket_elements * dtype_named(dtype).itemsize
     return Plan.pack(specs, bucket_bytes=nbytes, alignment=8 * ranks)
@@ -181,7 +181,7 @@ def common_start(spec, rank):
 
 @cache
 def target(spec, rank, step):
-    """What the gradient leads to: differs between ranks, and a little between steps."""
+    """The minimum that the gradient leads to: it differs between ranks, and a little between steps."""
     flat = np.zeros(spec.size)
     for name, x in split(spec, flat).items():
         x[...] = 1 / (1 + rank) + 0.3 * sample(rank, x.shape, "float64", seed=1000 * step + ord(name))
@@ -193,7 +193,7 @@ def gradient(spec, flat, rank, step):
 
 
 class Trainer:
-    """One rank at the problem: an engine between a gradient and an optimizer of flat arrays."""
+    """One rank of the training: an engine between a gradient and an optimizer of flat arrays."""
 
     def __init__(self, comm, algorithm, plan, *, start=start, lr=LR):
         self.comm, self.plan, self.lr = comm, plan, lr
@@ -255,7 +255,7 @@ class Trainer:
 
 
 class AdamTrainer(Trainer):
-    """Beside the algorithm QAdam: its optimizer."""
+    """A trainer with the optimizer of the algorithm QAdam."""
 
     optimizer = optim.QAdam(lr=0.05, warmup_steps=4, betas=(0.8, 0.9), weight_decay=0.1)
 
@@ -285,7 +285,7 @@ class AdamTrainer(Trainer):
 
 
 class AsyncTrainer(Trainer):
-    """Waits for the round that is under way before each STEP, so that its trajectory is always the same."""
+    """Waits for the current round before each STEP, so that its trajectory is always the same."""
 
     stops = ()
     """Steps after which it stops and resumes."""
@@ -303,9 +303,9 @@ class AsyncTrainer(Trainer):
 
 
 def trajectories(ranks, algorithm, *, dtype="float32", replans=None, nodes=None, trainer=Trainer, **settings):
-    """What all ranks' weights were, in every step: [rank][step][name].
+    """The weights of all ranks in every step: [rank][step][name].
 
-    `replans` says after which steps buckets of how many elements are made.
+    `replans` maps a step to a number of elements: after this step, buckets of this size are made.
     """
 
     def body(comm):
@@ -321,9 +321,9 @@ def trajectories(ranks, algorithm, *, dtype="float32", replans=None, nodes=None,
 
 
 def assert_follows(actual, reference, *, ranks, dtype="float32", wide="float64", start=start, atol=1e-5):
-    """Compare trajectories, [rank][step][name] or a dict of some ranks', with the reference's.
+    """Compare trajectories, [rank][step][name] or a dict of those of some ranks, with the reference's.
 
-    The training was in `dtype`, the reference calculates in `wide`.
+    The training ran in `dtype`; the reference computes in `wide`.
     """
     actual = actual if isinstance(actual, dict) else dict(enumerate(actual))
     for spec in make_plan(ranks, dtype).buckets:
@@ -343,7 +343,7 @@ def bits(trajectory):
 
 
 def assert_restarts(ranks, algorithm, *, at, nodes=None, trainer=Trainer, **settings):
-    """Saved after these steps, training goes on as if nothing had been, in new engines or set back in one."""
+    """Saved after the steps `at`, training continues bit for bit, in new engines or set back in one engine."""
     through = trajectories(ranks, algorithm, nodes=nodes, trainer=trainer, **settings)
 
     def body(comm):

@@ -1,6 +1,6 @@
 """A small model to train with PyTorch, and the algorithms to train it by.
 
-Ranks are threads here, which share PyTorch's generator; all that is random comes from generators of its own.
+Ranks are threads here, which share PyTorch's generator, so all random numbers come from other generators.
 """
 
 import copy
@@ -78,7 +78,7 @@ def batch(rank, step, size=6):
 
 
 def loss_of(model, x):
-    """The mean over a batch, so that the mean over ranks is that over one large batch."""
+    """The mean over a batch, so that the mean over ranks is the mean over one large batch."""
     return model(x).square().sum(-1).mean()
 
 
@@ -129,7 +129,7 @@ def assert_same_on_all_ranks(comm, *modules):
 
 
 def through_a_file(value):
-    """What is left of `value` after saving and loading it."""
+    """`value` after saving and loading it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

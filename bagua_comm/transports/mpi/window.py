@@ -1,15 +1,16 @@
 """Reductions among ranks on one host, through memory that all of them map.
 
-A window holds two slots of each rank and a counter of its rounds. In a round every rank fills one of its slots,
+A window holds two slots and a counter of rounds for each rank. In a round every rank fills one of its slots,
 raises its counter, waits until all counters are as high, and reads what it needs from the others' slots. In the
-next it fills the other slot, which all have read by then: nobody enters a round before it is done with the last.
-Large arrays pass in pieces, one piece a round. An allreduce writes the sums of one piece beside the parts of the
-next, so that it, too, waits once a piece.
+next round it fills its other slot. All ranks have read that one by then, since none enters a round before it has
+finished the last. Large arrays pass in pieces, one piece a round. An allreduce publishes the sums of piece i in
+the round of piece i + 1, so it needs one barrier per piece, not two.
 
-Every element has one owner, who reduces it in rank order: all ranks hold the same bytes, those of
-`kernels.host.reduce_rows`. What is only moved is left to MPI, which copies it once, from process to process.
+Every element has one owner, which reduces it in rank order: all ranks hold the same bytes, those of
+`kernels.host.reduce_rows`. Calls that only move data are left to MPI, which copies it once, from process to
+process.
 
-The window needs Linux; memory is taken when it is first written to. One file stays open for each.
+The window needs Linux. Its memory is allocated when it is first written to. Each window keeps one file open.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from ...arrays import Array, DType, rows
 from ..base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
-"""How much a rank writes in a round; a window takes twice as much for each rank. Less is as fast on idle cores,
-but up to twice as slow on busy ones, where a wait may cost a time slice; more is no faster."""
+"""How much a rank writes in a round; a window has twice as much for each rank. A smaller slot is as fast on idle
+cores, but up to twice as slow on busy ones, where a wait may cost a time slice. A larger one is no faster."""
 
 _LINE = 64
-"""Bytes of a cache line: counters stand in lines of their own, and the parts of a slot begin with one."""
+"""Bytes of a cache line. Each counter has a line of its own, and each part of a slot begins at a line."""
 
 _NAME = "bagua-{}"
-"""Of the memory, with a number that nobody guesses."""
+"""The name of the memory, with a number that nobody can guess."""
 
 WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises if it takes too long."""
 
 
 class SharedWindow:
-    """Memory mapped by all ranks of one host, and reductions through it; this is `rank` of `size`.
+    """Memory that all ranks of one host map, and reductions through it; this is rank `rank` of `size`.
 
     Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
     """
@@ -55,7 +56,7 @@ class SharedWindow:
         numbers = memoryview(memory)[: size * _LINE].cast("q")
         self._counters = numbers[:: _LINE // 8]
         self.calls = numbers[1 :: _LINE // 8]
-        """How many collective calls each rank has begun, as it says itself."""
+        """How many collective calls each rank has begun; each rank writes its own number."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self._round = 0
         self._fence = threading.Lock()
@@ -77,11 +78,11 @@ class SharedWindow:
         self._reduce(rows(x, self.size), out.reshape(-1), op)
 
     def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
-        """Reduce chunk `rank` of all ranks to `mine`; collect everybody's in `results` if there are any."""
+        """Reduce chunk `rank` of all ranks to `mine`; collect all reduced chunks in `results`, if given."""
         rank, count = self.rank, len(chunks[0])
         slots = self._slots(mine.dtype)
         length = slots.shape[-1]
-        # The sums of a piece pass one round after its parts: one round more, in which there are no parts.
+        # The sums of a piece pass one round after its parts, so a last round has sums alone.
         for piece in _pieces(count + length if results else count, length):
             now, later = slots[self._round % 2], slots[1 - self._round % 2]
             for peer in self._others:
@@ -97,7 +98,7 @@ class SharedWindow:
                     _take(now[peer, peer], results[peer][last])
 
     def _slots(self, dtype: DType) -> Array:
-        """View the slots as (2, p, p, elements): of even and odd rounds, of each rank, for each rank."""
+        """View the slots as (2, p, p, elements): by parity of the round, by writing rank, by reading rank."""
         nbytes = self._data.shape[-1] // self.size // _LINE * _LINE
         view: Array = self._data[..., : self.size * nbytes].reshape(2, self.size, self.size, nbytes).view(dtype)
         return view
@@ -113,19 +114,19 @@ class SharedWindow:
         self._synchronize_memory()
 
     def _synchronize_memory(self) -> None:
-        """Order all that is read and written before against all that comes after, as POSIX has it for locks."""
+        """Order all reads and writes before this call before all those after it, as POSIX has it for locks."""
         with self._fence:
             pass
 
 
 def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
-    """A window over the ranks of `transport`; None, on all of them, unless they run on one host that allows it.
+    """A window over the ranks of `transport`; None on all ranks unless they run on one host that allows it.
 
-    Collective. The memory has no name in any file system, and goes when the last process that maps it does.
+    Collective. The memory has no name in any file system; it is freed when the last process that maps it ends.
     """
     nbytes = transport.size * (_LINE + 2 * SLOT_BYTES)
     place = np.zeros(4, np.int64)
-    with ExitStack() as files:  # open until all have mapped it
+    with ExitStack() as files:  # the file stays open until all ranks have mapped it
         if transport.rank == 0:
             place[:] = _host(), *_create(nbytes, files)
         transport.broadcast(place, 0)
@@ -136,12 +137,12 @@ def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
 
 
 def _host() -> int:
-    """A number for the name of this host: containers and emulated hosts may see each other's memory."""
+    """A number made of this host's name, which differs even where containers or emulated hosts share memory."""
     return zlib.crc32(socket.gethostname().encode())
 
 
 def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
-    """Make memory for others to map; its process, file descriptor and number, or zeros if there is none."""
+    """Make memory for others to map; returns its process, file descriptor and number, or zeros if that failed."""
     number = secrets.randbits(63)
     try:
         file = os.memfd_create(_NAME.format(number))
@@ -153,7 +154,7 @@ def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
 
 
 def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
-    """Map the memory at this place; None if it cannot be seen from here, as from another host."""
+    """Map the memory at this place; None if it cannot be seen from here, for instance from another host."""
     path = f"/proc/{process}/fd/{file}"
     try:
         # On another host, or in another container, the path may lead to something else.

@@ -3,27 +3,28 @@
 A call returns once its work is enqueued. The host waits only where NCCL itself does: when ranks use a connection
 for the first time, and when communicators are made.
 
-NCCL's own reductions serve where they give what the contract says, the same bytes on all ranks in an order of its
-choice. float16 and bfloat16 it reduces hop by hop, in its own way, where the derived collectives add in float32
-and round once; for "avg" it scales each contribution before it adds. Derived from `exchange` are min and max of
-floats, since NCCL's hide NaN, averages of integers, bitwise operations, and dtypes that NCCL lacks.
+NCCL's own reductions are used where they keep the contract: the same bytes on all ranks, in an order of NCCL's
+choice. NCCL reduces float16 and bfloat16 hop by hop, in its own way; the derived collectives add them in float32
+and round once. For "avg" NCCL scales each contribution before it adds. Some reductions are derived from
+`exchange` instead: min and max of floats, since NCCL's hide NaN; averages of integers; bitwise operations; and
+dtypes that NCCL lacks.
 
 NCCL compares nothing: ranks whose calls or sizes don't fit together wait for each other, or get wrong bytes
 (`connect(check=True)` finds such calls). A send waits, on the stream, for its receive; they match in the order of
 all calls between the two ranks, collectives included. A message to oneself needs both ends in one `exchange`.
 
-A watchdog looks after what is in flight. A call that is not done `timeout_s` after it was made, whatever its
-stream does before it, or an error of NCCL or of CUDA, ends NCCL's communicator: streams go on, what was in flight
-is lost, and all later calls raise, or `close`. The other ranks are told, over the host transport if that can
-(`Transport.tell`), and those that wait raise as well. A rank whose program catches an error, and goes on without
-the call, has not given up: it is found out when the time is over.
+A watchdog watches the calls in flight. It ends NCCL's communicator after an error of NCCL or of CUDA, and when a
+call has not ended `timeout_s` after it was made, whatever its stream has to do before it. Then streams go on, the
+data in flight is lost, and all later calls raise, or else `close` does. This rank tells the others, over the host
+transport if that can (`Transport.tell`), and those that wait raise as well. A rank whose program catches an
+error, and goes on without the call, has not given up: the others notice only when their time is over.
 
 A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: drop graphs before
 `close`, which waits for them `LEAVE_S` at most.
 
-Two communicators of one rank, a lane's and the caller's say, may be in flight together. Where they are made to
-keep an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), it must be the same on all ranks, which
-lanes on threads don't promise.
+Two communicators of one rank may be in flight together, for instance a lane's and the caller's. If a setting puts
+them in an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), the order must be the same on all
+ranks, which lanes on threads don't promise.
 """
 
 from __future__ import annotations
@@ -64,21 +65,21 @@ _FLOAT_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "avg": nccl.NCCL_AVG
 _INTEGER_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
 
 _TOKEN_BYTES = 16
-"""Of a communicator's name, which no other one has."""
+"""The length of a communicator's name, which is random, so that no other one has it."""
 
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _LIBRARY_ERRORS = (nccl.NcclError, KeyError)
-"""CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises KeyError, with the number."""
+"""CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises a KeyError that holds the number."""
 
 
 class Names(NamedTuple):
-    """What ranks call a communicator where they tell each other, over the host, that they have given up."""
+    """The names of a communicator in the notices by which ranks tell each other that they have given up."""
 
     name: str
     family: str
-    """Of all that were split off one another, with the same ranks."""
+    """The name of all communicators that were split off one another with the same ranks."""
     joined: list[str]
-    """The families of all that this rank has a part in: who leaves gives up all of them."""
+    """The families of all communicators that this rank is in; a rank that leaves gives up all of them."""
 
 
 class NcclTransport(Transport):
@@ -95,7 +96,7 @@ class NcclTransport(Transport):
         self.rank, self.size, self.timeout_s = rank, size, watchdog.timeout_s
         self._comm, self._watchdog, self._host, self._names = comm, watchdog, host, names
         self._splits = 0
-        self._others_know = False  # that this communicator has failed
+        self._others_know = False  # whether they know that this communicator has failed
         self._watch = Watch(
             _who(self),
             watchdog,
@@ -108,12 +109,12 @@ class NcclTransport(Transport):
 
     @classmethod
     def connect(cls, host: Transport, *, timeout_s: float | None = None) -> NcclTransport:
-        """An NCCL communicator over the ranks of `host`, on the device that is current on each.
+        """Make an NCCL communicator over the ranks of `host`, each on its current device.
 
         Collective. Each rank needs a device of its own. If it fails on one rank, it fails on all.
 
         Args:
-            host: Carries NCCL's address to all ranks, and afterwards what ranks say that have given up.
+            host: Carries NCCL's address to all ranks, and later the notices of ranks that have given up.
             timeout_s: How long a call may take; that of `host` if None.
 
         Raises:
@@ -123,7 +124,7 @@ class NcclTransport(Transport):
         limit_s = host.timeout_s if timeout_s is None else check_timeout(cls.name, timeout_s)
         watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
         mine = _together(host, nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES))
-        token = secrets.token_bytes(_TOKEN_BYTES)  # NCCL's address may be the same again, after a shrink
+        token = secrets.token_bytes(_TOKEN_BYTES)  # after a shrink, NCCL's address may be the same again
         told = np.frombuffer(mine + token, np.uint8).copy()
         host.broadcast(told, 0)
         unique_id, name = told[:-_TOKEN_BYTES].tobytes(), told[-_TOKEN_BYTES:].tobytes().hex()
@@ -131,7 +132,7 @@ class NcclTransport(Transport):
         def make() -> Any:
             return nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
-        # Half of the time: ranks that wait here for one that failed must still meet it in `_together`.
+        # Only half of the time: a rank that waits here for a failed one must still meet it in `_together`.
         comm = _together(
             host,
             lambda: watchdog.limited(make, host.timeout_s / 2, f"{_who(host)}: NCCL"),
@@ -148,7 +149,7 @@ class NcclTransport(Transport):
     # Messages ---------------------------------------------------------------------------------------
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """One group of sends and receives; see `Transport.exchange`, and above for what NCCL does not check."""
+        """One group of sends and receives; see `Transport.exchange`. NCCL does not compare sizes; see above."""
         self._group(
             "exchange",
             [(peer, address(x), x.nbytes) for peer, x in sends if x.nbytes],
@@ -244,7 +245,7 @@ class NcclTransport(Transport):
         self.sent_bytes += x.nbytes * (self.size - 1)
 
     def barrier(self) -> None:
-        """Return when every rank's stream has come here. Waits for the device."""
+        """Return when the streams of all ranks have reached this point. Waits for the device."""
         self.agree(True)
 
     def agree(self, flag: bool) -> bool:
@@ -256,10 +257,10 @@ class NcclTransport(Transport):
         self._watch.check_usable()
         return bool(flags.get()[0])
 
-    # Enqueuing, and watching over it ----------------------------------------------------------------
+    # Enqueuing, and watching ------------------------------------------------------------------------
 
     def _enqueue(self, name: str, nbytes: int, start: Callable[[int], None]) -> None:
-        """Have `start` enqueue NCCL's work on the current stream."""
+        """Let `start` enqueue NCCL's work on the current stream, and watch it."""
         if nbytes == 0:
             return
         stream = cupy.cuda.get_current_stream()
@@ -280,7 +281,7 @@ class NcclTransport(Transport):
             self._watch.check_usable(exc)
 
     def _tell(self, error: CommError) -> None:
-        """Say to the other ranks that this one has given up, unless they know."""
+        """Tell the other ranks that this one has given up, unless they know."""
         if not self._others_know:
             self._others_know = True
             self._host.tell(self._names.name, error)
@@ -304,7 +305,7 @@ class NcclTransport(Transport):
     # Groups, failure and end ------------------------------------------------------------------------
 
     def split(self, color: int, key: int) -> Transport:
-        """See `Transport.split`. Waits for the device: nothing may be in flight on what NCCL splits."""
+        """See `Transport.split`. Waits for the device: NCCL splits no communicator with calls in flight."""
         self._watch.drain(math.inf)
         self._watch.check_usable()
         who = f"{_who(self)}: split: NCCL"
@@ -333,18 +334,18 @@ class NcclTransport(Transport):
         )
 
     def shrink(self, host: Transport | None = None) -> Transport:
-        """A new communicator over the survivors, who meet over `host`."""
+        """A new communicator over the survivors, which meet over `host`."""
         if host is None:
-            raise UnsupportedError("nccl: the survivors need a host transport to meet over")
+            raise UnsupportedError("nccl: the survivors need a host transport over which to meet; pass host=")
         self.abort()
         return NcclTransport.connect(host, timeout_s=self.timeout_s)
 
     def abort(self, exit_code: int = 1) -> None:
-        """End what is in flight on this rank. Its peers are told, if `host` of `connect` can; no process ends."""
+        """End the calls in flight on this rank, and tell its peers if the host transport can. No process ends."""
         self._watch.abort()
 
     def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`; with a `reason`, what is in flight on this rank ends."""
+        """See `Transport.leave`; with a `reason`, the calls in flight on this rank end at once."""
         if reason is not None:
             self._others_know = True
             for family in self._names.joined:
@@ -353,7 +354,7 @@ class NcclTransport(Transport):
         return True
 
     def close(self) -> None:
-        """Free NCCL's communicator, once what is in flight is done.
+        """Free NCCL's communicator, once the calls in flight have ended.
 
         Collective.
 
@@ -377,7 +378,7 @@ def version() -> int:
 
 
 def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], object] = lambda made: None) -> Any:
-    """What `make` returns, if it works on all ranks; else it is undone, and an error on all. Collective."""
+    """Call `make`; if it fails on any rank, undo it and raise on all ranks. Collective."""
     made: Any = None
     failure = CommError(f"{_who(host)}: NCCL could not be set up on another rank")
     try:
@@ -399,19 +400,19 @@ def _who(transport: Transport) -> str:
 
 
 def _native(x: Array, op: str) -> tuple[int, int] | None:
-    """NCCL's dtype and operation, where it reduces such an array as we do."""
+    """NCCL's dtype and operation for `x` and `op`; None where NCCL's result would break the contract."""
     name = dtype_name(x.dtype)
     ops = _FLOAT_OPS if name in FLOATS else _INTEGER_OPS
     return (_DTYPES[name], ops[op]) if name in _DTYPES and op in ops else None
 
 
 def _code(exc: BaseException) -> int:
-    """NCCL's number of an error; see `_LIBRARY_ERRORS`."""
+    """The number of an error of NCCL; see `_LIBRARY_ERRORS`."""
     return int(exc.args[0] if isinstance(exc, KeyError) else exc.status)  # type: ignore[attr-defined]
 
 
 def _translated(exc: BaseException, who: str) -> tuple[type[CommError], str]:
-    """Which of our errors an error of NCCL is, and what it says."""
+    """Translate an NCCL error: our exception class and its message."""
     code = _code(exc)
     if code == _REMOTE_ERROR:
         return RankFailed, f"{who}: a peer died or cannot be reached ({exc})"

@@ -1,9 +1,9 @@
-"""Looks after what a library has in flight that tells nobody when a peer is missing, and ends it in time.
+"""Watches calls in flight of a library that reports no missing peers, and ends them when their time is over.
 
-Calls that only enqueue work return at once, whatever becomes of it. A `Watch` remembers those of a communicator,
-each with an event behind its work. The thread of a `Watchdog` forgets those that are done, and gives the
-communicator up when one takes longer than `timeout_s`, or when the library reports an error: streams go on then,
-with garbage in what was to be received, and whoever calls next is told why.
+Calls that only enqueue work return at once, whatever happens to the work. A `Watch` remembers the calls of a
+communicator, each with an event after its work. The thread of a `Watchdog` forgets the calls that have ended. It
+gives the communicator up when a call takes longer than `timeout_s`, or when the library reports an error. Then
+streams go on, with garbage in the arrays that were to be received, and the next call raises the reason.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ...cuda import passed, use_device
 from ...errors import CommAborted, CommError, CommTimeout
 
 LOOK_S = 0.2
-"""How often calls in flight are looked at, or ten times in `timeout_s`."""
+"""How often the watchdog looks at calls in flight; ten times in `timeout_s` if that is more often."""
 
 LEAVE_S = 10.0
-"""How long `Watch.leave` waits until a communicator is freed: libraries may need the other ranks for that."""
+"""How long `Watch.leave` waits for a communicator to be freed: the library may need the other ranks for that."""
 
 
 class Call:
-    """One call in flight; `event` is recorded behind its work once the library has returned."""
+    """One call in flight; `event` is recorded after its work once the library has returned."""
 
     __slots__ = ("event", "name", "nbytes", "start")
 
@@ -43,13 +43,13 @@ class Watch:
     """The calls in flight of one communicator, why it failed, and its end.
 
     Args:
-        who: Whose it is, for errors.
-        watchdog: Looks at it.
+        who: The rank, for messages.
+        watchdog: Watches it.
         check: Raises a `CommError` if the library has found an error.
         destroy: Frees the communicator; may wait for peers.
-        abort: Ends what is in flight, and frees it.
-        tell: Says to the other ranks why this one has given up; it does not wait.
-        listen: Raises a `CommError` if another rank has said so, while something is in flight.
+        abort: Ends the calls in flight, and frees the communicator.
+        tell: Tells the other ranks why this one has given up, without waiting.
+        listen: Raises a `CommError` if another rank has given up; called while something is in flight.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Watch:
         self._calls: deque[Call] = deque()
         self.spare_events: list[Any] = []
         self.stuck = False
-        """Whether a thread is inside the library for good: freeing what it works on would end the process."""
-        self._inside = False  # the library, right now
+        """Whether a thread hangs inside the library: to free what it works on would end the process."""
+        self._inside = False  # whether a thread is inside the library now
         self._failure: tuple[type[CommError], str] | None = None
         self._told = self._closed = False
         self._looking = threading.Lock()
@@ -98,14 +98,14 @@ class Watch:
         self._inside = False
 
     def look(self) -> bool:
-        """Forget the calls that are done, and fail if one takes too long; returns whether any is left."""
+        """Forget the calls that have ended, fail if one takes too long, and return whether any is left."""
         with self._looking:
             if self._failure is not None or self._closed:
                 return False
             try:
                 while self._calls and self._calls[0].event is not None and passed(self._calls[0].event):
                     self.spare_events.append(self._calls.popleft().event)
-            except RuntimeError as exc:  # the device has met an error: nothing on it will be done any more
+            except RuntimeError as exc:  # the device has met an error, and does no more work
                 self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
             try:
                 self._check()
@@ -122,13 +122,13 @@ class Watch:
             return bool(self._calls) and self._failure is None
 
     def drain(self, limit_s: float) -> None:
-        """Wait until nothing is in flight or all has failed, but no longer than this."""
+        """Wait until nothing is in flight or the communicator has failed, but at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while self.look() and time.monotonic() < deadline:
             time.sleep(0.0001)
 
     def fail(self, kind: type[CommError], reason: str) -> None:
-        """Give up: the communicator is aborted, and later calls raise this."""
+        """Give up: abort the communicator; later calls raise this error."""
         first = self._failure is None
         if first:
             self._failure = kind, reason
@@ -137,7 +137,7 @@ class Watch:
             self._tell(kind(reason))
 
     def check_usable(self, cause: BaseException | None = None) -> None:
-        """Raise what has failed, if anything has."""
+        """Raise the failure, if there is one."""
         if self._failure is not None:
             kind, reason = self._failure
             self._told = True
@@ -146,12 +146,12 @@ class Watch:
             raise CommAborted(f"{self.who}: this communicator is closed")
 
     def abort(self) -> None:
-        """Give up because the caller says so."""
+        """Give up at the caller's request."""
         self.fail(CommAborted, f"{self.who}: this communicator was aborted")
         self._told = True
 
     def close(self, limit_s: float) -> None:
-        """Free the communicator, once what is in flight is done; raises a failure that nobody was told."""
+        """Free the communicator, once its calls have ended; raises the first failure that no call has raised."""
         self.leave(limit_s)
         if self._failure is not None and not self._told:
             self.check_usable()
@@ -170,17 +170,17 @@ class Watch:
         self._ender.join(LEAVE_S)
 
     def _end(self) -> None:
-        """Free the communicator when its time has come; on a thread, since that may wait for peers for ever.
+        """Wait for the end, then free the communicator; on a thread, since freeing may wait for peers for ever.
 
-        The thread is there from the start: while a process ends, none can be started.
+        The thread is started at once, since no thread can be started while the process ends.
         """
         _work_beside(self._watchdog.device)
         self._over.wait()
-        # Whoever has passed `check_usable` is about to leave the library, unless it is what hangs.
+        # A thread that is inside the library is about to leave it, unless it hangs there.
         deadline = time.monotonic() + 1
         while self._inside and time.monotonic() < deadline:
             time.sleep(0.001)
-        with self._looking:  # nobody looks from now on
+        with self._looking:  # nobody may look from now on
             free = self._destroy if self._failure is None else self._abort
         if self.stuck:
             return
@@ -191,7 +191,7 @@ class Watch:
 
 
 class Watchdog:
-    """A thread that looks after a communicator and those split off it; asleep while nothing is in flight.
+    """A thread that watches a communicator and those split off from it; it sleeps while nothing is in flight.
 
     Args:
         device: The device of the communicators.
@@ -204,26 +204,26 @@ class Watchdog:
         self._busy = threading.Event()
 
     def add(self, watch: Watch) -> None:
-        """Look after one more communicator."""
+        """Watch one more communicator."""
         self._watches.append(watch)
         if len(self._watches) == 1:
             self.start(self._run)
 
     def discard(self, watch: Watch) -> None:
-        """Look after it no longer."""
+        """Watch a communicator no longer."""
         self._watches.remove(watch)
         self._busy.set()
 
     def wake(self) -> None:
-        """There is something in flight."""
+        """Tell the thread that something is in flight."""
         if not self._busy.is_set():
             self._busy.set()
 
     def limited(self, task: Callable[[], Any], limit_s: float, who: str) -> Any:
-        """The result of `task`, a call to a library that sets it no limit.
+        """The result of `task`, a library call that has no time limit of its own.
 
         Raises:
-            CommTimeout: It takes longer. It goes on, on a thread.
+            CommTimeout: It takes longer than `limit_s`. It goes on, on a thread.
         """
         try:
             return self.start(task).result(limit_s)
@@ -260,12 +260,12 @@ _RELAXED = 2
 
 
 def _work_beside(device: int) -> None:
-    """Make a device this thread's current one, and the thread a stranger to captures that others begin.
+    """Make a device this thread's current one, and let the thread disturb no captures of other threads.
 
-    To ask about an event ends a capture in global mode, PyTorch's default, unless the thread that asks has said
-    that it has no part in it. CuPy does not know this call.
+    A query of an event breaks a capture in global mode, which is PyTorch's default, unless the thread that asks
+    has relaxed its own mode. CuPy does not offer that call.
     """
     use_device(device)
-    with suppress(OSError, AttributeError):  # no such library: there is no driver, or not under this name
+    with suppress(OSError, AttributeError):  # there is no driver, or not under this name
         mode = ctypes.c_int(_RELAXED)
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
