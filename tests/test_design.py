@@ -26,6 +26,7 @@ LAYERS = [
     {"comm"},
     {"averages"},
     {"algorithms", "bootstrap"},
+    {"pace"},
     {"engine"},
     {"planning"},
     {"testing", "__main__", "__init__"},
