@@ -1,10 +1,10 @@
 """The engine: runs an algorithm over buckets, on a lane, in step with training.
 
-Buckets leave in the order of the plan on every rank, in whatever order they became ready, so that the calls of all
-ranks match. The engine owns a duplicate of the communicator and the lane that uses it.
+Buckets leave in the order of the plan on every rank, in whatever order they became ready, so that the calls of
+all ranks match. The engine owns a duplicate of the communicator and the lane that uses it.
 
-On device arrays everything here is in the order of CuPy's current stream: a bucket that leaves holds what the caller
-enqueued before `ready`, and what the caller enqueues after `at(BACKWARD)` finds the average there.
+On device arrays everything here is in the order of CuPy's current stream: a bucket that leaves holds what the
+caller enqueued before `ready`, and what the caller enqueues after `at(BACKWARD)` finds the average there.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ T = TypeVar("T")
 class Engine:
     """Exchanges the buckets of a plan by an algorithm.
 
-    Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step, call
-    `ready` when a tensor is complete, and `at` when training reaches a point (`FORWARD`, `BACKWARD`, `STEP`). Close
-    the engine, or use it as a context manager.
+    Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step,
+    call `ready` when a tensor is complete, and `at` when training reaches a point (`FORWARD`, `BACKWARD`,
+    `STEP`). Close the engine, or use it as a context manager.
 
     Args:
         comm: The ranks. The engine works on a duplicate of it.
@@ -75,8 +75,8 @@ class Engine:
         tracer: Where spans go; the communicator's by default.
 
     Raises:
-        ArrayError: `storage` does not fit the plan or the algorithm, or the algorithm does not support this number
-            of ranks.
+        ArrayError: `storage` does not fit the plan or the algorithm, or the algorithm does not support this
+            number of ranks.
         CommMismatch: The ranks' plans or algorithms differ.
         UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
     """
@@ -141,8 +141,8 @@ class Engine:
         """Say that training has reached a point: what opens or closes there does so.
 
         Collective. At `BACKWARD`, tensors that did not become ready are sent as zeros, so that no rank waits for
-        ever for a tensor that another rank does not use. If the algorithm exchanges in `Rounds`, ranks do not wait
-        for each other here.
+        ever for a tensor that another rank does not use. If the algorithm exchanges in `Rounds`, ranks do not
+        wait for each other here.
 
         Raises:
             CommError: An exchange failed.

@@ -33,8 +33,8 @@ class Snapshot:
 class AsyncModelAverage:
     """Average a snapshot of the weights, and add the change to the weights when it is known.
 
-    Every rank trains at its own pace. Ranks' weights differ: before evaluation, stop (`Engine.stop`, which all ranks
-    agree on), then average them.
+    Every rank trains at its own pace. Ranks' weights differ: before evaluation, stop (`Engine.stop`, which all
+    ranks agree on), then average them.
 
     Args:
         interval_s: The least number of seconds between the beginnings of two rounds.

@@ -63,8 +63,8 @@ class Window:
 class Rounds:
     """Rounds of exchanges beside training, which no step waits for.
 
-    A round begins when the optimizer has stepped, at the earliest `interval_s` seconds after the one before began,
-    and is written back when the optimizer has made the first step after the end of the round.
+    A round begins when the optimizer has stepped, at the earliest `interval_s` seconds after the one before
+    began, and is written back when the optimizer has made the first step after the end of the round.
     """
 
     interval_s: float = 0.0
@@ -73,8 +73,8 @@ class Rounds:
 class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
-    It must have the four members below. It may have those of `Complete` as well; where one is missing, the default
-    in `Complete` takes its place.
+    It must have the four members below. It may have those of `Complete` as well; where one is missing, the
+    default in `Complete` takes its place.
 
     Algorithms and averages are Protocols, because they inherit nothing: any dataclass with these members is one.
     Codecs and transports are base classes, because a subclass inherits most of what it does: the checks of
@@ -151,11 +151,11 @@ class Complete:
         return found
 
     def check(self, dtype: str) -> None:
-        """Optional: raise `UnsupportedError` unless it takes buckets of this dtype. Default: it takes every one."""
+        """Optional: raise `UnsupportedError` unless it takes buckets of this dtype. Default: it takes all."""
         self._call("check", dtype)
 
     def check_size(self, size: int) -> None:
-        """Optional: raise `ArrayError` unless it supports this number of ranks. Default: it supports every one."""
+        """Optional: raise `ArrayError` unless it supports this number of ranks. Default: it supports all."""
         self._call("check_size", size)
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:

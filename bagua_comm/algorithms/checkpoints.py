@@ -1,14 +1,14 @@
 """What algorithms keep between steps, by the names of tensors: for checkpoints and new plans.
 
 A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
-bucket is cut into pieces, one for each tensor; numbers are saved with every tensor of the bucket. Other arrays stay
-whole: they are saved with the first tensor, and fit the same bucket only.
+bucket is cut into pieces, one for each tensor; numbers are saved with every tensor of the bucket. Other arrays
+stay whole: they are saved with the first tensor, and fit the same bucket only.
 
 An array belongs to its rank, and no other rank can load it, unless its field is marked `ALIKE`. Numbers are the
 same on all ranks.
 
-A checkpoint is a dictionary: the entries of `Facts`, a "digest" that the ranks which saved together have in common,
-a "checksum", and "tensors", which is what `save_state` gives.
+A checkpoint is a dictionary: the entries of `Facts`, a "digest" that the ranks which saved together have in
+common, a "checksum", and "tensors", which is what `save_state` gives.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
     if facts.phase_began > facts.step or facts.rank >= facts.size:
         raise ArrayError(
             f"the state is of step {facts.step} in a phase that began in step {facts.phase_began}, on rank "
-            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below the number of ranks"
+            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below "
+            f"{facts.size}"
         )
     wanted = repr(phase_of(algorithm, facts.phase_began))
     if facts.phase != wanted:

@@ -47,8 +47,8 @@ class Every:
         check_algorithm_argument("every", "algorithm", self.algorithm)
         if runs_in_rounds(self.algorithm):
             raise ArrayError(
-                f"every: rounds of {self.algorithm} begin by time, not by steps, so ranks would leave out different "
-                "rounds; give it a longer interval_s instead"
+                f"every: rounds of {self.algorithm} begin by time, not by steps, so ranks would leave out "
+                "different rounds; give it a longer interval_s instead"
             )
 
     def __repr__(self) -> str:

@@ -35,14 +35,14 @@ class Averaged:
 class Decentralized:
     """Average weights with peers during the forward and backward pass, in place of gradients.
 
-    Ranks' weights differ, because every rank adds its own gradient to the average; average them before evaluation.
-    A message is as large as the weights.
+    Ranks' weights differ, because every rank adds its own gradient to the average; average them before
+    evaluation. A message is as large as the weights.
 
     Args:
         peers: "all": the mean over all ranks. "shift_one": the mean with one peer from the other half of the
-            ranks, a different one in each round; the number of ranks must be even. "one_peer_exponential": the mean
-            with the rank 2^k behind, for k = 0, 1, ... in turn (arXiv 2110.13363); if the number of ranks p is a
-            power of two, log2 p rounds give the mean over all ranks.
+            ranks, a different one in each round; the number of ranks must be even. "one_peer_exponential": the
+            mean with the rank 2^k behind, for k = 0, 1, ... in turn (arXiv 2110.13363); if the number of ranks p
+            is a power of two, log2 p rounds give the mean over all ranks.
 
     Raises:
         ArrayError: `peers` is something else; or, when training begins, it is "shift_one" and the number of ranks

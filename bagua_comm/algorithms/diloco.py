@@ -1,6 +1,7 @@
 """DiLoCo: many local steps, then one step of an outer optimizer along the mean of the ranks' changes.
 
-Every H steps, with a the weights after the last outer step (the anchor), x the weights now, and u the outer momentum:
+Every H steps, with a the weights after the last outer step (the anchor), x the weights now, and u the outer
+momentum:
 
     d <- mean of (a - x) over the ranks        u <- mu u + d        a <- a - lr (d + mu u)        x <- a
 
@@ -45,8 +46,8 @@ class Outer:
 class DiLoCo:
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
-    Communicates in one of `local_steps` steps. Ranks hold the same weights after an outer step, and different ones
-    between two outer steps.
+    Communicates in one of `local_steps` steps. Ranks hold the same weights after an outer step, and different
+    ones between two outer steps.
 
     Args:
         local_steps: Number of inner steps between two outer steps.

@@ -60,17 +60,17 @@ class Replicas:
 class LowPrecisionDecentralized(_LowPrecision):
     """Average weights with both neighbours on a ring: every rank sends them the quantized change of its weights.
 
-    With w the replica of this rank's weights, L and R those of its neighbours', and x the weights that the optimizer
-    made from w:
+    With w the replica of this rank's weights, L and R those of its neighbours', and x the weights that the
+    optimizer made from w:
 
         c = encode(x + L/3 + R/3 - 5w/3)        sent to both neighbours
         w += decode(c)      L += decode(c of the left)      R += decode(c of the right)
 
-    With Q for encoding and decoding, this is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two bytes
-    for each weight. Ranks' weights differ; average them before evaluation.
+    With Q for encoding and decoding, this is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two
+    bytes for each weight. Ranks' weights differ; average them before evaluation.
 
-    Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, in the
-    form of Bagua (arXiv 2107.01499).
+    Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, in
+    the form of Bagua (arXiv 2107.01499).
 
     Args:
         codec: How the changes are encoded.
@@ -117,15 +117,15 @@ class EdgeReplicas:
 class LowPrecisionOnePeer(_LowPrecision):
     """Average weights with one peer at a time on the exponential graph, sending quantized differences.
 
-    In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S[k] the
-    weights of this rank that the peer ahead knows, R[k] those of the peer behind that this rank knows, and x the
-    weights:
+    In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S[k]
+    the weights of this rank that the peer ahead knows, R[k] those of the peer behind that this rank knows, and x
+    the weights:
 
         c = encode(x - S[k])      S[k] += decode(c)      R[k] += decode(c received)      x += (R[k] - S[k]) / 2
 
-    R on one rank is S on another, so the sum of the weights over all ranks does not change. Every rank sends about
-    one byte for each weight, half as much as `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p) replicas. Ranks'
-    weights differ; average them before evaluation.
+    R on one rank is S on another, so the sum of the weights over all ranks does not change. Every rank sends
+    about one byte for each weight, half as much as `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p)
+    replicas. Ranks' weights differ; average them before evaluation.
 
     Source: the difference compression of CHOCO-Gossip, Koloskova et al., arXiv 1902.00340, on the one-peer
     exponential graph of Ying et al., arXiv 2110.13363.

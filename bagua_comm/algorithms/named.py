@@ -107,8 +107,8 @@ _MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
 def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
     """Make an algorithm from its name and settings, as a configuration file has them.
 
-    A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and its own
-    settings, or as an object.
+    A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and its
+    own settings, or as an object.
 
     Args:
         name: One of `NAMED`, with hyphens or underscores; or a mapping with "name" and settings.

@@ -48,11 +48,11 @@ class Unchecked(NamedTuple):
 class Codec(ABC):
     """A lossy coder of chunks.
 
-    A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` to be faster.
-    Collectives call the methods with an underscore; their arguments were checked before.
+    A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` to be
+    faster. Collectives call the methods with an underscore; their arguments were checked before.
 
-    A base class, and no Protocol as `Algorithm` is, because a subclass inherits the checks of arguments, and a way
-    to combine.
+    A base class, and no Protocol as `Algorithm` is, because a subclass inherits the checks of arguments, and a
+    way to combine.
     """
 
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})
@@ -60,7 +60,7 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_nbytes(self, count: int, dtype: DType) -> int:
-        """Bytes on the wire of a chunk of `count` elements; they depend on the arguments and the settings alone."""
+        """Bytes on the wire of a chunk of `count` elements; depends on the arguments and the settings alone."""
 
     @property
     def granule(self) -> int | None:
@@ -145,7 +145,7 @@ class Codec(ABC):
         return Unchecked(self._encode, self._decode, self._combine)
 
     def prepare(self, like: Array) -> None:
-        """Compile and load all kernels that code arrays like this one, on the host or the device that holds it."""
+        """Compile and load all kernels that code arrays like this one, on the host or on its device."""
         run = arrays.namespace(like)
         for count in (1, _LONG):
             chunk = run.zeros((1, count), like.dtype)
@@ -198,8 +198,8 @@ def check_aligned(call: str, name: str, x: Array) -> None:
     """Raise `ArrayError` unless kernels can read the elements of `x` where they lie."""
     if not isinstance(x, np.ndarray) and arrays.address(x) % x.itemsize:
         raise ArrayError(
-            f"{call}: {name} begins at an address that is not a multiple of {x.itemsize}, the size of an element, "
-            "so a device cannot read it; copy it first"
+            f"{call}: {name} begins at an address that is not a multiple of {x.itemsize}, the size of an "
+            "element, so a device cannot read it; copy it first"
         )
 
 
