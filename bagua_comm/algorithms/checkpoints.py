@@ -79,8 +79,7 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
     if facts.phase_began > facts.step or facts.rank >= facts.size:
         raise ArrayError(
             f"the state is of step {facts.step} in a phase that began in step {facts.phase_began}, on rank "
-            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below "
-            f"{facts.size}"
+            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below {facts.size}"
         )
     wanted = repr(phase_of(algorithm, facts.phase_began))
     if facts.phase != wanted:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..algorithms import Algorithm, Point, Rounds
 from ..algorithms.base import complete, phases_of, runs_in_rounds
+from ..algorithms.combinators import Interval
 from ..arrays import Array
 from ..bucket import Plan, TensorSpec
 from ..comm import Communicator
@@ -113,6 +114,10 @@ def _assert_averaged(comm: Communicator, gradient: Array, state: Any) -> None:
     Raises:
         CommMismatch: They do not.
     """
+    if isinstance(state, Interval):
+        if state.due:
+            _assert_averaged(comm, gradient, state.inner)
+        return
     fields = dataclasses.fields(state) if dataclasses.is_dataclass(state) else ()
     kept = [value for value in (getattr(state, field.name) for field in fields) if hasattr(value, "dtype")]
     for candidate in kept:
