@@ -6,12 +6,12 @@
     step                              buckets one after the other on a lane, beside the computation that the
                                       window of the algorithm leaves them to hide behind
 
-A rank has `cores_per_rank` cores. Computation takes all of them while it is alone; a lane that works takes up
-to one, and at most half of them, so that what communication costs in work, computation loses: a step is never
-shorter than all work by the cores. Where these are infinite, as with training on a GPU, both go on side by side.
+A rank has `cores_per_rank` cores. Computation uses all of them while the lane is idle. A lane that works takes at
+most one core, and at most half of them, away from computation, so that a step is never shorter than all its work
+divided by the cores. If the cores are infinite, as for training on a GPU, both go on side by side.
 
-The model has no chance in it: ranks are alike, and nobody waits for a slow one. Bytes are those of a training
-step after warm-up, on each rank, and are what `Communicator.counters` counts.
+Nothing in the model is random: ranks are alike, and no rank waits for a slow one. Bytes are those that a rank
+sends in a training step after the warm-up, as `Communicator.counters` counts them.
 
 Source: messages as in the alpha-beta model of Hockney, "The communication challenge for MPP" (1994), and Thakur
 et al., "Optimization of Collective Communication Operations in MPICH" (2005); comparing algorithms under network
@@ -50,7 +50,7 @@ from ..errors import ArrayError, UnsupportedError, shown
 from .models import Layer
 
 MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
-"""Of a cluster and a job: a prediction looks at every bucket."""
+"""Limits of a cluster and a job: a prediction looks at every bucket."""
 
 SMALLEST, LARGEST = 1e-18, 1e18
 """Rates and sizes lie between them, in any unit, so that nothing overflows; a rate may also be infinite."""
@@ -445,7 +445,9 @@ def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
         case DiLoCo(average=average):
             lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
             return _Exchange(lane, work(copy=n))
-    raise UnsupportedError(f"costmodel: nothing is known of what {method!r} exchanges")
+    raise UnsupportedError(
+        f"costmodel: nothing is known of what {method!r} exchanges; the model knows the algorithms of bagua_comm"
+    )
 
 
 class _Task(NamedTuple):
@@ -569,7 +571,7 @@ class _Costs:
         return _Task(work_s=add / self.rates.add + copy / self.rates.copy)
 
     def coded(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> _Task:
-        """Code so many bytes of full-precision arrays."""
+        """Encode, decode and combine these numbers of bytes of full-precision arrays."""
         rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
         return _Task(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
 
@@ -579,7 +581,7 @@ class _Costs:
         return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
 
     def _chunk(self, n: float, parts: int) -> int:
-        """Bytes of one of so many equal chunks, in whole elements."""
+        """Bytes of one of `parts` equal chunks, in whole elements."""
         itemsize = dtype_named(self.dtype).itemsize
         return -(-int(n) // (itemsize * parts)) * itemsize
 
