@@ -55,7 +55,7 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
     """What a checkpoint says of itself.
 
     Raises:
-        ArrayError: It is no checkpoint, it is damaged, or it is not of this algorithm and of tensors of these
+        ArrayError: It is not a checkpoint, it is damaged, or it is not of this algorithm and of tensors of these
             `names`.
     """
     if not isinstance(saved, Mapping):
