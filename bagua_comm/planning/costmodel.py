@@ -316,7 +316,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
             the dtype of the job.
 
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
-    >>> exact, bytegrad = (predict(method, job, cluster) for method in (GradientAllReduce(), ByteGrad()))
+    >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))
     >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
     (150000000, 2.6)
     """
