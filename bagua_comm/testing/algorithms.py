@@ -36,7 +36,8 @@ def check_algorithm(
         AssertionError: It does not keep its contract.
         CommMismatch: Ranks hold different averages.
 
-    >>> check_algorithm(bagua_comm.ByteGrad(), sizes=(2,))
+    >>> from bagua_comm import ByteGrad
+    >>> check_algorithm(ByteGrad(), sizes=(2,))
     """
     assert dataclasses.is_dataclass(algorithm), f"{algorithm!r} is not a dataclass"
     again = evaluated(algorithm)

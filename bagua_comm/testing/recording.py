@@ -21,6 +21,8 @@ class Call(NamedTuple):
 class Recording(Transport):
     """A transport that passes everything on to another, and records the calls in `calls`.
 
+    >>> import numpy as np
+    >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
     ...     comm.allreduce(np.ones(4))
     ...     return comm.transports[0].calls

@@ -45,6 +45,7 @@ def check_transport(
         AssertionError: A result is wrong; the message names the call.
         CommMismatch: Ranks hold different bytes where all should hold the same.
 
+    >>> from bagua_comm.testing import run_ranks
     >>> results = run_ranks(2, check_transport)
     """
     comm = transport if isinstance(transport, Communicator) else Communicator([transport])
