@@ -1,4 +1,4 @@
-"""Optimizers over flat arrays, a bucket at a time: for training without a framework.
+"""Optimizers for flat arrays, one bucket at a time: for training without a framework.
 
     optimizer = SGD(lr=0.1, momentum=0.9)
     states = [optimizer.init(bucket.flat) for bucket in weights]
@@ -109,9 +109,11 @@ class QAdamState:
 class QAdam:
     """Adam that freezes its variance after `warmup_steps`: the optimizer beside `algorithms.QAdam`.
 
-    From then on the algorithm, given the same `warmup_steps` and beta, averages the momentum, and this adds to it
-    no more than weight decay. The bias correction of the variance is frozen with it. A weight without a gradient
-    until then has no variance to divide by, and stays as it is. Source: arXiv 2102.02888.
+    From then on the algorithm, which must have the same `warmup_steps` and beta, updates and averages the
+    momentum, and this optimizer only adds the weight decay to it. The bias correction of the variance is frozen
+    with the variance. A weight without a gradient in the warm-up has no variance to divide by, and stays as it
+    is.
+    Source: arXiv 2102.02888.
     """
 
     lr: float = 1e-3
@@ -129,7 +131,7 @@ class QAdam:
         return QAdamState(arrays.zeros_like(weight))
 
     def step(self, weight: Array, grad: Array, state: QAdamState, momentum: Array) -> None:
-        """Change `weight` by one step; `momentum` is that of the algorithm's state for this bucket."""
+        """Change `weight` by one step; `momentum` is the array in the state of the algorithm for this bucket."""
         run, (b1, b2) = kernels.of(weight), self.betas
         state.step += 1
         if state.step <= self.warmup_steps:

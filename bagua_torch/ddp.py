@@ -51,8 +51,8 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
-from bagua_comm.algorithms.schedule import Every
-from bagua_comm.algorithms.state import keeps
+from bagua_comm.algorithms.checkpoints import keeps
+from bagua_comm.algorithms.combinators import Every
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import check_fit

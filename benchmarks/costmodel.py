@@ -28,7 +28,7 @@ from calibration import Measurement, calibrate
 
 import bagua_comm
 from bagua_comm import AsyncModelAverage, DiLoCo
-from bagua_comm.algorithms.schedule import Every
+from bagua_comm.algorithms.combinators import Every
 from bagua_comm.planning.costmodel import (
     Cluster,
     Job,

@@ -24,16 +24,17 @@ from tqdm import tqdm
 
 import bagua_comm
 import bagua_torch
-from bagua_comm import Exact, GradientAllReduce, Hierarchical, MinMaxUInt8, Quantized
+from bagua_comm.algorithms import from_name
 
-ALGORITHMS = {
-    "bytegrad": bagua_comm.ByteGrad(),
-    "bagua": GradientAllReduce(Quantized(MinMaxUInt8.bagua())),
-    "exact": GradientAllReduce(Exact()),
-    "float16": GradientAllReduce(Quantized(bagua_comm.Float16())),
-    "bfloat16": GradientAllReduce(Quantized(bagua_comm.BFloat16())),
-    "hierarchical": GradientAllReduce(Hierarchical(Quantized(MinMaxUInt8()))),
+ALGORITHMS: dict[str, dict[str, str]] = {
+    "bytegrad": {},
+    "bagua": {},
+    "exact": {},
+    "float16": {},
+    "bfloat16": {},
+    "hierarchical": {"inner": "quantized"},
 }
+"""Algorithms that average gradients, and their settings."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,7 +89,10 @@ def main() -> None:
         optimizer, max_lr=options.lr * comm.size**0.5, total_steps=options.epochs * steps
     )
     ddp = bagua_torch.DistributedDataParallel(
-        model, [optimizer], ALGORITHMS[options.algorithm], bucket_bytes=options.bucket_bytes
+        model,
+        [optimizer],
+        from_name(options.algorithm, **ALGORITHMS[options.algorithm]),
+        bucket_bytes=options.bucket_bytes,
     )
 
     shuffle = torch.Generator().manual_seed(options.seed)  # the same order of images on all ranks

@@ -11,64 +11,45 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
 
 import bagua_comm
-from bagua_comm import (
-    Algorithm,
-    AsyncModelAverage,
-    ByteGrad,
-    Communicator,
-    Decentralized,
-    DiLoCo,
-    Engine,
-    ErrorFeedback,
-    GradientAllReduce,
-    Hierarchical,
-    LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
-    Plan,
-    Point,
-    QAdam,
-    Quantized,
-    TensorSpec,
-    after,
-    every,
-    optim,
-)
+from bagua_comm import Algorithm, Communicator, Engine, Plan, Point, QAdam, TensorSpec, optim
+from bagua_comm.algorithms import NAMED, from_name
 
 Arrays = dict[str, np.ndarray]
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "exact": GradientAllReduce(),
-    "bytegrad": ByteGrad(),
-    "error_feedback": GradientAllReduce(ErrorFeedback(Quantized())),
-    "hierarchical": GradientAllReduce(Hierarchical(Quantized())),
-    "decentralized": Decentralized(),
-    "shift_one": Decentralized("shift_one"),
-    "one_peer": Decentralized("one_peer_exponential"),
-    "every_4": every(4, Decentralized("one_peer_exponential")),
-    "low_precision": LowPrecisionDecentralized(),
-    "low_precision_one_peer": LowPrecisionOnePeer(),
-    "async": AsyncModelAverage(interval_s=0.01, warmup_steps=20),
-    "diloco": DiLoCo(local_steps=10, average=Quantized()),
-    "warm_up": after(50, GradientAllReduce(), DiLoCo(local_steps=10)),
-    "qadam": QAdam(warmup_steps=50),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "async": {"interval_s": 0.01, "warmup_steps": 20},
+    "diloco": {"local_steps": 10, "average": "quantized"},
+    "hierarchical": {"inner": "quantized"},
+    "qadam": {"warmup_steps": 50},
 }
+"""Settings that suit a short training; other algorithms keep their defaults."""
 
 SHAPES = {"hidden.weight": (64, 128), "hidden.bias": (128,), "output.weight": (128, 10), "output.bias": (10,)}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="bytegrad")
+    parser.add_argument("--algorithm", default="bytegrad", metavar="NAME", help=f"one of {', '.join(NAMED)}")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=32, help="images per rank and step")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    options = parser.parse_args()
+    try:
+        algorithm_of(options)
+    except bagua_comm.ArrayError as exc:
+        parser.error(str(exc))
+    return options
+
+
+def algorithm_of(options: argparse.Namespace) -> Algorithm:
+    return from_name(options.algorithm, **SETTINGS.get(options.algorithm, {}))
 
 
 def gradients(weight: Arrays, grad: Arrays, engine: Engine, x: np.ndarray, y: np.ndarray) -> float:
@@ -116,7 +97,7 @@ def train(comm: Communicator, options: argparse.Namespace) -> None:
         if view.ndim == 2:
             view[...] = random.standard_normal(SHAPES[name]) * (2 / SHAPES[name][0]) ** 0.5
 
-    algorithm = ALGORITHMS[options.algorithm]
+    algorithm = algorithm_of(options)
     adam = isinstance(algorithm, QAdam)
     optimizer = (
         optim.QAdam(lr=3e-3, warmup_steps=algorithm.warmup_steps)

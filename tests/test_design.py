@@ -26,6 +26,7 @@ LAYERS = [
     {"call", "comm", "lane"},
     {"averages"},
     {"algorithms", "bootstrap"},
+    {"pace"},
     {"engine"},
     {"planning"},
     {"testing", "__main__", "__init__"},

@@ -13,15 +13,10 @@ from bagua_comm import (
     ByteGrad,
     CommAborted,
     CommError,
-    Decentralized,
-    DiLoCo,
     Engine,
     ErrorFeedback,
-    Exact,
     GradientAllReduce,
-    Hierarchical,
     LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
     MinMaxUInt8,
     Plan,
     Point,
@@ -30,39 +25,30 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
     after,
-    every,
     kernels,
     optim,
 )
+from bagua_comm.algorithms import from_name
 from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks, sample
 
 SPECS = [TensorSpec(name, shape, "float32") for name, shape in (("a", (7, 3)), ("b", (600,)), ("c", ()))]
 
-ALGORITHMS = [
-    GradientAllReduce(Exact()),
-    ByteGrad(),
-    GradientAllReduce(ErrorFeedback(Quantized())),
-    GradientAllReduce(Hierarchical(Quantized())),
-    QAdam(warmup_steps=2),
-    Decentralized("all"),
-    Decentralized("shift_one"),
-    Decentralized("one_peer_exponential"),
-    LowPrecisionDecentralized(),
-    LowPrecisionOnePeer(),
-    DiLoCo(local_steps=2, average=Quantized()),
-    every(2, Decentralized("all")),
-    after(2, GradientAllReduce(), LowPrecisionDecentralized()),
-]
-
-
 KEEPING = [
-    GradientAllReduce(ErrorFeedback(Quantized())),
-    QAdam(warmup_steps=2),
-    LowPrecisionOnePeer(),
-    after(2, GradientAllReduce(), LowPrecisionDecentralized()),
+    from_name("error-feedback"),
+    from_name("qadam", warmup_steps=2),
+    from_name("low-precision-one-peer"),
+    from_name("after", steps=2, first="exact", then="low-precision-ring"),
 ]
 """Algorithms that keep arrays from step to step."""
+
+ALGORITHMS = [
+    *KEEPING,
+    *(from_name(name) for name in ("exact", "bytegrad", "hierarchical-bytes")),
+    *(from_name(name) for name in ("decentralized", "shift-one", "one-peer", "low-precision-ring")),
+    from_name("diloco", local_steps=2, average="quantized"),
+    from_name("every", n=2, algorithm="decentralized"),
+]
 
 KINDS = [("nccl", StreamLane), ("local", ThreadLane), ("staged", ThreadLane)]
 

@@ -1,15 +1,17 @@
 """Training algorithms: what is exchanged, when, and how."""
 
 from .async_average import AsyncModelAverage
-from .base import Algorithm, Point, Window
+from .base import Algorithm, Point, Rounds, Window
+from .combinators import after, every
 from .decentralized import Decentralized
 from .diloco import DiLoCo
 from .gradient import ByteGrad, GradientAllReduce
 from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
+from .named import NAMED, from_name
 from .qadam import QAdam
-from .schedule import after, every
 
 __all__ = [
+    "NAMED",
     "Algorithm",
     "AsyncModelAverage",
     "ByteGrad",
@@ -20,7 +22,9 @@ __all__ = [
     "LowPrecisionOnePeer",
     "Point",
     "QAdam",
+    "Rounds",
     "Window",
     "after",
     "every",
+    "from_name",
 ]

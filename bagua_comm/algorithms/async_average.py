@@ -17,13 +17,13 @@ from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Algorithm, Payload, Point, Window, check_floating, check_integer
+from .base import TRANSIENT, Algorithm, Payload, Rounds, check_floating, check_integer
 from .gradient import GradientAllReduce
 
 
 @dataclass
 class Snapshot:
-    """What `AsyncModelAverage` keeps, none of it beyond a round."""
+    """What `AsyncModelAverage` keeps during a round; nothing of it outlives the round."""
 
     weight: Array = field(metadata=TRANSIENT)
     mean: Array = field(metadata=TRANSIENT)
@@ -31,14 +31,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class AsyncModelAverage:
-    """Add to the weights what averaging a snapshot of them brings, whenever that is known.
+    """Average a snapshot of the weights, and add the change to the weights when it is known.
 
-    Every rank trains at its own pace. Ranks' weights differ; stop (`Engine.stop`, which all ranks agree on), then
-    average them before evaluation.
+    Every rank trains at its own pace. Ranks' weights differ: before evaluation, stop (`Engine.stop`, which all
+    ranks agree on), then average them.
 
     Args:
-        interval_s: Seconds from the beginning of one round to that of the next, at least.
-        warmup_steps: Steps that average gradients first.
+        interval_s: The least number of seconds between the beginnings of two rounds.
+        warmup_steps: How many steps average gradients before the first round.
 
     Raises:
         ArrayError: An argument is negative.
@@ -52,26 +52,28 @@ class AsyncModelAverage:
     def __post_init__(self) -> None:
         check_integer("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)
         if not isinstance(self.interval_s, (int, float)) or not self.interval_s >= 0:
-            raise ArrayError(f"AsyncModelAverage: interval_s is {self.interval_s!r}, expected at least 0")
+            raise ArrayError(
+                f"AsyncModelAverage: interval_s is {self.interval_s!r}, expected a number of at least 0"
+            )
 
     @property
-    def window(self) -> Window:
-        """Always open."""
-        return Window(Point.ALWAYS, Point.NEVER, self.interval_s)
+    def window(self) -> Rounds:
+        """Rounds beside training."""
+        return Rounds(self.interval_s)
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Gradient averaging first, if there is a warm-up."""
+        """Gradient averaging first, if there is a warm-up; then this algorithm without one."""
         if not self.warmup_steps:
             return (self,)
         return GradientAllReduce(), replace(self, warmup_steps=0)
 
     def phase(self, step: int) -> Algorithm:
-        """See `Algorithm.phase`."""
+        """Gradient averaging in the warm-up, then rounds."""
         return self.phases[0 if step < self.warmup_steps else -1]
 
     def check(self, dtype: str) -> None:
-        """Floating-point dtypes."""
+        """Takes floating-point dtypes."""
         check_floating(self, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Snapshot:

@@ -1,17 +1,19 @@
 """What an algorithm is: a payload, a window, and an exchange.
 
-An algorithm is a frozen dataclass of settings. It says what its buckets hold (`payload`) and between
-which points of a training step a bucket may be exchanged (`window`); the engine calls `exchange` on its
-lane once per bucket and window, `begin` before it and `commit` when the window closes.
+An algorithm is a frozen dataclass of settings. It says what its buckets hold (`payload`) and between which points
+of a training step they may be exchanged (`window`). The engine calls `exchange` on its lane, once for each bucket
+and window.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeAlias
 
-from ..arrays import FLOATS
+from ..arrays import FLOATS, Array
+from ..averages import Average, InPlace
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError
@@ -19,11 +21,22 @@ from ..errors import ArrayError, UnsupportedError
 Payload: TypeAlias = Literal["grad", "weight"]
 
 State: TypeAlias = Any
-"""A dataclass; its arrays and numbers are what a checkpoint holds, but for those that are `transient`."""
+"""A dataclass. A checkpoint holds its arrays and numbers, except those that are `TRANSIENT`."""
+
+TRANSIENT = {"transient": True}
+"""Metadata of a state's field that holds nothing from one step to the next: no checkpoint has it."""
+
+ALIKE = {"alike": True}
+"""Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
+number of ranks. An array without this mark belongs to its rank."""
 
 
 class Point(Enum):
-    """Points of a training step, in order."""
+    """Points of a training step, in order.
+
+    ALWAYS and NEVER are no points of a step: `Window(Point.ALWAYS, Point.NEVER, interval_s)` is how earlier
+    versions wrote `Rounds(interval_s)`, and still means it in this release.
+    """
 
     ALWAYS = "from the first step on"
     FORWARD = "the forward pass begins"
@@ -35,24 +48,37 @@ class Point(Enum):
 
 @dataclass(frozen=True)
 class Window:
-    """When a bucket may be exchanged: from `opens` until `closes`.
+    """The part of every training step in which a bucket may be exchanged: from `opens` until `closes`.
 
-    A window from ALWAYS to NEVER is open all the time: a round of exchanges begins at a STEP, at the earliest
-    `interval_s` after the one before, and is committed at the first STEP after its end. Nothing waits for it.
+    Training waits for the exchange when the window closes.
     """
 
     opens: Point
     closes: Point
+    interval_s: float = 0.0
+    """Only for `Window(Point.ALWAYS, Point.NEVER, interval_s)`; write `Rounds(interval_s)`."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of exchanges beside training, which no step waits for.
+
+    A round begins when the optimizer has stepped, at the earliest `interval_s` seconds after the one before
+    began, and is written back when the optimizer has made the first step after the end of the round.
+    """
+
     interval_s: float = 0.0
 
 
 class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
-    It need not have `check`, and may have four more methods. `check_size(size)` raises if it does not support
-    this number of ranks. `begin(bucket, state)` prepares an exchange when the window opens, and `commit(bucket,
-    state)` writes back what was communicated when it closes; both run on the caller's thread. `phase(step)` gives
-    the algorithm to use in a training step, if it is not always the same, and the property `phases` all of them.
+    It must have the four members below. It may have those of `Complete` as well; where one is missing, the
+    default in `Complete` takes its place.
+
+    Algorithms and averages are Protocols, because they inherit nothing: any dataclass with these members is one.
+    Codecs and transports are base classes, because a subclass inherits most of what it does: the checks of
+    arguments from `Codec`, and the collectives that it does not have itself from `Transport`.
     """
 
     @property
@@ -60,11 +86,8 @@ class Algorithm(Protocol):
         """What the buckets hold: gradients or weights."""
 
     @property
-    def window(self) -> Window:
+    def window(self) -> Window | Rounds:
         """When a bucket may be exchanged."""
-
-    def check(self, dtype: str) -> None:
-        """Raise `UnsupportedError` unless buckets of this dtype can be exchanged."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """Make what `exchange` keeps between steps.
@@ -73,36 +96,143 @@ class Algorithm(Protocol):
         """
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
-        """Communicate. Runs on the lane; may write to `bucket.flat` only if the window allows it.
+        """Communicate. Runs on the lane; may write to `bucket.flat` only if training waits for it (`Window`).
 
         Collective.
         """
 
 
-TRANSIENT = {"transient": True}
-"""Metadata of a state's field that holds nothing from one step to the next: no checkpoint has it."""
+class Complete:
+    """An algorithm with all of its methods, those that it leaves out included: their defaults are here.
 
-ALIKE = {"alike": True}
-"""Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
-number of ranks. An array without this mark is its rank's own."""
+    Made by `complete`. Whoever runs an algorithm asks this one, and never asks whether a method exists.
+
+    Args:
+        algorithm: What is completed.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+
+    @property
+    def payload(self) -> Payload:
+        """See `Algorithm.payload`."""
+        return self.algorithm.payload
+
+    @property
+    def window(self) -> Window | Rounds:
+        """See `Algorithm.window`; what earlier versions wrote for `Rounds` is `Rounds` here."""
+        window = self.algorithm.window
+        if isinstance(window, Window) and window.closes is Point.NEVER:
+            return Rounds(window.interval_s)
+        return window
+
+    @property
+    def lends(self) -> str | None:
+        """Optional: the name of the array in its state that is averaged in place of the gradient.
+
+        Default: None, the gradient itself is averaged.
+        """
+        name: str | None = getattr(self.algorithm, "lends", None)
+        return name
+
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """Optional: all algorithms that this one is in the course of training, in order.
+
+        Default: itself, always.
+        """
+        return tuple(getattr(self.algorithm, "phases", (self.algorithm,)))
+
+    def phase(self, step: int) -> Algorithm:
+        """Optional: the algorithm to use in this training step; one of `phases`. Default: itself."""
+        phase = getattr(self.algorithm, "phase", None)
+        found: Algorithm = self.algorithm if phase is None else phase(step)
+        return found
+
+    def check(self, dtype: str) -> None:
+        """Optional: raise `UnsupportedError` unless it takes buckets of this dtype. Default: it takes all."""
+        self._call("check", dtype)
+
+    def check_size(self, size: int) -> None:
+        """Optional: raise `ArrayError` unless it supports this number of ranks. Default: it supports all."""
+        self._call("check_size", size)
+
+    def init(self, bucket: Bucket, comm: Communicator) -> State:
+        """See `Algorithm.init`. Collective."""
+        return self.algorithm.init(bucket, comm)
+
+    def begin(self, bucket: Bucket, state: State) -> None:
+        """Optional: prepare an exchange, on the caller's thread, before the bucket leaves. Default: nothing."""
+        self._call("begin", bucket, state)
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
+        """See `Algorithm.exchange`. Collective."""
+        self.algorithm.exchange(bucket, comm, state)
+
+    def commit(self, bucket: Bucket, state: State) -> None:
+        """Optional: write back what was communicated, on the caller's thread, when the window closes.
+
+        Default: nothing.
+        """
+        self._call("commit", bucket, state)
+
+    @property
+    def commits(self) -> bool:
+        """Whether it defines `commit`, and so may write to the bucket when the window closes."""
+        return getattr(self.algorithm, "commit", None) is not None
+
+    def _call(self, name: str, *args: Any) -> None:
+        method = getattr(self.algorithm, name, None)
+        if method is not None:
+            method(*args)
+
+
+def complete(algorithm: Algorithm | Complete) -> Complete:
+    """`algorithm` with defaults for all that it leaves out."""
+    return algorithm if isinstance(algorithm, Complete) else Complete(algorithm)
 
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
-    """What `algorithm` is in this training step."""
-    if hasattr(algorithm, "phase"):
-        phase: Algorithm = algorithm.phase(step)
-        return phase
-    return algorithm
+    """The algorithm that `algorithm` is in this training step."""
+    return complete(algorithm).phase(step)
 
 
 def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """All that `algorithm` is in the course of training, in order."""
-    return tuple(getattr(algorithm, "phases", (algorithm,)))
+    """All algorithms that `algorithm` is in the course of training, in order."""
+    return complete(algorithm).phases
+
+
+def runs_in_rounds(algorithm: Algorithm) -> bool:
+    """Whether `algorithm` exchanges in `Rounds`, now or later in training, so that some steps wait for nobody."""
+    return any(isinstance(complete(phase).window, Rounds) for phase in phases_of(algorithm))
+
+
+def check_size(algorithm: Algorithm, size: int) -> None:
+    """Raise `ArrayError` unless all phases of `algorithm` support this number of ranks."""
+    for phase in phases_of(algorithm):
+        complete(phase).check_size(size)
+
+
+def bind_average(average: Average, comm: Communicator, like: Array) -> InPlace:
+    """Bind `average` to `comm`, for arrays of the shape, dtype and library of `like`.
+
+    Collective. An average whose `bind` takes no `like` gets `comm` alone.
+    """
+    parameters = inspect.signature(average.bind).parameters.values()
+    if any(p.name == "like" or p.kind is p.VAR_KEYWORD for p in parameters):
+        bind: Any = average.bind
+        bound: InPlace = bind(comm, like=like)
+        return bound
+    return average.bind(comm)
+
+
+# Checks of arguments --------------------------------------------------------------------------------
 
 
 def check_algorithm_argument(owner: str, name: str, value: object) -> None:
     """Raise `ArrayError` unless `value` is an algorithm."""
-    if isinstance(value, type) or not hasattr(value, "exchange"):
+    if isinstance(value, type) or not callable(getattr(value, "exchange", None)):
         raise ArrayError(f"{owner}: {name} is {value!r}, expected an algorithm such as ByteGrad()")
 
 
@@ -114,22 +244,17 @@ def check_integer(owner: str, name: str, value: object, *, least: int) -> None:
 
 def check_average_argument(owner: str, value: object) -> None:
     """Raise `ArrayError` unless `value` is an Average."""
-    if isinstance(value, type) or not hasattr(value, "bind"):
+    if isinstance(value, type) or not callable(getattr(value, "bind", None)):
         raise ArrayError(
             f"{owner}: average is {value!r}, expected an Average such as Exact() or Quantized(MinMaxUInt8())"
         )
 
 
-def check_average(average: Any, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `average` takes this dtype; one without `check` takes every one."""
-    if hasattr(average, "check"):
-        average.check(dtype)
-
-
-def check_dtype(algorithm: Any, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `algorithm` takes this dtype; one without `check` takes every one."""
-    if hasattr(algorithm, "check"):
-        algorithm.check(dtype)
+def check_average(average: Average, dtype: str) -> None:
+    """Raise `UnsupportedError` unless `average` takes this dtype; one without `check` takes every dtype."""
+    check = getattr(average, "check", None)
+    if check is not None:
+        check(dtype)
 
 
 def check_floating(algorithm: object, dtype: str) -> None:

@@ -2,8 +2,8 @@
 
     x_{t+1,i} = average_i(x_t) - lr g_i(x_{t,i})
 
-The average is taken of the weights that the step begins with, and takes their place when the backward pass
-has ended; then the optimizer subtracts the gradient, which was taken at the un-averaged weights.
+The average is that of the weights at the beginning of the step. It takes their place when the backward pass has
+ended. Then the optimizer subtracts the gradient, which was computed with the weights before the average.
 Source: D-PSGD, Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056.
 """
 
@@ -28,24 +28,25 @@ class Averaged:
 
     average: Array = field(metadata=TRANSIENT)
     round: int = 0
-    """How often this bucket was averaged."""
+    """How many times this bucket was averaged."""
 
 
 @dataclass(frozen=True)
 class Decentralized:
     """Average weights with peers during the forward and backward pass, in place of gradients.
 
-    Ranks' weights differ, but for `peers="all"` without gradients; average them before evaluation.
-    A message is as large as the weights.
+    Ranks' weights differ, because every rank adds its own gradient to the average; average them before
+    evaluation. A message is as large as the weights.
 
     Args:
-        peers: "all": the mean over all ranks. "shift_one": the mean with one peer of the other half of the
-            ranks, another one each time (an even number of ranks). "one_peer_exponential": the mean with the
-            rank 2^k behind, k = 0, 1, ... in turn (arXiv 2110.13363); over log2 p rounds of a power of two p,
-            that is the mean of all.
+        peers: "all": the mean over all ranks. "shift_one": the mean with one peer from the other half of the
+            ranks, a different one in each round; the number of ranks must be even. "one_peer_exponential": the
+            mean with the rank 2^k behind, for k = 0, 1, ... in turn (arXiv 2110.13363); if the number of ranks p
+            is a power of two, log2 p rounds give the mean over all ranks.
 
     Raises:
-        ArrayError: `peers` is something else; or, when training begins, "shift_one" on an odd number of ranks.
+        ArrayError: `peers` is something else; or, when training begins, it is "shift_one" and the number of ranks
+            is odd.
     """
 
     peers: Literal["all", "shift_one", "one_peer_exponential"] = "all"
@@ -58,11 +59,11 @@ class Decentralized:
             raise ArrayError(f"Decentralized: peers is {self.peers!r}, expected one of {', '.join(PEERS)}")
 
     def check(self, dtype: str) -> None:
-        """Floating-point dtypes."""
+        """Takes floating-point dtypes."""
         check_floating(self, dtype)
 
     def check_size(self, size: int) -> None:
-        """An even number of ranks for "shift_one"."""
+        """Takes an even number of ranks only, for "shift_one"."""
         if self.peers == "shift_one":
             topology.shift_one(0, size, 0)  # raises on an odd number
 
@@ -71,7 +72,7 @@ class Decentralized:
         return Averaged(bucket.flat.copy())
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Averaged) -> None:
-        """Average the weights into `state.average`; they themselves stay. Collective."""
+        """Write the average of the weights to `state.average`; the weights stay as they are. Collective."""
         x, average, s = bucket.flat, state.average, state.round
         if self.peers == "all":
             comm.allreduce(x, out=average, op="avg")

@@ -1,6 +1,7 @@
 """DiLoCo: many local steps, then one step of an outer optimizer along the mean of the ranks' changes.
 
-With a the anchor, the weights after the last outer step, and u the outer momentum, every H steps:
+Every H steps, with a the weights after the last outer step (the anchor), x the weights now, and u the outer
+momentum:
 
     d <- mean of (a - x) over the ranks        u <- mu u + d        a <- a - lr (d + mu u)        x <- a
 
@@ -18,30 +19,40 @@ from ..averages import Average, Exact, InPlace
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import ALIKE, Payload, Point, Window, check_average, check_average_argument, check_integer
+from .base import (
+    ALIKE,
+    Payload,
+    Point,
+    Window,
+    bind_average,
+    check_average,
+    check_average_argument,
+    check_integer,
+)
 
 
 @dataclass
 class Outer:
-    """What `DiLoCo` keeps; the same bytes on all ranks."""
+    """What `DiLoCo` keeps. The arrays have the same bytes on all ranks."""
 
     anchor: Array = field(metadata=ALIKE)
     momentum: Array = field(metadata=ALIKE)
     average: InPlace
     steps: int = 0
-    """Inner steps since the last outer one; 0 after an outer step."""
+    """How many inner steps were made since the last outer step."""
 
 
 @dataclass(frozen=True)
 class DiLoCo:
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
-    Communicates once in `local_steps`. Ranks hold the same weights after an outer step, and differ between.
+    Communicates in one of `local_steps` steps. Ranks hold the same weights after an outer step, and different
+    ones between two outer steps.
 
     Args:
-        local_steps: Inner steps from one outer step to the next.
+        local_steps: Number of inner steps between two outer steps.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its Nesterov momentum.
+        outer_momentum: Nesterov momentum of the outer optimizer.
         average: How the changes are averaged; `Quantized()` sends a quarter of the bytes.
 
     Raises:
@@ -66,15 +77,16 @@ class DiLoCo:
         check_average_argument("DiLoCo", self.average)
 
     def check(self, dtype: str) -> None:
-        """What the average takes."""
+        """Takes the dtypes of the average."""
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Outer:
         """See `Algorithm.init`. Collective."""
-        return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), self.average.bind(comm))
+        average = bind_average(self.average, comm, bucket.flat)
+        return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), average)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:
-        """Make an outer step in every `local_steps`-th step. Collective."""
+        """Make an outer step, if this is the last of `local_steps` inner steps. Collective."""
         state.steps = (state.steps + 1) % self.local_steps
         if state.steps:
             return

@@ -9,11 +9,13 @@ from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
-from .base import Payload, Point, Window, check_average, check_average_argument
+from .base import Payload, Point, Window, bind_average, check_average, check_average_argument
 
 
 @dataclass
 class _Bound:
+    """What `GradientAllReduce` keeps: what its average keeps, such as residuals."""
+
     average: InPlace
 
 
@@ -22,7 +24,7 @@ class GradientAllReduce:
     """Average the gradients of each bucket as soon as they are complete.
 
     Args:
-        average: `Exact()`, `Quantized(codec)` or `Hierarchical(inner)`.
+        average: How: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)` or `Hierarchical(inner)`.
     """
 
     average: Average = field(default_factory=Exact)
@@ -34,12 +36,12 @@ class GradientAllReduce:
         check_average_argument("GradientAllReduce", self.average)
 
     def check(self, dtype: str) -> None:
-        """What the average takes."""
+        """Takes the dtypes of the average."""
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
         """See `Algorithm.init`. Collective."""
-        return _Bound(self.average.bind(comm))
+        return _Bound(bind_average(self.average, comm, bucket.flat))
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
         """g <- mean of g. Collective."""
@@ -47,5 +49,5 @@ class GradientAllReduce:
 
 
 def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name
-    """Bagua's ByteGrad: the gradients averaged through eight-bit codes."""
+    """Bagua's ByteGrad: average the gradients through eight-bit codes. Source: arXiv 2107.01499."""
     return GradientAllReduce(Quantized(MinMaxUInt8()))

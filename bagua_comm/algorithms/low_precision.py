@@ -1,7 +1,8 @@
-"""Averaging weights with neighbours through a codec: what is sent is the difference to what the peers know.
+"""Averaging weights with neighbours through a codec: ranks send how their weights differ from what peers know.
 
-Every rank keeps replicas of what its peers know, and all who hold a replica change it by the same decoded
-bytes: replicas stay equal bit for bit, so the difference, which is small, is all that must be quantized.
+Every rank keeps replicas: copies of the weights that its peers know. All ranks that hold the same replica change
+it by the same decoded bytes, so that it stays equal on them, bit for bit. Only the difference to the replica is
+quantized, and it is small.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .base import TRANSIENT, Payload, Point, Window
 
 @dataclass(frozen=True)
 class _LowPrecision:
-    """What the exchanges below share: settings, window, checks."""
+    """What both algorithms share: settings, window, checks."""
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
@@ -31,11 +32,11 @@ class _LowPrecision:
         check_codec_argument(type(self).__name__, self.codec)
 
     def check(self, dtype: str) -> None:
-        """The dtypes of the codec."""
+        """Takes the dtypes of the codec."""
         check_codec_argument(type(self).__name__, self.codec, dtype)
 
     def _wire(self, bucket: Bucket, comm: Communicator, key: str) -> Array:
-        """Room for one encoded bucket, (1, w)."""
+        """Scratch memory for one encoded bucket, (1, w)."""
         shape = (1, self.codec.wire_nbytes(bucket.flat.size, bucket.flat.dtype))
         return comm.scratch.take(key, shape, "uint8", like=bucket.flat)
 
@@ -57,21 +58,22 @@ class Replicas:
 
 @dataclass(frozen=True)
 class LowPrecisionDecentralized(_LowPrecision):
-    """Average weights with both neighbours on a ring, sending the quantized change of one's own.
+    """Average weights with both neighbours on a ring: every rank sends them the quantized change of its weights.
 
-    With w, L, R the replicas of this rank's weights and of its neighbours', and x what the optimizer made of w:
+    With w the replica of this rank's weights, L and R those of its neighbours', and x the weights that the
+    optimizer made from w:
 
         c = encode(x + L/3 + R/3 - 5w/3)        sent to both neighbours
         w += decode(c)      L += decode(c of the left)      R += decode(c of the right)
 
-    that is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two bytes for each weight. Ranks' weights
-    differ; average them before evaluation.
+    With Q for encoding and decoding, this is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two
+    bytes for each weight. Ranks' weights differ; average them before evaluation.
 
-    Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, as
-    Bagua (arXiv 2107.01499) has it.
+    Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, in
+    the form of Bagua (arXiv 2107.01499).
 
     Args:
-        codec: What travels.
+        codec: How the changes are encoded.
     """
 
     def init(self, bucket: Bucket, comm: Communicator) -> Replicas:
@@ -83,7 +85,7 @@ class LowPrecisionDecentralized(_LowPrecision):
         return state
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Replicas) -> None:
-        """Change all three replicas. Collective."""
+        """Send the quantized change of the weights, and update all three replicas. Collective."""
         left, right = topology.ring(comm.rank, comm.size)
         delta = comm.scratch.take("delta", (1, bucket.flat.size), bucket.flat.dtype, like=bucket.flat)
         kernels.of(delta).ring_difference(bucket.flat, state.left, state.right, state.weight, out=delta[0])
@@ -101,12 +103,12 @@ class LowPrecisionDecentralized(_LowPrecision):
 
 @dataclass
 class EdgeReplicas:
-    """What `LowPrecisionOnePeer` keeps for its edges k: sent[k] of rank r is received[k] of rank r + 2^k."""
+    """What `LowPrecisionOnePeer` keeps for each edge k: sent[k] on rank r equals received[k] on rank r + 2^k."""
 
     sent: Array
-    """(edges, elements): what the peer ahead knows of this rank."""
+    """(edges, elements): the weights of this rank that the peer ahead knows."""
     received: Array
-    """(edges, elements): what this rank knows of the peer behind."""
+    """(edges, elements): the weights of the peer behind that this rank knows."""
     weight: Array = field(metadata=TRANSIENT)
     round: int = 0
 
@@ -115,20 +117,21 @@ class EdgeReplicas:
 class LowPrecisionOnePeer(_LowPrecision):
     """Average weights with one peer at a time on the exponential graph, sending quantized differences.
 
-    In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S
-    what the peer ahead knows of this rank, R what this rank knows of the peer behind, x the weights:
+    In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S[k]
+    the weights of this rank that the peer ahead knows, R[k] those of the peer behind that this rank knows, and x
+    the weights:
 
         c = encode(x - S[k])      S[k] += decode(c)      R[k] += decode(c received)      x += (R[k] - S[k]) / 2
 
-    R of one rank is S of another, so the sum of the weights over all ranks is kept. Every rank sends about one
-    byte for each weight, half of `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p) replicas. Ranks' weights
-    differ; average them before evaluation.
+    R on one rank is S on another, so the sum of the weights over all ranks does not change. Every rank sends
+    about one byte for each weight, half as much as `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p)
+    replicas. Ranks' weights differ; average them before evaluation.
 
     Source: the difference compression of CHOCO-Gossip, Koloskova et al., arXiv 1902.00340, on the one-peer
     exponential graph of Ying et al., arXiv 2110.13363.
 
     Args:
-        codec: What travels.
+        codec: How the differences are encoded.
     """
 
     def init(self, bucket: Bucket, comm: Communicator) -> EdgeReplicas:
@@ -143,7 +146,7 @@ class LowPrecisionOnePeer(_LowPrecision):
         return state
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: EdgeReplicas) -> None:
-        """Change the replicas of one edge, and work out the new weights. Collective."""
+        """Update the replicas of one edge, and compute the new weights. Collective."""
         if comm.size == 1:
             state.weight[...] = bucket.flat
             return
@@ -161,14 +164,14 @@ class LowPrecisionOnePeer(_LowPrecision):
         state.round += 1
 
     def commit(self, bucket: Bucket, state: EdgeReplicas) -> None:
-        """Write the new weights back."""
+        """x <- the new weights."""
         bucket.flat[...] = state.weight
 
 
 def _exchange_on_ring(
     comm: Communicator, mine: Array, from_left: Array, from_right: Array, left: int, right: int
 ) -> None:
-    """Send `mine` to both neighbours. With two ranks both are one peer, whose messages match in order."""
+    """Send `mine` to both neighbours. Of two ranks, both neighbours are one peer; messages match in order."""
     comm.exchange([(right, mine), (left, mine)], [(left, from_left), (right, from_right)])
 
 

@@ -1,10 +1,10 @@
-"""QAdam: Adam whose momentum, not its gradient, is averaged through a codec once its variance is frozen.
+"""QAdam: Adam that averages its momentum through a codec, not the gradient, once its variance is frozen.
 
     steps 1 to W:   g <- mean of g                 m <- b1 m + (1 - b1) g       v <- b2 v + (1 - b2) g^2
     steps after W:  m <- Q-mean of b1 m + (1 - b1) g_local                      v stays
 
-The optimizer does the rest: `bagua_comm.optim.QAdam` on flat arrays, `bagua_torch.QAdamOptimizer`. It changes
-the same `momentum` as the exchange.
+The optimizer does the rest: `bagua_comm.optim.QAdam` for flat arrays, or `bagua_torch.QAdamOptimizer`. It updates
+the same array `momentum` as the exchange.
 Source: 1-bit Adam, Tang et al., arXiv 2102.02888, with eight bits as in Bagua (arXiv 2107.01499).
 """
 
@@ -19,7 +19,16 @@ from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
-from .base import ALIKE, Payload, Point, Window, check_average, check_average_argument, check_integer
+from .base import (
+    ALIKE,
+    Payload,
+    Point,
+    Window,
+    bind_average,
+    check_average,
+    check_average_argument,
+    check_integer,
+)
 
 
 @dataclass
@@ -27,23 +36,23 @@ class Momentum:
     """What `QAdam` keeps."""
 
     momentum: Array = field(metadata=ALIKE)
-    """Adam's first moment; the optimizer's own, too."""
+    """Adam's first moment; the optimizer uses the same array."""
     exact: InPlace
     average: InPlace
     averaged_in: int = -1
-    """The latest training step in which the momentum was averaged."""
+    """The last step in which the momentum was averaged; -1 before the first."""
 
 
 @dataclass(frozen=True)
 class QAdam:
     """Average gradients exactly for `warmup_steps`, then average Adam's momentum, quantized.
 
-    In the second part gradients stay as the rank made them, so clipping them has no effect there; accumulate
-    gradients without averaging (`no_sync`). All parameters share one `beta1`.
+    After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, leave
+    averaging out in all passes but the last one (`no_sync`). All parameters share one `beta1`.
 
     Args:
-        warmup_steps: Steps, at least 1, before the variance is frozen; about a fifth of all.
-        beta1: Adam's.
+        warmup_steps: Number of steps, at least 1, before the variance is frozen; about a fifth of all steps.
+        beta1: Adam's decay rate of the momentum.
         average: How the momentum is averaged.
 
     Raises:
@@ -64,22 +73,23 @@ class QAdam:
         check_average_argument("QAdam", self.average)
 
     def check(self, dtype: str) -> None:
-        """What the average takes."""
+        """Takes the dtypes of the average."""
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Momentum:
         """See `Algorithm.init`. Collective."""
-        return Momentum(arrays.zeros_like(bucket.flat), Exact().bind(comm), self.average.bind(comm))
+        exact, average = (bind_average(a, comm, bucket.flat) for a in (Exact(), self.average))
+        return Momentum(arrays.zeros_like(bucket.flat), exact, average)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Momentum) -> None:
-        """Average the gradient, then the momentum. Collective."""
+        """Average the gradient in the warm-up, the momentum after it. Collective."""
         if bucket.step < self.warmup_steps:
             state.exact(bucket.flat)
             return
         if state.averaged_in == bucket.step:
             raise CommError(
                 "QAdam: the momentum was averaged already in this step; accumulate gradients without averaging "
-                "(no_sync), and tell the engine of every step"
+                "(no_sync), and tell the engine about every step (Engine.at)"
             )
         m, g, beta1 = state.momentum, bucket.flat, self.beta1
         kernels.of(m).blend(m, g, beta1, out=m)  # m <- beta1 m + (1 - beta1) g

@@ -1,7 +1,8 @@
 """Lossy coders of chunks: what goes over the wire instead of floating-point numbers."""
 
-from .base import Codec
+from ..kernels.host import largest_finite
+from .base import Codec, padded
 from .cast import BFloat16, Float16
 from .minmax import MinMaxUInt8
 
-__all__ = ["BFloat16", "Codec", "Float16", "MinMaxUInt8"]
+__all__ = ["BFloat16", "Codec", "Float16", "MinMaxUInt8", "largest_finite", "padded"]

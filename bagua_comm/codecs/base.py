@@ -2,10 +2,11 @@
 
 A codec turns chunks of floating-point numbers, (n, m), into chunks of wire bytes, (n, w) uint8, and
 back. It is a frozen dataclass of its settings, and `eval(repr(codec)) == codec`. Each chunk is coded
-by itself, so a chunk's bytes do not depend on its neighbours. Whatever a codec does not write of a
-chunk's w bytes is zero: no byte of old memory travels.
+by itself: its bytes do not depend on its neighbours. A codec writes all of a chunk's w bytes, and zeros to those
+that it does not use, so that no byte of old memory travels.
 
-A NaN or an infinity stays visible: what decodes from it is not finite. What is finite does not become infinite.
+A NaN or an infinity stays visible: it decodes to a value that is not finite. A finite value decodes to a finite
+value.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from .. import arrays
+from .. import arrays, kernels
 from ..arrays import Array, DType
 from ..errors import ArrayError, UnsupportedError, shown
 
 ALIGNMENT = 32
-"""Parts of a chunk on the wire start at multiples of this many bytes."""
+"""The parts of an encoded chunk start at multiples of this number of bytes, in the codecs of this package."""
 
 _HEADER_BYTES = 4
-"""Of the widest number in a header, which a device reads only where it is aligned."""
+"""Bytes of the widest number in a header; a device can read it only at a multiple of this address."""
 
 _LONG = 1 << 14
-"""Elements of a chunk, which take other kernels than few do where it is one block."""
+"""Elements of a chunk so long that a codec with one block per chunk uses its kernels for long blocks."""
 
 
 class Steps(NamedTuple):
@@ -47,8 +48,11 @@ class Steps(NamedTuple):
 class Codec(ABC):
     """A lossy coder of chunks.
 
-    A subclass says how, in `_encode`, `_decode` and `_combine`, of arguments that were checked; these are what
-    collectives call.
+    A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` to be
+    faster. Collectives call the methods with an underscore; their arguments were checked before.
+
+    A base class, and no Protocol as `Algorithm` is, because a subclass inherits the checks of arguments, and a
+    way to combine.
     """
 
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})
@@ -56,11 +60,11 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_nbytes(self, count: int, dtype: DType) -> int:
-        """Bytes on the wire of a chunk of `count` elements; depends on nothing else."""
+        """Bytes on the wire of a chunk of `count` elements; depends on the arguments and the settings alone."""
 
     @property
     def granule(self) -> int | None:
-        """Pieces of a chunk that begin at multiples of this decode, each coded by itself, to the same.
+        """A chunk may be cut at multiples of this many elements without changing what it decodes to.
 
         None if a chunk may not be cut.
         """
@@ -72,7 +76,7 @@ class Codec(ABC):
         Raises:
             ArrayError: `chunks` is not two-dimensional and contiguous, or `out` does not fit, cannot be written
                 to or overlaps `chunks`.
-            UnsupportedError: The dtype of `chunks` is not in `dtypes`, or something is no array.
+            UnsupportedError: The dtype of `chunks` is not in `dtypes`, or an argument is not an array.
         """
         n, m = self._check_chunks("encode", "chunks", chunks)
         w = self.wire_nbytes(m, chunks.dtype)
@@ -84,13 +88,13 @@ class Codec(ABC):
         return out
 
     def decode(self, wire: Array, out: Array) -> Array:
-        """Decode `wire`, (n, w) uint8, into `out`, (n, m), whose dtype and m were those encoded.
+        """Decode `wire`, (n, w) uint8, into `out`, (n, m), whose dtype and m are those of the encoded chunks.
 
         Whatever the bytes are, nothing but `out` is written to.
 
         Raises:
             ArrayError: The shapes do not fit together, or `out` cannot be written to or overlaps `wire`.
-            UnsupportedError: The dtype of `out` is not in `dtypes`, or something is no array.
+            UnsupportedError: The dtype of `out` is not in `dtypes`, or an argument is not an array.
         """
         n, m = self._check_chunks("decode", "out", out)
         self._check_wire("decode", "wire", wire, (n, self.wire_nbytes(m, out.dtype)))
@@ -101,20 +105,26 @@ class Codec(ABC):
     def combine(self, wire: Array, out: Array | None = None, *, op: str, count: int, dtype: DType) -> Array:
         """Decode n chunks of `count` elements, reduce them, and encode the result as one chunk.
 
-        `wire` is (n, w), `out` (1, w); a new array if None. The chunks are added in float32 in row
-        order, divided by n for "avg", and rounded once to `dtype`, the element dtype.
+        The chunks are added in float32 in row order, divided by n for "avg", and rounded to `dtype`.
+
+        Args:
+            wire: The encoded chunks, (n, w) uint8.
+            out: Where the result goes, (1, w) uint8; a new array if None.
+            op: "sum" or "avg".
+            count: Elements of a chunk.
+            dtype: The dtype of the elements.
 
         Raises:
-            ArrayError: The shapes do not fit, `count` is no number of elements, `op` is neither "sum" nor "avg",
-                or `out` cannot be written to or overlaps `wire`.
-            UnsupportedError: `dtype` is not in `dtypes`, or something is no array.
+            ArrayError: The shapes do not fit, `count` is not a number of elements, `op` is neither "sum" nor
+                "avg", or `out` cannot be written to or overlaps `wire`.
+            UnsupportedError: `dtype` is not in `dtypes`, or an argument is not an array.
         """
         if op not in ("sum", "avg"):
             raise ArrayError(f'combine: op is {op!r}, expected "sum" or "avg"')
         try:
             dtype = np.dtype(dtype)
         except TypeError as exc:
-            raise UnsupportedError(f"combine: dtype is {shown(dtype)}, expected the dtype of an element") from exc
+            raise UnsupportedError(f"combine: dtype is {shown(dtype)}, expected a dtype such as float32") from exc
         self._check_dtype("combine", dtype)
         count = check_count("combine", count)
         arrays.library(wire)
@@ -138,7 +148,7 @@ class Codec(ABC):
         return Steps(self._encode, self._decode, lambda wire, out, op: self._combine(wire, out, op, count, dtype))
 
     def prepare(self, like: Array) -> None:
-        """Have everything that codes arrays like this one compiled and loaded, where it lies."""
+        """Compile and load all kernels that code arrays like this one, on the host or on its device."""
         run = arrays.namespace(like)
         for count in (1, _LONG):
             chunk = run.zeros((1, count), like.dtype)
@@ -146,13 +156,24 @@ class Codec(ABC):
             self.decode(wire, chunk)
 
     @abstractmethod
-    def _encode(self, chunks: Array, wire: Array) -> None: ...
+    def _encode(self, chunks: Array, wire: Array) -> None:
+        """Encode `chunks`, (n, m), into all bytes of `wire`, (n, w)."""
 
     @abstractmethod
-    def _decode(self, wire: Array, out: Array) -> None: ...
+    def _decode(self, wire: Array, out: Array) -> None:
+        """Decode `wire`, (n, w), into `out`, (n, m)."""
 
-    @abstractmethod
-    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None: ...
+    def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
+        """Decode `wire`, (n, w), add the rows or average them, and encode the result into `out`, (1, w).
+
+        This default rounds what it decodes to `dtype` before it adds. A codec that defines `_combine` need not do
+        so, and needs no memory for the decoded rows.
+        """
+        rows = arrays.empty((len(wire), count), dtype, like=wire)
+        total = arrays.empty((1, count), dtype, like=wire)
+        self._decode(wire, rows)
+        kernels.of(rows).reduce_rows(rows, total[0], op)
+        self._encode(total, out)
 
     def _check_chunks(self, call: str, name: str, x: Array) -> tuple[int, int]:
         arrays.library(x)
@@ -173,15 +194,15 @@ class Codec(ABC):
         if wire.shape != shape or wire.dtype != np.uint8 or not wire.flags.c_contiguous:
             raise ArrayError(f"{call}: {name} is {wire.dtype}{wire.shape}, expected C-contiguous uint8{shape}")
         if not isinstance(wire, np.ndarray) and arrays.address(wire) % _HEADER_BYTES:
-            raise ArrayError(f"{call}: {name} begins at an address that is no multiple of {_HEADER_BYTES}")
+            raise ArrayError(f"{call}: {name} begins at an address that is not a multiple of {_HEADER_BYTES}")
 
 
 def check_aligned(call: str, name: str, x: Array) -> None:
     """Raise `ArrayError` unless kernels can read the elements of `x` where they lie."""
     if not isinstance(x, np.ndarray) and arrays.address(x) % x.itemsize:
         raise ArrayError(
-            f"{call}: {name} begins at an address that is no multiple of {x.itemsize}, the size of an element, "
-            "as a device needs it; copy it first"
+            f"{call}: {name} begins at an address that is not a multiple of {x.itemsize}, the size of an "
+            "element, so a device cannot read it; copy it first"
         )
 
 
@@ -201,7 +222,7 @@ def check_count(call: str, count: object) -> int:
     """`count` as an int.
 
     Raises:
-        ArrayError: It is no integer, or negative.
+        ArrayError: It is not an integer, or negative.
     """
     if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or not 0 <= count < 2**63:
         raise ArrayError(
@@ -220,10 +241,10 @@ def codecs_in(settings: object) -> Iterator[Codec]:
 
 
 def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:
-    """Raise unless `codec` is one and, where a dtype is given, takes it.
+    """Raise unless `codec` is a Codec, and takes `dtype`, if one is given.
 
     Raises:
-        ArrayError: It is something else.
+        ArrayError: It is not a Codec.
         UnsupportedError: It does not take the dtype.
     """
     if not isinstance(codec, Codec):
@@ -234,5 +255,5 @@ def check_codec_argument(owner: str, codec: object, dtype: str | None = None) ->
 
 
 def padded(nbytes: int) -> int:
-    """Round up to `ALIGNMENT`."""
+    """The least multiple of `ALIGNMENT` that is at least `nbytes`: where the next part of a chunk may start."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

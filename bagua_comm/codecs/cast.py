@@ -1,4 +1,4 @@
-"""Casts: two bytes an element, rounded half to even. What is finite stays finite, NaN and inf stay.
+"""Casts to two bytes per element, rounded half to even. Finite values stay finite; NaN and inf stay.
 
 Wire format: the elements in the wire dtype, zero-padded to a multiple of 32 bytes per chunk.
 """
@@ -18,14 +18,14 @@ class _Cast(Codec):
 
     @property
     def granule(self) -> int:
-        """As many elements as make no padding."""
+        """The number of elements that fill a part of the wire without padding."""
         return ALIGNMENT // 2
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements.
 
         Raises:
-            ArrayError: `count` is no integer of at least 0.
+            ArrayError: `count` is not an integer of at least 0.
         """
         return padded(2 * check_count("wire_nbytes", count))
 

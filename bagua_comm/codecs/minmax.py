@@ -7,14 +7,14 @@ nb = ceil(E / B), native endianness:
     header := nb pairs (min, max) in the element dtype, zero-padded to a multiple of 32 bytes
     codes  := E uint8 codes, zero-padded to a multiple of 32 bytes
 
-With one block per chunk this is the layout of BaguaSys' Bagua, padding aside. Per block, in float32,
-the quotient of `scale` in float64 rounded to float32, everything rounded half to even:
+With one block per chunk this is the layout of BaguaSys' Bagua, except for the padding. Per block, in float32 and
+rounded half to even, with the quotient of `scale` computed in float64 and rounded to float32:
 
     range = max - min + eps    scale = 255 / range    upper = rint(max * scale)    lower = upper - 255
     code  = clip(min(rint(x * scale), upper) - lower, 0, 255)        x' = (code + lower) / scale
 
 * A zero inside the range decodes to an exact zero, and the error is at most half a step (range / 255), as long
-  as |max| is below 2^16 ranges; beyond, float32 cannot tell neighbouring levels apart.
+  as |max| is below 2^16 ranges; above, float32 cannot tell neighbouring levels apart.
 * A zero range, or one so small that `scale` overflows (below 7.5e-37): codes 0, decodes to min. So does a block
   whose `upper` is not finite (only with eps > 0).
 * A block that holds a NaN or an infinity: NaN in its header, codes 0, decodes to NaN. A range that
@@ -71,14 +71,14 @@ class MinMaxUInt8(Codec):
 
     @property
     def granule(self) -> int | None:
-        """A block."""
+        """A block: each block is coded by itself."""
         return self.block
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
         """Bytes on the wire of a chunk of `count` elements.
 
         Raises:
-            ArrayError: `count` is no integer of at least 0.
+            ArrayError: `count` is not an integer of at least 0.
         """
         return self._layout(check_count("wire_nbytes", count), dtype)[2]
 
@@ -110,7 +110,7 @@ class MinMaxUInt8(Codec):
 
 @functools.lru_cache(maxsize=1024)
 def _layout(count: int, block: int | None, itemsize: int) -> tuple[int, int, int]:
-    """Of a chunk of `count` elements: the block's size, the byte where the codes begin, and the bytes in all."""
+    """For a chunk of `count` elements: elements per block, first byte of the codes, and bytes in all."""
     block = max(1, count) if block is None else block
     start = padded(-(-count // block) * 2 * itemsize)
     return block, start, start + padded(count)

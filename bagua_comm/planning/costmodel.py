@@ -24,12 +24,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from ..algorithms import (
     Algorithm,
     AsyncModelAverage,
-    ByteGrad,
     Decentralized,
     DiLoCo,
     GradientAllReduce,
@@ -38,10 +38,10 @@ from ..algorithms import (
     Point,
     QAdam,
     Window,
-    every,
+    from_name,
 )
-from ..algorithms.base import check_dtype, phases_of
-from ..algorithms.schedule import Every
+from ..algorithms.base import Rounds, check_size, complete, phases_of
+from ..algorithms.combinators import Every
 from ..arrays import FLOATS, dtype_named
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ..bucket import DEFAULT_BUCKET_BYTES
@@ -316,7 +316,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
             the dtype of the job.
 
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
-    >>> exact, bytegrad = (predict(method, job, cluster) for method in (GradientAllReduce(), ByteGrad()))
+    >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))
     >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
     (150000000, 2.6)
     """
@@ -329,19 +329,17 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
         return _one_step_in(method.n, predict(method.algorithm, job, cluster, rates))
     costs = _Costs(cluster, rates or Rates(), job.dtype)
     exchanges = [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if cluster.size > 1 else []
-    if method.window.closes is Point.NEVER:
-        return _beside(method.window.interval_s, job, exchanges, costs)
-    prediction = _within(method.window, job, exchanges, costs)
+    window = method.window if isinstance(method, TorchDDP) else complete(method).window
+    if isinstance(window, Rounds):
+        return _beside(window.interval_s, job, exchanges, costs)
+    prediction = _within(window, job, exchanges, costs)
     return _one_step_in(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
 
 
 def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
-    if isinstance(method, TorchDDP):
-        return
-    check_dtype(method, job.dtype)
-    for phase in phases_of(method):
-        if hasattr(phase, "check_size"):
-            phase.check_size(cluster.size)
+    if not isinstance(method, TorchDDP):
+        complete(method).check(job.dtype)
+        check_size(method, cluster.size)
 
 
 class _Exchange(NamedTuple):
@@ -581,7 +579,7 @@ class _Costs:
         return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
 
     def _chunk(self, n: float, parts: int) -> int:
-        """Bytes of one of `parts` equal chunks of `n` bytes, in whole elements."""
+        """Bytes of one of `parts` equal chunks, in whole elements."""
         itemsize = dtype_named(self.dtype).itemsize
         return -(-int(n) // (itemsize * parts)) * itemsize
 
@@ -634,26 +632,29 @@ class Advice(NamedTuple):
     prediction: Prediction
 
 
-METHODS: dict[str, Method] = {
-    "ddp": TorchDDP(),
-    "exact": GradientAllReduce(),
-    "float16": GradientAllReduce(Quantized(Float16())),
-    "bytegrad": ByteGrad(),
-    "error-feedback": GradientAllReduce(ErrorFeedback()),
-    "hierarchical": GradientAllReduce(Hierarchical()),
-    "hierarchical-bytes": GradientAllReduce(Hierarchical(Quantized())),
-    "qadam": QAdam(),
-    "decentralized": Decentralized(),
-    "shift-one": Decentralized("shift_one"),
-    "one-peer": Decentralized("one_peer_exponential"),
-    "low-precision-ring": LowPrecisionDecentralized(),
-    "low-precision-one-peer": LowPrecisionOnePeer(),
-    "shift-one-every-4": every(4, Decentralized("shift_one")),
-    "async": AsyncModelAverage(),
-    "diloco-100": DiLoCo(),
-    "diloco-100-bytes": DiLoCo(average=Quantized()),
-}
-"""What `advise` compares, by its short name."""
+_ADVISED = (
+    "exact",
+    "float16",
+    "bytegrad",
+    "error-feedback",
+    "hierarchical",
+    "hierarchical-bytes",
+    "qadam",
+    "decentralized",
+    "shift-one",
+    "one-peer",
+    "low-precision-ring",
+    "low-precision-one-peer",
+    "shift-one-every-4",
+    "async",
+    "diloco-100",
+    "diloco-100-bytes",
+)
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {"ddp": TorchDDP(), **{name: from_name(name) for name in _ADVISED}}
+)
+"""What `advise` compares: PyTorch's own averaging, and algorithms by their names in `algorithms.NAMED`."""
 
 
 def advise(

@@ -23,9 +23,15 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from ..algorithms import Algorithm, DiLoCo, Point
-from ..algorithms.base import check_algorithm_argument, check_average_argument, check_integer, phases_of
-from ..algorithms.schedule import After, Every
+from ..algorithms import Algorithm, DiLoCo
+from ..algorithms.base import (
+    check_algorithm_argument,
+    check_average_argument,
+    check_integer,
+    phases_of,
+    runs_in_rounds,
+)
+from ..algorithms.combinators import After, Every
 from ..averages import Average, ErrorFeedback, Hierarchical
 from ..bucket import DEFAULT_BUCKET_BYTES, Plan, TensorSpec
 from ..codecs import MinMaxUInt8
@@ -423,7 +429,7 @@ class Tuner:
         check_algorithm_argument("Tuner", "algorithm", algorithm)
         check_integer("Tuner", "bucket_bytes", bucket_bytes, least=1)
         last = phases_of(algorithm)[-1]
-        if last.window.closes is Point.NEVER:
+        if runs_in_rounds(last):
             raise UnsupportedError(
                 f"Tuner: no step waits for {last}, so the time of a step does not tell how fast it is; train "
                 "with it without a tuner"

@@ -1,4 +1,4 @@
-"""A transport that writes down what it is asked to do."""
+"""A transport that records its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Call(NamedTuple):
 
 
 class Recording(Transport):
-    """A transport that passes everything on, and remembers the calls in `calls`.
+    """A transport that passes everything on to another, and records the calls in `calls`.
 
     >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks
@@ -41,7 +41,7 @@ class Recording(Transport):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """What the recorded transport counts."""
+        """The count of the recorded transport."""
         return self.inner.sent_bytes
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
@@ -53,7 +53,7 @@ class Recording(Transport):
         self.inner.end_call()
 
     def moves(self, x: Array) -> bool:
-        """What the recorded transport moves."""
+        """Whether the recorded transport moves `x`."""
         return self.inner.moves(x)
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:

@@ -15,10 +15,10 @@ from ..transports import Transport
 from .values import assert_raises, reduced, sample, whole_range
 
 SIZES = (2048, 65536)
-"""Sizes in bytes at which transports may well begin to do things another way."""
+"""Array sizes in bytes at which transports often switch to another method."""
 
 _COUNTS = (1, 15, 16, 17, 31, 100)
-"""Numbers of elements about the width of vector registers, of one byte each: tails of all kinds."""
+"""Numbers of one-byte elements just below, at and above the width of vector registers."""
 
 
 def check_transport(
@@ -35,14 +35,14 @@ def check_transport(
     and products of floats may be rounded otherwise if the transport says `adds_in_rank_order = False`.
 
     Args:
-        transport: What to check. A transport of device arrays alone goes into a communicator, behind one that
-            carries host arrays.
-        asarray: Copies a NumPy array to where this transport takes it: `cupy.asarray`, for one of device arrays.
-        sizes: Sizes of arrays, in bytes, at which this transport begins to do things another way. Arrays of one
-            element less, as many and one more are checked, and those p times smaller.
+        transport: What to check. If it takes device arrays only, give a communicator with it behind a transport
+            that takes host arrays.
+        asarray: Copies a NumPy array to where this transport takes it: `cupy.asarray` for device arrays.
+        sizes: Array sizes in bytes at which this transport switches to another method. Arrays of this size, of
+            one element less and of one element more are checked, and p times smaller ones.
 
     Raises:
-        AssertionError: A result is wrong; the message says of which call.
+        AssertionError: A result is wrong; the message names the call.
         CommMismatch: Ranks hold different bytes where all should hold the same.
 
     >>> from bagua_comm.testing import run_ranks
@@ -74,7 +74,7 @@ def _on_host(x: Array) -> Array:
 
 
 def _assert_same(actual: Array, expected: Array, what: str) -> None:
-    """Both have the same shape, dtype and bits."""
+    """Fail unless both have the same shape, dtype and bits."""
     actual = _on_host(actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
@@ -83,9 +83,9 @@ def _assert_same(actual: Array, expected: Array, what: str) -> None:
 
 
 def _assert_reduced(actual: Array, expected: Array, op: str, exact: bool, what: str) -> None:
-    """As `_assert_same`, but any NaN will do for NaN, and any zero for a zero of min and max.
+    """Like `_assert_same`, except that all NaNs are equal, and in min and max all zeros.
 
-    If not `exact`, sums and products of floats may be rounded otherwise.
+    Unless `exact`, sums and products of floats may be rounded differently.
     """
     actual = _on_host(actual)
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
@@ -115,7 +115,7 @@ def _fail(actual: Array, expected: Array, wrong: Array, what: str) -> None:
 
 
 def _bits(x: Array) -> Array:
-    """Whole numbers that differ where the bits of `x` do."""
+    """Integers that differ exactly where the bits of `x` differ."""
     x = np.ascontiguousarray(x).reshape(x.shape)
     if x.dtype.kind == "c":
         return _bits(x.real) * 31 ^ _bits(x.imag)
@@ -128,7 +128,7 @@ def _exact(comm: Communicator, x: Array) -> bool:
 
 
 def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
-    """What draws operands whose result is the same however it is rounded on the way, if not `exact`."""
+    """The function that draws operands: small ones, if the results may be rounded differently."""
     rounded = dtype in FLOATS and op not in ("min", "max")
     return sample if rounded and not exact else whole_range
 
@@ -284,7 +284,7 @@ def _check_shapes(comm: Communicator, put: Callable[[Array], Array]) -> None:
 
 
 def _laid_out(values: Array) -> Iterator[tuple[str, Array]]:
-    """Copies of `values`, (n, m), that lie in memory in all the ways that NumPy knows."""
+    """Copies of `values`, (n, m), in all memory layouts that NumPy has."""
     yield "in Fortran order", values.copy(order="F")
     yield "backwards", values[::-1, ::-1].copy()[::-1, ::-1]
     wide = np.zeros((len(values), 2 * values.shape[1] + 1), values.dtype)
@@ -341,7 +341,7 @@ def _check_layouts(comm: Communicator) -> None:
 
 
 def _check_landings(comm: Communicator, xs: Sequence[Array], out: Array, what: str) -> None:
-    """Results land in `out`, which is like one of `xs`."""
+    """Check that results are written to `out`, an array like one of `xs`."""
     p, rank = comm.size, comm.rank
     x, columns = xs[rank], np.stack([x[rank] for x in xs])
     assert comm.alltoall(x, out=out) is out

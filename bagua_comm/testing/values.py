@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,7 +19,7 @@ T = TypeVar("T")
 
 
 def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
-    """Reproducible values that every rank can work out for every other: small, signed where possible."""
+    """Reproducible values that every rank can compute for every other rank: small, and signed if the dtype is."""
     random = np.random.default_rng([seed, rank])
     if dtype == "bool":
         return random.integers(0, 2, shape).astype(bool)
@@ -31,7 +33,7 @@ def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Arra
 
 
 _PERIOD = 8191
-"""So many values are drawn; larger arrays repeat them. A prime: pieces of arrays don't begin alike."""
+"""How many values are drawn; larger arrays repeat them. A prime, so that pieces of arrays begin differently."""
 
 
 def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
@@ -68,7 +70,7 @@ def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) ->
 
 
 def reduced(values: Sequence[Array], op: str) -> Array:
-    """What reducing these arrays in rank order gives, worked out in NumPy: the reference of `allreduce`."""
+    """The reduction of these arrays in rank order, computed in NumPy: the reference for `allreduce`."""
     dtype, p = values[0].dtype, len(values)
     wide = dtype
     if dtype.name in arrays.REDUCED_PRECISION:
@@ -103,3 +105,32 @@ def assert_raises(error: type[BaseException], call: Callable[[], object]) -> Non
     except error:
         return
     raise AssertionError(f"expected {error.__name__}")
+
+
+def evaluated(value: T) -> T:
+    """What the `repr` of `value` evaluates to, also for classes that a function or another class defines.
+
+    The names in it are ours, and those of the modules that define its classes: its own class, and the classes of
+    the values that it is made of.
+    """
+    text, names = repr(value), dict(vars(bagua_comm))
+    classes = list(_classes_of(value))
+    for cls in reversed(classes):
+        names |= vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    for cls in sorted(classes, key=lambda cls: -len(cls.__qualname__)):
+        text = text.replace(cls.__qualname__, cls.__name__)
+    again: T = eval(text, {**names, **{cls.__name__: cls for cls in reversed(classes)}})
+    return again
+
+
+def _classes_of(value: Any) -> Iterator[type]:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from _classes_of(item)
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from _classes_of(item)
+    elif dataclasses.is_dataclass(value) or type(value).__module__ != "builtins":
+        yield type(value)
+        for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+            yield from _classes_of(getattr(value, field.name))

@@ -24,7 +24,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     check: bool = False,
 ) -> list[T]:
-    """Run `body(comm)` once per rank, each on a thread over the local transport; returns the results.
+    """Run `body(comm)` on each rank, a thread with a communicator over the local transport; return the results.
 
     An exception in one rank wakes the others, and is raised here with the rank in a note.
 
@@ -32,7 +32,7 @@ def run_ranks(
         size: Number of ranks.
         body: What each rank does.
         nodes: A label for every rank's node; None if all share one.
-        wrap: Put around every rank's transport, `Recording` say.
+        wrap: Called with every rank's transport; returns the transport to use, for example `Recording`.
         timeout_s: How long one call may wait for its peers.
         check: See `Communicator`.
 
@@ -65,7 +65,7 @@ def run_ranks(
         if failures and any(thread.is_alive() for thread in threads):
             _give_up_waiting(threads, timeout_s)
     if failures:
-        # What others raise because one failed is not what went wrong.
+        # Other ranks raise CommAborted because one failed; the error to show is that of the one.
         first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])
         rank, error = first
         if hasattr(error, "add_note"):

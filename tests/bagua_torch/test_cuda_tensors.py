@@ -31,34 +31,26 @@ from bagua_comm import (
     ByteGrad,
     CommError,
     Decentralized,
-    DiLoCo,
-    ErrorFeedback,
     Exact,
     GradientAllReduce,
     LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
     QAdam,
     Quantized,
     UnsupportedError,
-    after,
-    every,
 )
+from bagua_comm.algorithms import from_name
 from bagua_comm.cuda import DeviceClock, SideStream, UseStream
 from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, ddp, torch_stream
 
 ALGORITHMS = [
-    GradientAllReduce(),
-    ByteGrad(),
-    GradientAllReduce(ErrorFeedback()),
+    *(from_name(name) for name in ("exact", "bytegrad", "error-feedback")),
     QADAM,
-    Decentralized(),
-    LowPrecisionDecentralized(),
-    LowPrecisionOnePeer(),
-    DiLoCo(local_steps=2),
-    every(2, Decentralized("shift_one")),
-    after(2, ByteGrad(), LowPrecisionDecentralized()),
+    *(from_name(name) for name in ("decentralized", "low-precision-ring", "low-precision-one-peer")),
+    from_name("diloco", local_steps=2),
+    from_name("every", n=2, algorithm="shift-one"),
+    from_name("after", steps=2, first="bytegrad", then="low-precision-ring"),
 ]
 QADAM_EXACT = QAdam(warmup_steps=3, average=Exact())
 

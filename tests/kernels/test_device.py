@@ -212,7 +212,7 @@ def test_few_ctas_do_the_work_of_many(device, run, monkeypatch):
 
 def test_a_wire_at_an_address_that_a_device_cannot_read_is_refused(device):
     wire = MinMaxUInt8().encode(normal((1, 100), "float32"))
-    with pytest.raises(ArrayError, match="wire begins at an address that is no multiple of 4"):
+    with pytest.raises(ArrayError, match="wire begins at an address that is not a multiple of 4"):
         MinMaxUInt8().decode(up(wire, 2), up(np.zeros((1, 100), np.float32)))
 
 
@@ -359,7 +359,7 @@ def test_elements_at_odd_addresses_and_arrays_of_both_memories_are_refused_befor
     odd = up(np.zeros(64, np.uint8))[1:33].view(np.float32).reshape(1, 8)
     for call in (lambda: codec.encode(odd), lambda: codec.decode(wire, odd)):
         with pytest.raises(
-            ArrayError, match="begins at an address that is no multiple of 4, the size of an element"
+            ArrayError, match="begins at an address that is not a multiple of 4, the size of an element"
         ):
             call()
     for call in (lambda: codec.encode(x, wire), lambda: codec.decode(wire, x)):

@@ -9,46 +9,27 @@ import io
 import torch
 from torch import nn
 
-from bagua_comm import (
-    AsyncModelAverage,
-    ByteGrad,
-    Decentralized,
-    DiLoCo,
-    ErrorFeedback,
-    GradientAllReduce,
-    Hierarchical,
-    LowPrecisionDecentralized,
-    LowPrecisionOnePeer,
-    QAdam,
-    Quantized,
-    after,
-    every,
-)
+from bagua_comm import QAdam
+from bagua_comm.algorithms import from_name
 from bagua_comm.algorithms.base import phases_of
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array
 
-GRADIENT_ALGORITHMS = [
-    GradientAllReduce(),
-    ByteGrad(),
-    GradientAllReduce(ErrorFeedback()),
-    GradientAllReduce(Hierarchical(Quantized())),
-]
-QADAM = QAdam(warmup_steps=3)
+GRADIENT_ALGORITHMS = [from_name(name) for name in ("exact", "bytegrad", "error-feedback", "hierarchical-bytes")]
+QADAM = from_name("qadam", warmup_steps=3)
 WEIGHT_ALGORITHMS = [
-    Decentralized(),
-    Decentralized("shift_one"),
-    Decentralized("one_peer_exponential"),
-    LowPrecisionDecentralized(),
-    LowPrecisionOnePeer(),
-    DiLoCo(local_steps=3),
-    DiLoCo(local_steps=2, average=ErrorFeedback()),
-    every(2, Decentralized("shift_one")),
+    *(
+        from_name(name)
+        for name in ("decentralized", "shift-one", "one-peer", "low-precision-ring", "low-precision-one-peer")
+    ),
+    from_name("diloco", local_steps=3),
+    from_name("diloco", local_steps=2, average="error-feedback"),
+    from_name("every", n=2, algorithm="shift-one"),
 ]
 CHANGING_ALGORITHMS = [
-    after(3, GradientAllReduce(), LowPrecisionDecentralized()),
-    after(2, LowPrecisionOnePeer(), ByteGrad()),
+    from_name("after", steps=3, first="exact", then="low-precision-ring"),
+    from_name("after", steps=2, first="low-precision-one-peer", then="bytegrad"),
 ]
-ASYNC_ALGORITHMS = [AsyncModelAverage(interval_s=0), AsyncModelAverage(interval_s=0, warmup_steps=2)]
+ASYNC_ALGORITHMS = [from_name("async", interval_s=0), from_name("async", interval_s=0, warmup_steps=2)]
 ALGORITHMS = [
     *GRADIENT_ALGORITHMS,
     QADAM,

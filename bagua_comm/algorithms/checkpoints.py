@@ -1,19 +1,22 @@
 """What algorithms keep between steps, by the names of tensors: for checkpoints and new plans.
 
 A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
-bucket is cut into pieces, one for each tensor; numbers go with every tensor of the bucket. Other arrays stay
-whole: they go with the first tensor, and fit the same bucket only.
+bucket is cut into pieces, one for each tensor; numbers are saved with every tensor of the bucket. Other arrays
+stay whole: they are saved with the first tensor, and fit the same bucket only.
 
-An array is a rank's own, unless its field is marked `ALIKE`: another rank cannot go on from it. Numbers are the
+An array belongs to its rank, and no other rank can load it, unless its field is marked `ALIKE`. Numbers are the
 same on all ranks.
+
+A checkpoint is a dictionary: the entries of `Facts`, a "digest" that the ranks which saved together have in
+common, a "checksum", and "tensors", which is what `save_state` gives.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,13 +24,156 @@ from .. import arrays
 from ..arrays import Array, dtype_name
 from ..bucket import Bucket, BucketSpec
 from ..errors import ArrayError, UnsupportedError, shown
+from .base import Algorithm, Rounds, complete, phase_of
 
 Saved = dict[str, dict[str, Any]]
-"""For every tensor's name: its pieces and numbers, by where they were found in the state."""
+"""By the name of the tensor, then by the path in the state: pieces of arrays, and numbers."""
+
+# ---------------------------------------------------------------------------------------------------
+# What a checkpoint says of itself
+# ---------------------------------------------------------------------------------------------------
+
+
+class Facts(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    algorithm: str
+    step: int
+    phase: str
+    phase_began: int
+    rank: int
+    size: int
+
+    def digest(self, training: str, algorithm: Algorithm, names: Iterable[str]) -> str:
+        """A hash that is the same on all ranks that saved together, and differs from all other checkpoints."""
+        steps = (self.step, self.phase, self.phase_began) if steps_alike(algorithm, self.step) else ()
+        together = (training, self.algorithm, self.size, steps, sorted(names))
+        return hashlib.blake2b(repr(together).encode(), digest_size=16).hexdigest()
+
+
+def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts:
+    """What a checkpoint says of itself.
+
+    Raises:
+        ArrayError: It is not a checkpoint, it is damaged, or it is not of this algorithm and of tensors of these
+            `names`.
+    """
+    if not isinstance(saved, Mapping):
+        raise ArrayError(f"the state is a {type(saved).__name__}, expected what Engine.state_dict gave")
+    missing = [name for name in (*Facts._fields, "digest", "checksum", "tensors") if name not in saved]
+    if missing:
+        raise ArrayError(
+            f"the state has no {', '.join(map(repr, missing))}: it is damaged, or was saved by an earlier "
+            "version; to go on without it, load the weights alone"
+        )
+    facts = Facts(*(saved[name] for name in Facts._fields))
+    for name in ("algorithm", "phase", "digest", "checksum"):
+        if not isinstance(saved[name], str):
+            raise ArrayError(f"{name!r} is {shown(saved[name])}, expected a string")
+    for name in ("step", "phase_began", "rank", "size"):
+        least = 1 if name == "size" else 0
+        if type(saved[name]) is not int or not least <= saved[name] < 2**63:
+            raise ArrayError(f"{name!r} is {shown(saved[name])}, expected an integer of at least {least}")
+    if facts.algorithm != repr(algorithm):
+        raise ArrayError(f"saved with {facts.algorithm}, but the algorithm is {algorithm!r}")
+    if facts.phase_began > facts.step or facts.rank >= facts.size:
+        raise ArrayError(
+            f"the state is of step {facts.step} in a phase that began in step {facts.phase_began}, on rank "
+            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below {facts.size}"
+        )
+    wanted = repr(phase_of(algorithm, facts.phase_began))
+    if facts.phase != wanted:
+        raise ArrayError(f"'phase' is {facts.phase}, expected {wanted} from step {facts.phase_began} on")
+    check_names(names, saved["tensors"])
+    return facts
+
+
+def steps_alike(algorithm: Algorithm, step: int) -> bool:
+    """Whether all ranks are in the same step; in `Rounds` each rank trains at its own pace."""
+    return not isinstance(complete(phase_of(algorithm, step)).window, Rounds)
+
+
+def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> None:
+    """Raise unless ranks saved their checkpoints together.
+
+    Args:
+        algorithm: That of the checkpoints.
+        rows: The facts and the digest of every rank.
+
+    Raises:
+        ArrayError: They did not; the same error on all ranks.
+    """
+    (first, digest), *_ = rows
+    for rank, (theirs, their_digest) in enumerate(rows):
+        names = ["size"]
+        if steps_alike(algorithm, first.step) or steps_alike(algorithm, theirs.step):
+            names += ["step", "phase", "phase_began"]
+        for name in names:
+            mine, other = getattr(first, name), getattr(theirs, name)
+            if mine != other:
+                raise ArrayError(
+                    f"load_state_dict: ranks have states that were not saved together: {name!r} is {mine} "
+                    f"on rank 0 and {other} on rank {rank}"
+                )
+        if digest != their_digest:
+            raise ArrayError(
+                "load_state_dict: ranks have states that were not saved together: those of rank 0 and rank "
+                f"{rank} are of two trainings"
+            )
+
+
+def check_tensors(
+    algorithm: Algorithm,
+    pairs: Iterable[tuple[Bucket, Any]],
+    facts: Facts,
+    saved: Mapping[str, Any],
+    *,
+    rank: int,
+    size: int,
+) -> None:
+    """Raise unless what a checkpoint holds of the tensors can be loaded on this rank.
+
+    Args:
+        algorithm: The phase to go on with.
+        pairs: Its buckets, each with its state.
+        facts: What the checkpoint says of itself.
+        saved: The checkpoint.
+        rank: This rank.
+        size: Number of ranks.
+
+    Raises:
+        ArrayError: Something does not fit a state, belongs to another rank, or is not what was saved.
+    """
+    tensors = saved["tensors"]
+    for bucket, state in pairs:
+        own = own_of(bucket, state, tensors)
+        if own and (facts.rank, facts.size) != (rank, size):
+            raise ArrayError(
+                f"the state was saved by rank {facts.rank} of {facts.size}, expected rank {rank} of {size}: "
+                f"{algorithm} keeps {own[0]!r}, which differs between ranks"
+            )
+        check_state(bucket, state, tensors)
+    if checksum(*facts, saved["digest"], saved=tensors) != saved["checksum"]:
+        raise ArrayError("the state is damaged: a number, a shape or a name in it is not what was saved")
+
+
+def checksum(*facts: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
+    """A hash of `facts` and of what was saved: numbers, and the shapes and dtypes of arrays."""
+    kept = [
+        (name, path, f"{dtype_name(value.dtype)}{value.shape}" if hasattr(value, "dtype") else repr(value))
+        for name in sorted(saved)
+        for path, value in sorted(saved[name].items())
+    ]
+    return hashlib.blake2b(repr((facts, kept)).encode(), digest_size=16).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------
+# States, tensor by tensor
+# ---------------------------------------------------------------------------------------------------
 
 
 def keeps(state: Any) -> bool:
-    """Whether there is anything in `state` that a checkpoint would hold, now or after some steps."""
+    """Whether a checkpoint would hold anything of `state`, now or after some steps."""
     return any(True for _ in _fields_of(state))
 
 
@@ -53,7 +199,7 @@ def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[Bucket
     """Raise unless what `save_state` copied fits buckets of these `specs`.
 
     Raises:
-        ArrayError: An array belongs to a bucket as a whole, and that is none of them.
+        ArrayError: An array belongs to its bucket as a whole, and no new bucket has the same tensors.
     """
     layouts = [_layout(spec) for spec in specs]
     for tensor, pieces in saved.items():
@@ -67,10 +213,10 @@ def _not_movable(path: str, tensor: str) -> ArrayError:
 
 
 def check_names(names: Iterable[str], saved: object) -> None:
-    """Raise unless `saved` has something for each of these tensors.
+    """Raise unless `saved` has an entry for each of these tensors.
 
     Raises:
-        ArrayError: It is no mapping of mappings, or a tensor is missing.
+        ArrayError: It is not a mapping of mappings, or a tensor is missing.
     """
     if not isinstance(saved, Mapping):
         raise ArrayError(f"'tensors' is a {type(saved).__name__}, expected a mapping from names of tensors")
@@ -97,7 +243,7 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         layouts = [saved[t][path + _WHOLE] for t in bucket.views if path + _WHOLE in saved[t]]
-        if not found and value is None and not layouts:  # made at its first use, which had not come
+        if not found and value is None and not layouts:  # it is made when it is first used, and was not used yet
             continue
         tensor = next(iter(found), next(iter(bucket.views)))
         if layouts and (list(found) != [tensor] or layouts != [_layout(bucket.spec)]):
@@ -118,14 +264,14 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
 
 
 def _check_number(path: str, mine: object, found: Mapping[str, Any]) -> None:
-    """Raise unless all of `found` are one number, of the type of `mine`."""
+    """Raise unless all of `found` are the same number, of the type of `mine`."""
     first = next(iter(found.values()))
     for tensor, value in found.items():
         fits = type(value) is type(mine) or (type(mine) is float and type(value) is int)
         if not fits:
             raise ArrayError(f"{path!r} of {tensor!r} is {shown(value)}, expected {_a(mine)} such as {mine!r}")
         if value != first and not (value != value and first != first):  # NaN is unlike itself
-            raise ArrayError(f"{path!r} of {tensor!r} is {value!r}, expected {first!r}, as beside it")
+            raise ArrayError(f"{path!r} of {tensor!r} is {value!r}, expected {first!r}, as for the other tensors")
 
 
 def _check_array(path: str, tensor: str, piece: Any, like: Array, shape: tuple[int, ...] | None) -> None:
@@ -146,26 +292,16 @@ def _a(value: object) -> str:
 
 
 def own_of(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Where in `saved` arrays are that are the own ones of the rank that saved them."""
+    """The paths in `saved` of arrays that belong to the rank that saved them."""
     alike = {path for path, _, field, _ in _fields_of(state) if field.metadata.get("alike")}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
     return [p for tensor, p in pieces if p not in alike and hasattr(saved[tensor][p], "dtype")]
 
 
-def checksum(*facts: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
-    """A hash of `facts` and of what was saved: numbers, and of arrays the shapes and dtypes."""
-    kept = [
-        (name, path, f"{dtype_name(value.dtype)}{value.shape}" if hasattr(value, "dtype") else repr(value))
-        for name in sorted(saved)
-        for path, value in sorted(saved[name].items())
-    ]
-    return hashlib.blake2b(repr((facts, kept)).encode(), digest_size=16).hexdigest()
-
-
 def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put back what `save_state` copied, also where the tensors lay in other buckets then.
+    """Put back what `save_state` copied, even if the tensors were in other buckets then.
 
-    What comes from outside goes through `check_state` first.
+    Call `check_state` first, unless `saved` was made in this program.
 
     Raises:
         ArrayError: Something does not fit this bucket.
@@ -178,7 +314,7 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
         layout = saved[tensor].get(path + _WHOLE)
         if layout is not None and layout != _layout(bucket.spec):
             raise _not_movable(path, tensor)
-        if value is None and hasattr(piece, "dtype"):  # made at its first use
+        if value is None and hasattr(piece, "dtype"):  # it is made when it is first used
             value = arrays.zeros_like(bucket.flat if layout is None else _moved(piece, bucket.flat))
             setattr(owner, field.name, value)
         if not hasattr(value, "dtype"):
@@ -193,7 +329,7 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
 
 
 def _moved(piece: Any, like: Array) -> Any:
-    """`piece` where `like` is, on the host or on the device; the host waits if it must move."""
+    """`piece` on the host or on the device, as `like`; if it must be copied, the host waits."""
     if not hasattr(piece, "dtype") or arrays.library(piece) == arrays.library(like):
         return piece
     if isinstance(like, np.ndarray):
@@ -204,7 +340,7 @@ def _moved(piece: Any, like: Array) -> Any:
 
 
 _WHOLE = " of"
-"""Added to the path of an array that stays whole, for the bucket that it belongs to."""
+"""Suffix of the path under which the layout of its bucket is saved, for an array that stays whole."""
 
 
 def _layout(spec: BucketSpec) -> list[Any]:
@@ -212,9 +348,9 @@ def _layout(spec: BucketSpec) -> list[Any]:
 
 
 def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
-    """(path, owner, field, value) of all that a state keeps."""
+    """(path, owner, field, value) of everything that a state keeps."""
     settings = getattr(type(state), "__dataclass_params__", None)
-    if settings is None or settings.frozen:  # what is frozen is no state
+    if settings is None or settings.frozen:  # a frozen dataclass holds settings, not state
         return
     for field in dataclasses.fields(state):
         value, path = getattr(state, field.name), prefix + field.name

@@ -1,4 +1,4 @@
-"""Algorithms made of algorithms: how often one communicates, and when one gives way to the next.
+"""Algorithms made of algorithms: `every` says how often one communicates, `after` when one follows another.
 
 For instance:
 
@@ -15,15 +15,17 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     Algorithm,
+    Complete,
     Payload,
-    Point,
+    Rounds,
     State,
     Window,
     check_algorithm_argument,
-    check_dtype,
     check_integer,
+    complete,
     phase_of,
     phases_of,
+    runs_in_rounds,
 )
 
 
@@ -45,67 +47,70 @@ class Every:
     def __post_init__(self) -> None:
         check_integer("every", "n", self.n, least=1)
         check_algorithm_argument("every", "algorithm", self.algorithm)
-        if any(phase.window.closes is Point.NEVER for phase in phases_of(self.algorithm)):
+        if runs_in_rounds(self.algorithm):
             raise ArrayError(
-                f"every: rounds of {self.algorithm} begin by time, not by steps, so ranks would not agree on the "
-                "steps left out; give it a longer interval_s"
+                f"every: rounds of {self.algorithm} begin by time, not by steps, so ranks would leave out "
+                "different rounds; give it a longer interval_s instead"
             )
 
     def __repr__(self) -> str:
         return f"every({self.n}, {self.algorithm!r})"
 
     @property
-    def payload(self) -> Payload:
-        """Its algorithm's."""
-        return self.algorithm.payload
+    def _inner(self) -> Complete:
+        return complete(self.algorithm)
 
     @property
-    def window(self) -> Window:
-        """Its algorithm's."""
-        return self.algorithm.window
+    def payload(self) -> Payload:
+        """That of its algorithm."""
+        return self._inner.payload
+
+    @property
+    def window(self) -> Window | Rounds:
+        """That of its algorithm."""
+        return self._inner.window
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Its algorithm's, each in one of `n` steps."""
+        """Those of its algorithm, each in one of `n` steps."""
         return tuple(Every(self.n, phase) for phase in phases_of(self.algorithm))
 
     def phase(self, step: int) -> Algorithm:
-        """See `Algorithm.phase`."""
+        """That of its algorithm, in one of `n` steps."""
         return Every(self.n, phase_of(self.algorithm, step))
 
     def check(self, dtype: str) -> None:
-        """What its algorithm takes."""
-        check_dtype(self.algorithm, dtype)
+        """Takes the dtypes of its algorithm."""
+        self._inner.check(dtype)
 
     def check_size(self, size: int) -> None:
-        """What its algorithm takes."""
-        if hasattr(self.algorithm, "check_size"):
-            self.algorithm.check_size(size)
+        """Takes the numbers of ranks of its algorithm."""
+        self._inner.check_size(size)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Interval:
         """See `Algorithm.init`. Collective."""
-        return Interval(self.algorithm.init(bucket, comm))
+        return Interval(self._inner.init(bucket, comm))
 
     def begin(self, bucket: Bucket, state: Interval) -> None:
         """Decide whether this step communicates."""
         state.due = bucket.step % self.n == 0
-        if state.due and hasattr(self.algorithm, "begin"):
-            self.algorithm.begin(bucket, state.inner)
+        if state.due:
+            self._inner.begin(bucket, state.inner)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Interval) -> None:
-        """Communicate, if it is time to. Collective."""
+        """Communicate, if this step does. Collective."""
         if state.due:
-            self.algorithm.exchange(bucket, comm, state.inner)
+            self._inner.exchange(bucket, comm, state.inner)
 
     def commit(self, bucket: Bucket, state: Interval) -> None:
-        """Write back, if anything was communicated."""
-        if state.due and hasattr(self.algorithm, "commit"):
-            self.algorithm.commit(bucket, state.inner)
+        """Write back, if this step communicated."""
+        if state.due:
+            self._inner.commit(bucket, state.inner)
 
 
 @dataclass(frozen=True)
 class After:
-    """`first` for `steps` steps, `then` from there on; see `after`."""
+    """`first` for `steps` steps, `then` in all further steps; see `after`."""
 
     steps: int
     first: Algorithm
@@ -121,12 +126,12 @@ class After:
 
     @property
     def payload(self) -> Payload:
-        """What is exchanged in the first step."""
+        """That of the first step."""
         return self.phase(0).payload
 
     @property
-    def window(self) -> Window:
-        """When, in the first step."""
+    def window(self) -> Window | Rounds:
+        """That of the first step."""
         return self.phase(0).window
 
     @property
@@ -135,43 +140,44 @@ class After:
         return (*(phases_of(self.first) if self.steps else ()), *phases_of(self.then))
 
     def phase(self, step: int) -> Algorithm:
-        """See `Algorithm.phase`."""
+        """That of `first`, or that of `then`, which counts steps from its own beginning."""
         if step < self.steps:
             return phase_of(self.first, step)
         return phase_of(self.then, step - self.steps)
 
     def check(self, dtype: str) -> None:
-        """What both take."""
+        """Takes the dtypes that both take."""
         for phase in self.phases:
-            check_dtype(phase, dtype)
+            complete(phase).check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
-        """See `Algorithm.init`. Collective."""
+        """See `Algorithm.init`; the engine calls the phases themselves. Collective."""
         return self.phase(0).init(bucket, comm)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
-        """See `Algorithm.exchange`; the engine asks the phases themselves. Collective."""
+        """See `Algorithm.exchange`; the engine calls the phases themselves. Collective."""
         self.phase(bucket.step).exchange(bucket, comm, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:
     """Communicate in one of `n` steps only, beginning with the first.
 
-    Meant for algorithms of weights. Gradients that are not averaged let the ranks drift apart for good; to
-    average less often, accumulate them.
+    Meant for algorithms that exchange weights. Gradients that are not averaged let ranks drift apart for good; to
+    average them less often, accumulate them.
 
     Raises:
-        ArrayError: `n` is not a positive integer, or `algorithm` is none, or one that goes by time.
+        ArrayError: `n` is not a positive integer, `algorithm` is not an algorithm, or it begins its exchanges by
+            time.
     """
     return Every(n, algorithm)
 
 
 def after(steps: int, first: Algorithm, then: Algorithm) -> After:
-    """Use `first` for so many steps, and `then` from there on: a warm-up.
+    """Use `first` for this number of steps, and `then` in all further steps: a warm-up.
 
-    `then` begins anew, with the weights as they are, and counts steps from there.
+    `then` starts with the weights as they are, and counts steps from its own beginning.
 
     Raises:
-        ArrayError: `steps` is not an integer of at least 0, or one of the two is no algorithm.
+        ArrayError: `steps` is not an integer of at least 0, or `first` or `then` is not an algorithm.
     """
     return After(steps, first, then)

@@ -1,0 +1,170 @@
+"""Algorithms by name, for command lines and configuration files.
+
+    from_name("bytegrad")
+    from_name("qadam", warmup_steps=100)
+    from_name({"name": "every", "n": 4, "algorithm": {"name": "decentralized", "peers": "shift_one"}})
+
+A new algorithm needs one entry in `NAMED`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ..codecs import BFloat16, Codec, Float16, MinMaxUInt8
+from ..errors import ArrayError, BaguaError, shown
+from .async_average import AsyncModelAverage
+from .base import Algorithm
+from .combinators import after, every
+from .decentralized import Decentralized
+from .diloco import DiLoCo
+from .gradient import ByteGrad, GradientAllReduce
+from .low_precision import LowPrecisionDecentralized, LowPrecisionOnePeer
+from .qadam import QAdam
+
+
+def _hierarchical(inner: Average | None = None) -> GradientAllReduce:
+    return GradientAllReduce(Hierarchical(Exact() if inner is None else inner))
+
+
+def _warm_up(steps: int = 50, local_steps: int = 10) -> Algorithm:
+    return after(steps, GradientAllReduce(), DiLoCo(local_steps))
+
+
+NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
+    {
+        # Gradients
+        "gradient-allreduce": GradientAllReduce,
+        "exact": partial(GradientAllReduce, Exact()),
+        "float16": partial(GradientAllReduce, Quantized(Float16())),
+        "bfloat16": partial(GradientAllReduce, Quantized(BFloat16())),
+        "bytegrad": ByteGrad,
+        "bagua": partial(GradientAllReduce, Quantized(MinMaxUInt8.bagua())),
+        "error-feedback": partial(GradientAllReduce, ErrorFeedback()),
+        "hierarchical": _hierarchical,
+        "hierarchical-bytes": partial(_hierarchical, Quantized()),
+        "qadam": QAdam,
+        # Weights
+        "decentralized": Decentralized,
+        "shift-one": partial(Decentralized, "shift_one"),
+        "one-peer": partial(Decentralized, "one_peer_exponential"),
+        "low-precision": LowPrecisionDecentralized,
+        "low-precision-ring": LowPrecisionDecentralized,
+        "low-precision-one-peer": LowPrecisionOnePeer,
+        "async": AsyncModelAverage,
+        "diloco": DiLoCo,
+        "diloco-100": partial(DiLoCo, 100),
+        "diloco-100-bytes": partial(DiLoCo, 100, average=Quantized()),
+        # Made of other algorithms
+        "every": every,
+        "every-4": partial(every, 4, Decentralized("one_peer_exponential")),
+        "shift-one-every-4": partial(every, 4, Decentralized("shift_one")),
+        "after": after,
+        "warm-up": _warm_up,
+    }
+)
+"""What makes an algorithm, by the name of the algorithm; the arguments are its settings."""
+
+AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
+    {
+        "exact": Exact,
+        "quantized": Quantized,
+        "error-feedback": ErrorFeedback,
+        "hierarchical": Hierarchical,
+    }
+)
+"""What makes an average, by name."""
+
+CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
+    {
+        "minmax-uint8": MinMaxUInt8,
+        "bagua": MinMaxUInt8.bagua,
+        "float16": Float16,
+        "bfloat16": BFloat16,
+    }
+)
+"""What makes a codec, by name."""
+
+_MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
+    {
+        "algorithm": ("algorithm", NAMED),
+        "first": ("algorithm", NAMED),
+        "then": ("algorithm", NAMED),
+        "average": ("average", AVERAGES),
+        "inner": ("average", AVERAGES),
+        "codec": ("codec", CODECS),
+    }
+)
+"""Settings that are algorithms, averages or codecs themselves, and the names of these."""
+
+
+def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
+    """Make an algorithm from its name and settings, as a configuration file has them.
+
+    A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and its
+    own settings, or as an object.
+
+    Args:
+        name: One of `NAMED`, with hyphens or underscores; or a mapping with "name" and settings.
+        settings: The arguments of the algorithm.
+
+    Raises:
+        ArrayError: There is no such name or setting, a setting is missing, or its value is out of range.
+
+    >>> from_name("every", n=4, algorithm={"name": "decentralized", "peers": "shift_one"})
+    every(4, Decentralized(peers='shift_one'))
+    >>> from_name("gradient_allreduce", average={"name": "quantized", "codec": "float16"})
+    GradientAllReduce(average=Quantized(codec=Float16(), min_bytes=None))
+    """
+    if isinstance(name, Mapping):
+        settings, name = {**name, **settings}, ""
+        name = settings.pop("name", None)
+    made: Algorithm = _make("algorithm", NAMED, name, settings)
+    return made
+
+
+def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, settings: Mapping[str, Any]) -> Any:
+    """Call what `table` has under this name with these settings."""
+    known = name.lower().replace("_", "-") if isinstance(name, str) else name
+    if not isinstance(known, str) or known not in table:
+        raise ArrayError(f"from_name: there is no {kind} {shown(name)}{_instead(name, table)}")
+    parameters = inspect.signature(table[known]).parameters
+    for setting in settings:
+        if setting not in parameters:
+            raise ArrayError(
+                f"from_name: {known!r} has no setting {shown(setting)}{_instead(setting, parameters)}"
+            )
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in settings]
+    if missing:
+        raise ArrayError(f"from_name: {known!r} needs {' and '.join(map(repr, missing))}")
+    arguments = {setting: _made_of(setting, value) for setting, value in settings.items()}
+    try:
+        return table[known](**arguments)
+    except BaguaError:
+        raise
+    except (TypeError, ValueError) as exc:
+        raise ArrayError(f"from_name: {known!r} does not take {arguments}: {exc}") from exc
+
+
+def _made_of(setting: str, value: Any) -> Any:
+    """The value of a setting: an object, if it is the name of one or a mapping with its name."""
+    if setting not in _MADE_OF or not isinstance(value, (str, Mapping)):
+        return value
+    given = {"name": value} if isinstance(value, str) else dict(value)
+    return _make(*_MADE_OF[setting], given.pop("name", None), given)
+
+
+def _instead(found: object, names: Iterable[str]) -> str:
+    """The end of a message about a wrong name: what was meant, perhaps, and what exists."""
+    names = sorted(names)
+    close = difflib.get_close_matches(str(found).lower().replace("_", "-"), names) or difflib.get_close_matches(
+        str(found), names
+    )
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{hint or ';'} expected one of {', '.join(names)}" if names else "; it has no settings"

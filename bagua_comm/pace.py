@@ -1,0 +1,231 @@
+"""How exchanges keep pace with training: once in every step (`PerStep`), or in rounds beside it (`InRounds`).
+
+The engine tells its pace which tensors are ready and which points training has reached; the pace decides when
+buckets leave and when they are written back. `Exchanges` does both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from .algorithms.base import Algorithm, Complete, Point, Rounds, State, Window, complete
+from .bucket import Bucket
+from .errors import ArrayError
+from .lane import Lane
+from .trace import Counter, Tracer
+
+
+class Exchanges:
+    """Sends buckets off on the lane, waits for them, and writes back what came of them.
+
+    Args:
+        lane: Where exchanges run, and the communicator that they use.
+        tracer: Where their spans go.
+    """
+
+    def __init__(self, lane: Lane, tracer: Tracer) -> None:
+        self.lane, self.tracer = lane, tracer
+        self.counter = Counter()
+        """Payload and wire bytes of this rank so far."""
+        self.commits = 0
+        """How many times the buckets were written back."""
+        self.step = self.began = 0
+        """How many training steps have ended, and how many had when the algorithm of this phase began."""
+        self.stopped = False
+        """While it is stopped, buckets that are sent stay here, and nothing is written back."""
+        self.sent: list[Bucket] = []
+        """The buckets that have left in the open window, or in the round under way."""
+
+    def begin_phase(
+        self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
+    ) -> None:
+        """From now on exchange these buckets, by this algorithm; `states` has one state for each."""
+        self.algorithm: Complete = complete(algorithm)
+        self.buckets, self.states, self.began = list(buckets), list(states), began
+        self.sent = []
+
+    def send(self, bucket: Bucket) -> Future[Any]:
+        """Prepare the exchange of a bucket, and submit it to the lane."""
+        self.sent.append(bucket)
+        if self.stopped:
+            return Future()
+        state, bucket.step = self.states[bucket.index], self.step - self.began
+        bucket.padding[...] = 0  # a block that held a NaN has left it there
+        self.algorithm.begin(bucket, state)
+        return self.lane.submit(self._exchange, self.algorithm, bucket, state)
+
+    def _exchange(self, algorithm: Complete, bucket: Bucket, state: State) -> None:
+        """Runs on the lane. Collective."""
+        comm = self.lane.comm
+        before = comm.counters.total()
+        detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
+        self.lane.note(**detail)
+        with self.tracer.span("exchange", **detail):
+            algorithm.exchange(bucket, comm, state)
+        after = comm.counters.total()
+        if after.calls > before.calls:
+            self.counter.add(bucket.nbytes, after.wire_bytes - before.wire_bytes)
+
+    def wait(self) -> None:
+        """Wait for everything on the lane; raises the first error among it."""
+        with self.tracer.span("wait for exchanges"):
+            self.lane.wait()
+
+    def commit(self) -> None:
+        """Write back what came of the buckets that were sent."""
+        if self.algorithm.commits and not self.stopped:
+            for bucket in self.sent:
+                self.algorithm.commit(bucket, self.states[bucket.index])
+            self.commits += 1
+
+
+class PerStep:
+    """A window that opens and closes in every step: training waits for the exchanges where it closes."""
+
+    def __init__(self, window: Window, exchanges: Exchanges) -> None:
+        self._window, self._exchanges = window, exchanges
+        self._expect_all()
+
+    def ready(self, name: str) -> None:
+        """Say that a tensor is complete; buckets leave, in order, as soon as all of their tensors are complete.
+
+        Raises:
+            ArrayError: The tensor was complete already.
+        """
+        if self._window.opens is not Point.GRADIENT:
+            return
+        waiting = self._waiting_for[name]
+        if name not in waiting:
+            raise ArrayError(f"ready: {name!r} was complete already in this step")
+        waiting.discard(name)
+        self._send_complete()
+
+    def at(self, point: Point) -> None:
+        """Open or close the window, if it opens or closes at this point. Collective."""
+        opens, closes = self._window.opens, self._window.closes
+        if point is Point.BACKWARD and opens is Point.GRADIENT:
+            self._complete_with_zeros()
+        if point is closes:
+            self._close()
+        if point is opens and point is not Point.GRADIENT and not self._exchanges.sent:
+            for bucket in self._exchanges.buckets:
+                self._exchanges.send(bucket)
+
+    def settle(self) -> None:
+        """Close a window that is open between two steps."""
+        if self._window.closes is Point.FORWARD:
+            self._close()
+
+    def before_saving(self) -> None:
+        """Wait until no exchange changes the states any more."""
+        self.settle()
+        self._exchanges.wait()
+
+    def before_loading(self) -> None:
+        """Let the lane become idle. If nothing is loaded after all, the window closes at its point."""
+        self._exchanges.wait()
+
+    def finish(self) -> None:
+        """Close the window, if it is open."""
+        self._close()
+
+    def _expect_all(self) -> None:
+        """Wait for all tensors again."""
+        self._waiting = [set(bucket.views) for bucket in self._exchanges.buckets]
+        self._waiting_for = {name: names for names in self._waiting for name in names}
+
+    def _send_complete(self) -> None:
+        """Send the next buckets in the order of the plan, up to the first one that waits for a tensor."""
+        for bucket in self._exchanges.buckets[len(self._exchanges.sent) :]:
+            if self._waiting[bucket.index]:
+                return
+            self._exchanges.send(bucket)
+
+    def _complete_with_zeros(self) -> None:
+        for bucket, waiting in zip(self._exchanges.buckets, self._waiting, strict=True):
+            for name in waiting:
+                bucket.views[name][...] = 0
+            waiting.clear()
+        self._send_complete()
+
+    def _close(self) -> None:
+        if self._exchanges.sent:
+            self._exchanges.wait()
+            self._exchanges.commit()
+            self._exchanges.sent = []
+            self._expect_all()
+
+
+class InRounds:
+    """Rounds that begin and end when the optimizer has stepped: no step waits for them."""
+
+    def __init__(self, rounds: Rounds, exchanges: Exchanges) -> None:
+        self._interval_s, self._exchanges = rounds.interval_s, exchanges
+        self._under_way: list[Future[Any]] = []
+        """Whether all ranks were stopping, then the exchanges of the buckets."""
+        self._began_s = float("-inf")
+
+    def ready(self, name: str) -> None:
+        """Rounds wait for no tensor."""
+
+    def at(self, point: Point) -> None:
+        """At STEP, end the round if its exchanges are done, and begin the next one if it is due."""
+        if point is not Point.STEP:
+            return
+        if self._under_way:
+            if not all(future.done() for future in self._under_way):
+                return
+            self._end()
+        if not self._exchanges.stopped and time.monotonic() - self._began_s >= self._interval_s:
+            self._begin(stopping=False)
+
+    def settle(self) -> None:
+        """A round goes on, whatever is read or saved meanwhile."""
+
+    def before_saving(self) -> None:
+        """A round goes on: what it changes is in no checkpoint."""
+
+    def before_loading(self) -> None:
+        """Finish the rounds on all ranks, without writing back. Collective."""
+        self.finish(commit=False)
+
+    def finish(self, *, commit: bool = True) -> None:
+        """Make rounds until all ranks finish. Collective."""
+        if self._exchanges.stopped:
+            return
+        agreed = self._end(commit=commit) if self._under_way else False
+        while not agreed:
+            self._begin(stopping=True)
+            agreed = self._end(commit=commit)
+
+    def _begin(self, *, stopping: bool) -> None:
+        self._began_s = time.monotonic()
+        self._exchanges.sent = []
+        self._under_way = [self._exchanges.lane.submit(self._agree, stopping)]
+        self._under_way += [self._exchanges.send(bucket) for bucket in self._exchanges.buckets]
+
+    def _agree(self, stopping: bool) -> bool:
+        """Whether all ranks are stopping. Collective."""
+        return bool(self._exchanges.lane.comm.allreduce(np.array(stopping, np.uint8), op="min"))
+
+    def _end(self, *, commit: bool = True) -> bool:
+        """Wait for the round, and write it back; returns whether all ranks were stopping when it began."""
+        self._exchanges.wait()
+        if commit:
+            self._exchanges.commit()
+        agreed, self._under_way = self._under_way[0].result(), []
+        return bool(agreed)
+
+
+Pace: TypeAlias = "PerStep | InRounds"
+
+
+def pace_of(exchanges: Exchanges) -> Pace:
+    """The pace of the algorithm whose phase has begun."""
+    window = exchanges.algorithm.window
+    return InRounds(window, exchanges) if isinstance(window, Rounds) else PerStep(window, exchanges)

@@ -1,0 +1,227 @@
+"""An algorithm needs four members only; wherever algorithms are taken, one with no others is."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from support.own_algorithms import OWN_ALGORITHMS, Beside, Half, Plain, RandomPeer, Unhashable
+
+from bagua_comm import (
+    ArrayError,
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    Engine,
+    ErrorFeedback,
+    Exact,
+    GradientAllReduce,
+    Hierarchical,
+    MinMaxUInt8,
+    Plan,
+    Point,
+    QAdam,
+    Quantized,
+    Rounds,
+    TensorSpec,
+    UnsupportedError,
+    Window,
+    after,
+    every,
+)
+from bagua_comm.algorithms import base
+from bagua_comm.engine import check_fit
+from bagua_comm.planning.costmodel import Cluster, Job, predict
+from bagua_comm.testing import check_algorithm, run_ranks
+
+PLAN = Plan.pack([TensorSpec(name, (2, 2), "float32") for name in "abc"], bucket_bytes=16, alignment=4)
+STEPWISE = [Plain(), Unhashable(), RandomPeer(), Half()]
+
+
+@pytest.mark.parametrize("algorithm", OWN_ALGORITHMS, ids=repr)
+def test_it_keeps_the_contract(algorithm):
+    check_algorithm(algorithm, sizes=(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(every(2, algorithm) for algorithm in STEPWISE),
+        *(after(2, GradientAllReduce(), algorithm) for algorithm in OWN_ALGORITHMS),
+        *(after(2, algorithm, every(3, Plain())) for algorithm in OWN_ALGORITHMS),
+    ],
+    ids=repr,
+)
+def test_it_is_a_part_of_others(algorithm):
+    check_algorithm(algorithm, sizes=(2,))
+
+
+def test_classes_that_a_function_defines_keep_the_contract_too():
+    @dataclass(frozen=True)
+    class Mine(Plain):
+        pass
+
+    @dataclass(frozen=True)
+    class Coded(MinMaxUInt8):
+        pass
+
+    @dataclass(frozen=True)
+    class Mean:
+        inner: object = Exact()
+
+        def bind(self, comm):
+            return self.inner.bind(comm)
+
+    for algorithm in (
+        Mine(),
+        every(2, Mine()),
+        after(1, Mine(), RandomPeer(3)),
+        GradientAllReduce(Quantized(Coded(block=4), min_bytes=0)),
+        GradientAllReduce(ErrorFeedback(Quantized(Coded(block=4)))),
+        GradientAllReduce(Hierarchical(Quantized(Coded(block=4)))),
+        GradientAllReduce(Mean(Quantized(Coded(block=4)))),
+        DiLoCo(2, average=Mean()),
+    ):
+        check_algorithm(algorithm, sizes=(2,))
+
+
+@pytest.mark.parametrize("algorithm", OWN_ALGORITHMS, ids=repr)
+def test_the_cost_model_says_that_it_knows_nothing_of_it(algorithm):
+    for whole in (algorithm, after(2, ByteGrad(), algorithm)):
+        with pytest.raises(UnsupportedError, match="the model does not know what"):
+            predict(whole, Job(100), Cluster(2))
+
+
+def test_every_dtype_and_number_of_ranks_fits_if_it_does_not_say_otherwise():
+    plan = Plan.pack([TensorSpec("a", (2,), "int32")])
+    for algorithm in (*OWN_ALGORITHMS, every(2, Plain()), after(1, Plain(), RandomPeer())):
+        check_fit(algorithm, plan, 3)
+    with pytest.raises(UnsupportedError, match=r"tensor 'a': .* cannot average int32"):
+        check_fit(after(1, Plain(), every(2, Decentralized())), plan, 2)
+    with pytest.raises(ArrayError):
+        check_fit(after(1, Plain(), every(2, Decentralized("shift_one"))), PLAN, 3)
+
+
+def test_defaults_stand_in_for_what_is_left_out():
+    whole = base.complete(Plain())
+    assert base.complete(whole) is whole
+    assert (whole.algorithm, whole.payload, whole.window) == (Plain(), "grad", Plain.window)
+    assert (whole.phases, whole.phase(7), whole.lends) == ((Plain(),), Plain(), None)
+    assert not whole.commits
+    assert base.complete(RandomPeer()).commits
+    whole.check("int8")
+    whole.check_size(3)
+
+
+def test_its_own_methods_come_before_the_defaults():
+    @dataclass(frozen=True)
+    class Particular(Plain):
+        lends: str = "momentum"
+        phases: tuple = (Plain(), RandomPeer())
+        check: object = None  # as good as none
+
+        def phase(self, step):
+            return self.phases[step]
+
+        def check_size(self, size):
+            raise ArrayError(f"{size}")
+
+    whole = base.complete(Particular())
+    assert (whole.lends, whole.phases, whole.phase(1)) == ("momentum", (Plain(), RandomPeer()), RandomPeer())
+    whole.check("int8")
+    with pytest.raises(ArrayError, match="3"):
+        whole.check_size(3)
+
+
+def test_a_window_that_never_closes_is_rounds():
+    assert base.complete(Beside(old_spelling=True)).window == Rounds(0.0) == base.complete(Beside()).window
+    assert base.runs_in_rounds(after(5, Plain(), Beside(old_spelling=True)))
+    assert not base.runs_in_rounds(after(5, Plain(), RandomPeer()))
+    for beside in (Beside(), Beside(old_spelling=True)):
+        with pytest.raises(ArrayError, match="begin by time"):
+            every(2, beside)
+
+
+def test_rounds_make_ranks_equal_when_they_stop_in_either_spelling():
+    def body(comm, algorithm):
+        with Engine(comm, algorithm, PLAN, PLAN.allocate()) as engine:
+            for bucket in engine.buckets:
+                bucket.flat[...] = comm.rank
+            for _ in range(3):
+                for point in (Point.FORWARD, Point.BACKWARD, Point.STEP):
+                    engine.at(point)
+            engine.stop()
+            return [bucket.flat[0] for bucket in engine.buckets]
+
+    for algorithm in (Beside(), Beside(old_spelling=True)):
+        first, second = run_ranks(2, lambda comm, algorithm=algorithm: body(comm, algorithm))
+        np.testing.assert_array_equal(first, second)
+
+
+def test_check_algorithm_refuses_a_window_that_opens_or_closes_at_no_point_of_a_step():
+    @dataclass(frozen=True)
+    class Odd(Plain):
+        window = Window(Point.ALWAYS, Point.BACKWARD)
+
+    with pytest.raises(AssertionError, match="expected a Point of a step"):
+        check_algorithm(Odd())
+
+
+def test_check_algorithm_refuses_what_is_no_dataclass():
+    class Loose:
+        payload, window = Plain.payload, Plain.window
+        init, exchange = Plain.init, Plain.exchange
+
+    with pytest.raises(AssertionError, match="is not a dataclass"):
+        check_algorithm(Loose())
+
+
+# Averages of their own ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Narrow:
+    """An average whose `bind` takes the communicator alone."""
+
+    def bind(self, comm):
+        return lambda x: comm.allreduce(x, out=x, op="avg")
+
+
+@dataclass(frozen=True)
+class Wide:
+    """An average that is bound to arrays like one that it is given."""
+
+    seen: list = field(default_factory=list, compare=False, repr=False)
+
+    def bind(self, comm, like=None):
+        self.seen.append(None if like is None else like.size)
+        return lambda x: comm.allreduce(x, out=x, op="avg")
+
+
+@dataclass(frozen=True)
+class Open(Wide):
+    """An average that takes more than it knows."""
+
+    def bind(self, comm, **options):
+        return super().bind(comm, **options)
+
+
+@pytest.mark.parametrize("average", [Narrow(), Wide(), Open()], ids=repr)
+@pytest.mark.parametrize("kind", [GradientAllReduce, lambda average: DiLoCo(2, average=average)])
+def test_averages_with_and_without_like_are_bound(average, kind):
+    check_algorithm(kind(average), sizes=(2,))
+
+
+@pytest.mark.parametrize("make", [Wide, Open])
+@pytest.mark.parametrize(
+    "kind",
+    [GradientAllReduce, lambda average: DiLoCo(2, average=average), lambda average: QAdam(1, average=average)],
+)
+def test_an_average_sees_the_bucket_that_it_is_bound_for(make, kind):
+    average = make()
+
+    def body(comm):
+        with Engine(comm, kind(average), PLAN, PLAN.allocate()):
+            pass
+
+    run_ranks(1, body)
+    assert average.seen == [4, 4, 4]
