@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -86,14 +86,37 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """The decay of the momentum."""
         return float(self.param_groups[0]["betas"][0])
 
-    def share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
+    borrows: ClassVar[str] = "momentum"
+    """What it uses of an algorithm's state, if the algorithm lends it."""
+
+    def check_lender(self, algorithm: Any) -> None:
+        """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
+        wanted = (algorithm.warmup_steps, algorithm.beta1)
+        if (self.warmup_steps, self.beta1) != wanted:
+            raise ArrayError(
+                f"DistributedDataParallel: the optimizer has warmup_steps={self.warmup_steps} and "
+                f"betas[0]={self.beta1}, but {algorithm} has {wanted[0]} and {wanted[1]}; make them equal"
+            )
+
+    def borrow(
+        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
+    ) -> None:
         """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
 
         Args:
-            parameters: Those of one model.
-            momenta: By parameter; what is not in it keeps its own again.
-            frozen: Whether the algorithm has averaged the momentum in this step, so that warm-up is over.
+            parameters: The parameters of one model.
+            momenta: The tensors, by parameter. A parameter that is missing keeps its momentum by itself again.
+            lender: The algorithm, which says how long the warm-up lasts.
+            step: The number of training steps that have ended. After the warm-up the algorithm averages the
+                momentum.
         """
+        self._share(parameters, momenta, frozen=step >= lender.warmup_steps)
+
+    def give_back(self, parameters: Iterable[Tensor]) -> None:
+        """Keep the momentum of each parameter in a tensor of its own again."""
+        self._share(parameters, {}, frozen=False)
+
+    def _share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
         for parameter in parameters:
             shared, own = momenta.get(parameter), self.state.get(parameter, {}).get("exp_avg")
             if shared is None:

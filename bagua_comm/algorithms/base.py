@@ -53,6 +53,7 @@ class Algorithm(Protocol):
     this number of ranks. `begin(bucket, state)` prepares an exchange when the window opens, and `commit(bucket,
     state)` writes back what was communicated when it closes; both run on the caller's thread. `phase(step)` gives
     the algorithm to use in a training step, if it is not always the same, and the property `phases` all of them.
+    The attribute `lends` names an array of its state that the optimizer uses as its own.
     """
 
     @property
@@ -98,6 +99,11 @@ def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
 def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
     """All that `algorithm` is in the course of training, in order."""
     return tuple(getattr(algorithm, "phases", (algorithm,)))
+
+
+def lent_by(algorithm: Algorithm) -> str:
+    """The name of the array of its state that `algorithm` lends to the optimizer; empty if it lends nothing."""
+    return getattr(algorithm, "lends", "")
 
 
 def check_algorithm_argument(owner: str, name: str, value: object) -> None:

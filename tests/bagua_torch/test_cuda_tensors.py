@@ -46,7 +46,7 @@ from bagua_comm import (
 from bagua_comm.cuda import DeviceClock, SideStream, UseStream
 from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel, ddp, torch_stream
+from bagua_torch import DistributedDataParallel, checks, torch_stream
 
 ALGORITHMS = [
     GradientAllReduce(),
@@ -139,7 +139,7 @@ def played(device, monkeypatch):
     import cupy
 
     played = PlayedByTheCPU(device, cupy)
-    for module in (ddp, bagua_torch.comm_hook.__globals__):
+    for module in (bagua_torch.engine, bagua_torch.checks, bagua_torch.comm_hook.__globals__):
         names = vars(module) if isinstance(module, types.ModuleType) else module
         for name in ("as_array", "as_tensor", "torch_stream"):
             if name in names:
@@ -289,7 +289,7 @@ def test_no_hook_makes_the_host_wait_for_the_device(played, device):
 def test_the_backward_pass_is_seen_on_the_device(played):
     def body(comm):
         wrapped = DistributedDataParallel(make_model(), comm=comm, bucket_bytes=64)
-        wrapped._clock = DeviceClock(comm.device)
+        wrapped._steps.span.clock = DeviceClock(comm.device)
         for step in range(2):
             loss_of(wrapped, batch(comm.rank, step)).backward()
             played.wait()
@@ -408,10 +408,5 @@ class Elsewhere(torch.Tensor):
     ],
 )
 def test_a_module_that_is_elsewhere_is_refused(comms_device, message):
-    def body(comm):
-        wrapped = DistributedDataParallel(nn.Linear(1, 1), comm=comm)
-        comm.device = comms_device
-        wrapped._check_device("w", torch.zeros(1).as_subclass(Elsewhere))
-
     with pytest.raises(UnsupportedError, match=message):
-        run_ranks(1, body)
+        checks.check_device(comms_device, "w", torch.zeros(1).as_subclass(Elsewhere))
