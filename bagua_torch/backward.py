@@ -64,10 +64,12 @@ class BackwardWatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def arm_at(self, output: Any) -> None:
-        """Arm, once, when a backward pass comes by `output`: what a module returned.
+        """If armed, arm once more when a backward pass comes by `output`: what a module returned.
 
         Passes of other outputs may come first, and disarm the watch.
         """
+        if not self.armed:
+            return
         waiting = [True]
 
         def reached(_: torch.Tensor) -> None:

@@ -195,11 +195,10 @@ class DistributedDataParallel(nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._before_forward()
+        if torch.compiler.is_compiling():
+            return self.module(*args, **kwargs)  # outputs of compiled graphs have no hooks
         output = self.module(*args, **kwargs)
-        if (
-            not torch.compiler.is_compiling() and self._steps.watch.armed
-        ):  # outputs of compiled graphs have no hooks
-            self._steps.watch.arm_at(output)
+        self._steps.watch.arm_at(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
