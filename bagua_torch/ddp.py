@@ -84,7 +84,7 @@ class DistributedDataParallel(nn.Module):
         optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
             steps; for gradients, so that a backward pass which reached no parameter is completed before a step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; `bagua_comm.default()` if None, which connects if need be.
+        comm: The ranks; if None, `bagua_comm.default()`, which connects if that was not done yet.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
@@ -106,12 +106,13 @@ class DistributedDataParallel(nn.Module):
             `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
             `process_group` must be the module's device and all ranks; others are refused, unless they are None.
 
-    Close it, or let go of it: a wrapper that nobody has any more exchanges nothing, but its communicator stays
-    until the end. To wrap a module again, as a second `fit` does, ends the wrapper that it had.
+    Close it, or drop it: a wrapper to which nobody refers any more exchanges nothing, but its communicator stays
+    open until the end of the program. To wrap a module again, as a second `fit` does, ends the older wrapper.
 
     Raises:
-        ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
-            the algorithm; an argument is out of range. A RuntimeError as well, where PyTorch's own raises one.
+        ArrayError: The module has no parameter to train; the optimizers step other parameters, or do not fit
+            the algorithm; an argument is out of range. It is a RuntimeError as well, where PyTorch's own raises
+            one.
         CommMismatch: The ranks' modules, optimizers or algorithms differ.
         UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
             than the communicator's; it is named.
@@ -202,7 +203,7 @@ class DistributedDataParallel(nn.Module):
         return output
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module, where this one has none of that name."""
+        """Look up in the wrapped module what this wrapper does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -296,8 +297,8 @@ class DistributedDataParallel(nn.Module):
                 `torch.futures.Future` of the averaged tensor; the sum over ranks is for the hook to divide.
 
         Raises:
-            ArrayError: It was called before, or too late (a RuntimeError as well); the algorithm is not
-                GradientAllReduce; the hook takes something else.
+            ArrayError: A hook was registered before, or it is too late (a RuntimeError as well); the algorithm is
+                not GradientAllReduce; the hook does not take (state, bucket).
             UnsupportedError: The hook cannot be called, or the Average does not take the dtype of a parameter.
 
         >>> model = DistributedDataParallel(nn.Linear(2, 1))
@@ -327,7 +328,7 @@ class DistributedDataParallel(nn.Module):
         its steps from here.
 
         Raises:
-            ArrayError: The optimizers don't fit the algorithm.
+            ArrayError: The optimizers do not fit the algorithm.
             UnsupportedError: The algorithm cannot carry a parameter; it is named.
         """
         checks.check_optimizers(self.optimizers, self._trained, algorithm)

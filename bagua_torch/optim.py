@@ -1,4 +1,4 @@
-"""The optimizer beside `bagua_comm.QAdam`."""
+"""The optimizer that goes with `bagua_comm.QAdam`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bagua_comm import ArrayError, UnsupportedError
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
-    """Adam that freezes its variance after `warmup_steps` and then takes its momentum from `bagua_comm.QAdam`.
+    """Adam that freezes its variance after `warmup_steps`, and then uses the momentum of `bagua_comm.QAdam`.
 
-    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the bias correction of the variance is frozen
-    with it; weight decay goes on; a weight that had no gradient before has no variance, and stays as it is.
-    Without `bagua_comm.QAdam` beside it, it keeps the momentum itself.
+    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the variance and its bias correction
+    stay the same, and weight decay goes on. A weight that had no gradient during warm-up has no variance, and
+    stays as it is. Without `bagua_comm.QAdam`, the optimizer keeps the momentum itself.
 
     Source: 1-bit Adam, Tang et al., arXiv 2102.02888.
 
@@ -26,8 +26,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         lr: Learning rate.
         warmup_steps: Steps, at least 1, before the variance is frozen; the algorithm's `warmup_steps`.
         betas: Decay of momentum and variance.
-        eps: Added to the root of the variance.
-        weight_decay: Added to the gradient, times the weight.
+        eps: The number added to the square root of the variance.
+        weight_decay: The factor by which the weight is added to the gradient.
 
     Raises:
         ArrayError: A setting is out of range, or differs between groups where it may not.
@@ -87,7 +87,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["betas"][0])
 
     borrows: ClassVar[str] = "momentum"
-    """What it uses of an algorithm's state, if the algorithm lends it."""
+    """The array of an algorithm's state that this optimizer uses as its own, if the algorithm lends it."""
 
     def check_lender(self, algorithm: Any) -> None:
         """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
