@@ -155,7 +155,15 @@ def test_two_passes_through_one_graph_are_two():
     assert heard.take() == [*ONE_PASS, BOTH] * 2
 
 
-def test_a_graph_of_the_gradients_may_be_made():
+@pytest.fixture
+def always_warned():
+    """PyTorch warns once in a process, which is left to the test that is about it."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+def test_a_graph_of_the_gradients_may_be_made(always_warned):
     module = two_layers()
     heard = Heard(module)
     with pytest.warns(UserWarning, match="create_graph"):
