@@ -1,4 +1,4 @@
-"""Tensors as arrays and back, through DLPack: shared memory, never a copy, in the order of PyTorch's streams."""
+"""Tensors as arrays and back, through DLPack. Both share memory, and the order of PyTorch's streams is kept."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _DTYPES = {
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype, as NumPy has it.
+    """NumPy's name of a tensor's dtype.
 
     Raises:
-        UnsupportedError: Arrays have no such dtype.
+        UnsupportedError: NumPy and CuPy have no such dtype.
     """
     name = _DTYPES.get(tensor.dtype)
     if name is None:
@@ -43,8 +43,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def torch_stream(device: torch.device) -> AbstractContextManager[None]:
     """In the body of `with`, calls on CUDA tensors of `device` are in the order of PyTorch's current stream.
 
-    bagua_comm works in the order of CuPy's current stream, which is another one as soon as PyTorch is told to use
-    one (`torch.cuda.stream`). The host waits for neither. Does nothing for the CPU.
+    bagua_comm works in the order of CuPy's current stream. That is another stream as soon as PyTorch is told to
+    use one of its own (`torch.cuda.stream`). The host waits for neither. This does nothing for the CPU.
 
     >>> with torch_stream(torch.device("cpu")):
     ...     pass
@@ -64,7 +64,7 @@ def _on_device(device: torch.device) -> Iterator[None]:
 
 
 def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. Does nothing for the CPU."""
+    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. This does nothing for the CPU."""
     if device.type == "cpu":
         return _ON_HOST
     external: Any = torch.cuda.ExternalStream  # torch leaves it untyped
@@ -74,8 +74,8 @@ def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
 def as_array(tensor: torch.Tensor) -> Array:
     """View a tensor as a NumPy array (CPU) or CuPy array (CUDA). Shares memory; never copies.
 
-    bfloat16, which DLPack carries into neither, goes by way of its bits. CuPy's current stream waits for
-    PyTorch's, if it is another one.
+    DLPack carries bfloat16 into neither library, so its bits are carried. If CuPy's current stream is another one
+    than PyTorch's, it waits for PyTorch's.
 
     Raises:
         UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays; or it is
@@ -103,7 +103,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 def as_tensor(array: Array) -> torch.Tensor:
     """View a NumPy or CuPy array as a tensor. Shares memory; never copies.
 
-    PyTorch's current stream waits for CuPy's, if it is another one.
+    If PyTorch's current stream is another one than CuPy's, it waits for CuPy's.
 
     >>> import numpy as np
     >>> x = np.zeros(2)

@@ -1,4 +1,4 @@
-"""Making tensors, and the state of optimizers, those of one rank everywhere."""
+"""Copying tensors, and the state of optimizers, from one rank to all others."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .arrays import as_array, torch_stream
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], *, root: int = 0) -> None:
     """Copy `root`'s tensors to all ranks, in place: one message for each dtype and kind of device.
 
-    Collective. Same shapes, dtypes and kinds of devices, in the same order, on all ranks. CUDA tensors go in the
-    order of PyTorch's current stream.
+    Collective. All ranks give tensors of the same shapes, dtypes and kinds of devices, in the same order. CUDA
+    tensors are copied in the order of PyTorch's current stream.
     """
     if comm.size == 1:
         return
@@ -33,12 +33,12 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], *, ro
 
 
 def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *, root: int = 0) -> None:
-    """Make the state and the settings of `optimizer` those of `root` on all ranks.
+    """Copy the state and the settings of `root`'s optimizer to all ranks.
 
-    Collective. An optimizer that has not stepped yet may get a state here.
+    Collective. An optimizer that has not stepped yet gets a state here if `root`'s has one.
 
     Raises:
-        CommMismatch: The ranks' optimizers are of different kinds, or have other groups of parameters.
+        CommMismatch: The ranks' optimizers are of different classes, or their groups have different sizes.
     """
     mine = (type(optimizer).__qualname__, [len(group["params"]) for group in optimizer.param_groups])
     for rank, theirs in enumerate(comm.allgather_object(mine)):
@@ -74,7 +74,7 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with `function` of all that is in it, through dicts, lists and tuples.
+    """A copy of nested dicts, lists and tuples, with `function(leaf)` in the place of every leaf.
 
     >>> map_leaves({"a": [1, 2], "b": (3,)}, str)
     {'a': ['1', '2'], 'b': ('3',)}
@@ -88,7 +88,7 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor while its surroundings travel."""
+    """Stands for a tensor while the structure around it is sent."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -51,17 +51,17 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         comm: The ranks, the same as the model's; the default communicator if None.
 
     Raises:
-        ArrayError: `average` is none.
+        ArrayError: `average` is not an Average.
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
     """
     check_average_argument("comm_hook", average)
     comm = comm if comm is not None else bagua_comm.default()
     enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
     lane = comm.lane("stream" if enqueues else "thread")
-    names: dict[int, str] = {}  # of parameters, by identity
+    names: dict[int, str] = {}  # names of parameters, by id
     numbers = itertools.count()
     bound: dict[int, tuple[Bucket, InPlace]] = {}  # by the index of the bucket
-    saved: dict[str, dict[str, Any]] = {}  # what averages kept for buckets that are no more
+    saved: dict[str, dict[str, Any]] = {}  # what averages kept for buckets that PyTorch has replaced
 
     def bucket_of(given: GradBucket) -> Bucket:
         flat = as_array(given.buffer())
@@ -74,7 +74,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         return Bucket(given.index(), BucketSpec(specs[0].dtype, specs, flat.size), flat)
 
     def averaging(bucket: Bucket) -> InPlace:
-        """The bound average of this bucket; a new one where PyTorch has formed other buckets."""
+        """The bound average of this bucket. It is a new one if PyTorch has formed other buckets."""
         known = bound.get(bucket.index)
         if known is not None and known[0].spec == bucket.spec:
             return known[1]
@@ -109,13 +109,13 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
             lane.submit(exchange, ours)
         return future
 
-    # PyTorch looks at these two, which are text here.
+    # PyTorch checks these two annotations, which are strings in this file.
     hook.__annotations__ |= {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
     return hook
 
 
 class HookBucket:
-    """What a hook given to `bagua_torch.DistributedDataParallel.register_comm_hook` gets to see of a bucket.
+    """The bucket that `bagua_torch.DistributedDataParallel.register_comm_hook` passes to a hook.
 
     Its methods are those of `torch.distributed.GradBucket`.
     """
@@ -132,15 +132,15 @@ class HookBucket:
         self._buffer = flat[: sum(tensor.size for tensor in spec.tensors)]  # without the padding
 
     def index(self) -> int:
-        """The place of this bucket among all; they come in this order on all ranks."""
+        """The number of this bucket. All ranks get the buckets in the order of their numbers."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, one behind the other."""
+        """All gradients of the bucket, one after the other, in one flat tensor."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of `buffer()`."""
+        """Replace what `buffer()` returns."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
@@ -177,8 +177,8 @@ class HookAlgorithm:
 
     Args:
         hook: Called with `state` and a `HookBucket`; returns a future of the averaged buffer.
-        state: Whatever the hook wants to have.
-        parameters: Those of the model, by name.
+        state: The hook's first argument.
+        parameters: The parameters of the model, by name.
     """
 
     hook: Callable[[Any, Any], Any]
@@ -193,11 +193,11 @@ class HookAlgorithm:
         return f"HookAlgorithm({getattr(self.hook, '__qualname__', type(self.hook).__qualname__)})"
 
     def check(self, dtype: str) -> None:
-        """Any dtype: the hook knows."""
+        """Accept every dtype: the hook decides what it takes."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Running:
         """See `Algorithm.init`. Collective."""
-        self.layout.buckets = bucket.index + 1  # the last one has it right
+        self.layout.buckets = bucket.index + 1  # the last bucket leaves the right number
         return _Running()
 
     def begin(self, bucket: Bucket, state: _Running) -> None:
@@ -229,10 +229,11 @@ class HookAlgorithm:
 
 
 def check_hook(hook: object) -> Callable[[Any, Any], Any]:
-    """`hook`, if it can be one.
+    """Return `hook` if it can serve as a communication hook.
 
     Raises:
-        ArrayError: It does not take (state, bucket), or is annotated for something else.
+        ArrayError: It does not take (state, bucket), or its annotations say that it takes or returns something
+            else.
         UnsupportedError: It cannot be called.
     """
     if not callable(hook):

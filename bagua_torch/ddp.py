@@ -1,87 +1,55 @@
 """DistributedDataParallel over any algorithm of bagua_comm.
 
-The journey of a gradient: autograd accumulates it straight into its bucket, where `p.grad` is a view;
-when the bucket is complete it leaves on the engine's lane while the backward pass goes on; when the
-backward pass ends, the lane is joined, and the optimizer reads `p.grad`, which never left. Algorithms that
-exchange weights find them in buckets as well: then parameters are views.
+This is the user's page: what can be given, and what can be asked for in the course of training. What happens in
+a step is in `steps`.
 
-Only public hooks of PyTorch are used: a tensor hook on each parameter (before its gradient is
-accumulated), `register_post_accumulate_grad_hook` (after), `register_multi_grad_hook` (which gradients
-this backward pass makes, and when the last of them is there), optimizer step hooks, and hooks of the module
-before it runs, saves or loads.
+The journey of a gradient: autograd accumulates it straight into its bucket, because `p.grad` is a view of the
+bucket (`memory`). Hooks tell when the gradient is complete (`backward`). The bucket then leaves on the engine's
+lane while the backward pass goes on (`engine`). When the backward pass ends, the lane is joined (`steps`), and
+the optimizer reads `p.grad`, which never left.
 
-On a CUDA device a bucket leaves behind what PyTorch has enqueued on its stream; when the backward pass ends, that
-stream waits for the lane's, and the host for neither. Autograd runs hooks on threads and streams of its choice,
-so whatever comes in from PyTorch is put in the order of its current stream (`torch_stream`).
+Beside these files, `contents` is what of the module the ranks have in common, `checks` is what is refused,
+`join` is uneven data, `unused` is parameters without a gradient, and `wrapping` ends older wrappers of a
+module.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
 import time
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
-from itertools import zip_longest
-from types import FrameType
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version, register_multi_grad_hook
 
 import bagua_comm
 from bagua_comm import (
     Algorithm,
     ArrayError,
-    CommError,
-    CommMismatch,
     Communicator,
-    Engine,
     GradientAllReduce,
-    Plan,
-    Point,
-    QAdam,
-    TensorSpec,
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import Payload, check_algorithm_argument, phases_of
+from bagua_comm.algorithms.base import phases_of
 from bagua_comm.algorithms.checkpoints import keeps
-from bagua_comm.algorithms.combinators import Every
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
-from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import check_fit
 
-from .arrays import as_array, as_tensor, dtype_name, torch_stream
-from .broadcast import broadcast_optimizer, broadcast_tensors, map_leaves
+from . import checks
 from .comm_hook import HookAlgorithm, check_hook
-from .optim import QAdamOptimizer
+from .contents import Contents
+from .engine import TorchEngine, average_tensors
+from .errors import MisuseError
+from .join import Join
+from .memory import pack, specs_of
+from .steps import Stage, TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-
-ALIGNMENT = 32
-"""Elements to whose multiple, times the ranks, buckets are padded."""
+from .wrapping import end_older
 
 EXTRA_STATE = "_extra_state"
 """PyTorch's name in a state dict for what `get_extra_state` gives."""
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _in_stream_order(method: Method) -> Method:
-    """`method`, with what it enqueues in the order of PyTorch's current stream."""
-
-    @functools.wraps(method)
-    def in_order(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        with torch_stream(self._device):
-            return method(self, *args, **kwargs)
-
-    return in_order  # type: ignore[return-value]
 
 
 class DistributedDataParallel(nn.Module):
@@ -116,7 +84,7 @@ class DistributedDataParallel(nn.Module):
         optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
             steps; for gradients, so that a backward pass which reached no parameter is completed before a step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; `bagua_comm.default()` if None, which connects if need be.
+        comm: The ranks; if None, `bagua_comm.default()`, which connects if that was not done yet.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
@@ -138,12 +106,13 @@ class DistributedDataParallel(nn.Module):
             `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
             `process_group` must be the module's device and all ranks; others are refused, unless they are None.
 
-    Close it, or let go of it: a wrapper that nobody has any more exchanges nothing, but its communicator stays
-    until the end. To wrap a module again, as a second `fit` does, ends the wrapper that it had.
+    Close it, or drop it: a wrapper to which nobody refers any more exchanges nothing, but its communicator stays
+    open until the end of the program. To wrap a module again, as a second `fit` does, ends the older wrapper.
 
     Raises:
-        ArrayError: The module has no parameter to train; the optimizers are not those of the module, or don't fit
-            the algorithm; an argument is out of range. A RuntimeError as well, where PyTorch's own raises one.
+        ArrayError: The module has no parameter to train; the optimizers step other parameters, or do not fit
+            the algorithm; an argument is out of range. It is a RuntimeError as well, where PyTorch's own raises
+            one.
         CommMismatch: The ranks' modules, optimizers or algorithms differ.
         UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
             than the communicator's; it is named.
@@ -181,57 +150,44 @@ class DistributedDataParallel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
         self.tuner = tuner
-        bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
         self.optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        # remove_duplicate, the default, names a tied parameter once.
-        self._wrapped = dict(module.named_parameters())
-        self._ignored = self._names_to_ignore(params_and_buffers_to_ignore)
-        self._trained = {n: p for n, p in self._common_parameters().items() if p.requires_grad}
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
-        self._check_module()
+        bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
+
+        self._contents = Contents(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
+        self._trained = self._contents.trained
+        self._device = checks.check_module(self.comm, self._contents)
         self._inputs_to = device_of_inputs(device_ids, self._device)
         check_others(others, ranks=self.comm.size, device=self._device)
-        self._check_optimizers(algorithm)
-        self._check_ranks()
-        self._specs = [
-            TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
-            for name, parameter in reversed(self._trained.items())  # about the order of their gradients
-        ]
-        check_fit(algorithm, self._pack(bucket_bytes), self.comm.size)
-        self._end_older()
-        if init_sync:
-            self._copy_all(root=0)
-        if tuner is not None:
-            best = tuner.start(self.comm, algorithm, self._specs, bucket_bytes=bucket_bytes)
-            bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
-        self.bucket_bytes = bucket_bytes
-        self._step_began_s: float | None = None
-        self._plan = self._pack(bucket_bytes)
-        self._flats: dict[Payload, list[torch.Tensor]] = {}
-        self._gradients: dict[str, torch.Tensor] = {}
-        """Views of the buckets, where gradients are exchanged."""
-        self._weights: dict[str, torch.Tensor] = {}
-        """The same, where weights are: the memory of the parameters."""
-        self._clock = DeviceClock(self._device.index) if self._device.type == "cuda" else None
-        self._start(algorithm)
+        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        checks.check_ranks(self.comm, self._contents, self.optimizers, tuned=tuner is not None)
+        check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
-        self._backward = _Backward()
-        self._without_gradient: set[str] = set()  # parameters between their two hooks
-        self._sync = False  # whether the next backward pass is to be averaged: a forward pass says so
-        self._synchronizing = True
-        self._opened = False  # a forward pass since the last backward pass has been told to the other ranks
-        self._forwarded = self._averaged = False  # since the last optimizer step
-        self._stepped: set[int] = set()  # optimizers, since the last backward pass
-        self._passes = 0  # backward passes that were averaged
+        end_older(module, self.comm)
+        if init_sync:
+            self._contents.copy_all(self.comm, self.optimizers)
+        if tuner is not None:
+            best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
+            bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
+        self.algorithm, self.bucket_bytes = algorithm, bucket_bytes
+        self._steps = TrainingSteps(
+            self.comm,
+            self._contents,
+            self.optimizers,
+            algorithm,
+            bucket_bytes,
+            self._device,
+            find_unused=find_unused_parameters,
+            static=static_graph,
+        )
+        self._averaging = True  # not in no_sync
         self._hooked = False  # by register_comm_hook
-        self._graph = _Graph()
-        self._join: _Join | None = None
-        self._closed = False
-        self._hooks: list[Any] = []
-        self._attach()
-        # What a wrapper that nobody has any more must undo by itself, whenever that may be on this rank.
-        self._give_back = weakref.finalize(self, _give_back, *self._lent())
-        self._give_back.atexit = False
+        self._step_began_s: float | None = None  # for the tuner
+
+    @property
+    def engine(self) -> TorchEngine:
+        """The engine that exchanges the buckets."""
+        return self._steps.engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
@@ -243,11 +199,11 @@ class DistributedDataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)  # outputs of compiled graphs have no hooks
         output = self.module(*args, **kwargs)
-        self._watch(output)
+        self._steps.watch.arm_at(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the wrapped module, where this one has none of that name."""
+        """Look up in the wrapped module what this wrapper does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -256,59 +212,12 @@ class DistributedDataParallel(nn.Module):
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
-    @_in_stream_order
     def close(self) -> None:
         """Finish what is under way, remove the hooks and free the engine; gradients stay where they are.
 
         Collective. Closing twice does nothing.
         """
-        if self._closed:
-            return
-        try:
-            self._complete_step()
-            self.engine.close()
-            self._weights_changed()
-        finally:
-            self._detach()
-
-    def _detach(self) -> None:
-        """Leave the module and the optimizers to themselves; the other ranks hear nothing of it."""
-        self._closed = True
-        self._give_back.detach()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._share_momenta()
-
-    def _end_older(self) -> None:
-        """End the wrappers of this module that came before this one. Collective.
-
-        Those that are there on all ranks are closed. Ranks may lose theirs at different times, though: one that
-        is missing somewhere is detached, and its communicator stays.
-        """
-        parameters = {id(parameter) for parameter in self.module.parameters()}
-        older: dict[str, DistributedDataParallel] = {}
-        for name, parameter in self.module.named_parameters():
-            for hook in list((parameter._backward_hooks or {}).values()):
-                wrapper = hook.wrapper() if isinstance(hook, _Hook) else None
-                if wrapper is None or wrapper in older.values():
-                    continue
-                # Others may share some parameters, and go on.
-                if wrapper.module is self.module or {id(p) for p in wrapper.module.parameters()} == parameters:
-                    older[name] = wrapper
-        for hook in list(self.module._forward_pre_hooks.values()):
-            if isinstance(hook, _Hook) and hook.wrapper() is None:
-                hook.remove_all()
-        closable = sorted(name for name, wrapper in older.items() if wrapper.comm is self.comm)
-        common = set(closable).intersection(*self.comm.allgather_object(closable))
-        for name in closable:
-            if name in common:
-                # One whose exchanges have failed cannot end as it should; this one begins all the same.
-                with suppress(CommError):
-                    older[name].close()
-        for wrapper in older.values():
-            if not wrapper._closed:
-                wrapper._detach()
+        self._steps.close()
 
     # What users ask for in the course of training -------------------------------------------------------
 
@@ -318,11 +227,11 @@ class DistributedDataParallel(nn.Module):
 
         The first backward pass after it averages all that has been accumulated.
         """
-        before, self._synchronizing = self._synchronizing, False
+        before, self._averaging = self._averaging, False
         try:
             yield
         finally:
-            self._synchronizing = before
+            self._averaging = before
 
     @contextmanager
     def join(
@@ -356,14 +265,24 @@ class DistributedDataParallel(nn.Module):
             return
         if divide_by_initial_world_size is not None:
             divide_by_initial_size = divide_by_initial_world_size
-        self._join = _Join(divide_by_initial_size, throw_on_early_termination)
+        steps = self._steps
+        steps.join = join = Join(
+            self.comm,
+            self.optimizers,
+            divide_by_initial_size,
+            throws=throw_on_early_termination,
+            stopping=steps.forget,
+        )
         began = self.engine.step
         try:
             yield
-            self._join.steps = self.engine.step - began
-            self._follow_the_others()
+            made = self.engine.step - began
+            last = steps.follow(join, copy_buffers=self.broadcast_buffers)
+            if self.engine.payload == "grad":
+                root = join.furthest(last, made)
+                self._contents.copy_all(self.comm, self.optimizers, root=root)
         finally:
-            self._join = None
+            steps.join = None
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Average gradients by `hook` from here on, in the place of `GradientAllReduce()`.
@@ -378,8 +297,8 @@ class DistributedDataParallel(nn.Module):
                 `torch.futures.Future` of the averaged tensor; the sum over ranks is for the hook to divide.
 
         Raises:
-            ArrayError: It was called before, or too late (a RuntimeError as well); the algorithm is not
-                GradientAllReduce; the hook takes something else.
+            ArrayError: A hook was registered before, or it is too late (a RuntimeError as well); the algorithm is
+                not GradientAllReduce; the hook does not take (state, bucket).
             UnsupportedError: The hook cannot be called, or the Average does not take the dtype of a parameter.
 
         >>> model = DistributedDataParallel(nn.Linear(2, 1))
@@ -387,9 +306,9 @@ class DistributedDataParallel(nn.Module):
         >>> model.close()
         """
         if self._hooked:
-            raise _MisuseError("register_comm_hook: this model has a hook; it can be registered only once")
-        if self._passes:
-            raise _MisuseError("register_comm_hook: call it before the first backward pass")
+            raise MisuseError("register_comm_hook: this model has a hook; it can be registered only once")
+        if self._steps.averages:
+            raise MisuseError("register_comm_hook: call it before the first backward pass")
         if not isinstance(self.algorithm, GradientAllReduce):
             raise ArrayError(
                 f"register_comm_hook: the algorithm is {self.algorithm}, which a hook cannot replace; wrap the "
@@ -401,7 +320,6 @@ class DistributedDataParallel(nn.Module):
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
         self._hooked = True
 
-    @_in_stream_order
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm; the model stays the same.
 
@@ -410,24 +328,24 @@ class DistributedDataParallel(nn.Module):
         its steps from here.
 
         Raises:
-            ArrayError: The optimizers don't fit the algorithm.
+            ArrayError: The optimizers do not fit the algorithm.
             UnsupportedError: The algorithm cannot carry a parameter; it is named.
         """
-        self._check_optimizers(algorithm)
-        check_fit(algorithm, self._plan, self.comm.size)
-        self._check_backward_ended()
-        self._complete_step()
+        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        check_fit(algorithm, self.engine.plan, self.comm.size)
+        checks.check_backward_ended(self._steps.watch.unfinished)
+        self._steps.complete()
         differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
         self.engine.close()
         self.tuner = None
         if differed:
             self.average_weights()
-            broadcast_tensors(self.comm, self._common_buffers())
-            self._copy_optimizers(root=0)
-        self._start(algorithm)
-        self._share_momenta()
+            self._contents.copy_buffers(self.comm)
+            self._contents.copy_optimizers(self.comm, self.optimizers)
+        self._steps.start(algorithm)
+        self._steps.lend()
+        self.algorithm = algorithm
 
-    @_in_stream_order
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
         """Go on with buckets of another size, or the same algorithm with other settings.
 
@@ -443,46 +361,30 @@ class DistributedDataParallel(nn.Module):
             UnsupportedError: The algorithm cannot carry a parameter; it is named.
         """
         algorithm = algorithm if algorithm is not None else self.engine.algorithm
-        self._check_optimizers(algorithm)
-        self._check_backward_ended()
-        self._complete_step()
         bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
-        plan = self._pack(bucket_bytes)
-        flats = {phase.payload: self._allocate(plan) for phase in phases_of(algorithm)}
-        self.engine.replan(plan, _as_storage(flats), algorithm=algorithm)
-        self.bucket_bytes, self.algorithm, self._plan, self._flats = bucket_bytes, algorithm, plan, flats
-        old, self._gradients = self._gradients, plan.cut(flats["grad"]) if "grad" in flats else {}
-        self._weights = plan.cut(flats["weight"]) if "weight" in flats else {}
-        for name, view in self._gradients.items():
-            if self._trained[name].grad is old[name]:
-                self._trained[name].grad = view
-        for name, view in self._weights.items():
-            self._trained[name].data = view
-        self._weights_changed()
-        self._share_momenta()
+        checks.check_optimizers(self.optimizers, self._trained, algorithm)
+        checks.check_backward_ended(self._steps.watch.unfinished)
+        self._steps.complete()
+        self._steps.move(bucket_bytes, algorithm)
+        self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
-    @_in_stream_order
     def average_weights(self) -> None:
         """Make the weights of all ranks their mean: for evaluation, where an algorithm lets them differ.
 
         Collective.
         """
-        self._complete_step()
+        self._steps.complete()
         self.engine.settle()
-        for parameter in self._trained.values():
-            values = as_array(parameter)
-            self.comm.allreduce(values, out=values, op="avg")
-        increment_version(self._trained.values())
+        average_tensors(self.comm, self._trained.values(), self._device)
 
-    @_in_stream_order
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
         Collective.
         """
-        self._complete_step()
+        self._steps.complete()
         self.engine.stop()
-        self._weights_changed()
+        self._steps.note_new_weights()
 
     def resume(self) -> None:
         """Go on after `stop`.
@@ -491,13 +393,13 @@ class DistributedDataParallel(nn.Module):
         """
         self.engine.resume()
 
-    @_in_stream_order
+    # Checkpoints ----------------------------------------------------------------------------------------
+
     def get_extra_state(self) -> dict[str, Any]:
         """What the algorithm keeps, for `state_dict()`."""
-        self._complete_step()
-        return map_leaves(self.engine.state_dict(), _to_tensor)  # type: ignore[no-any-return]
+        self._steps.complete()
+        return self.engine.state_tensors()
 
-    @_in_stream_order
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
         mine, saved = self.algorithm, None
@@ -507,14 +409,14 @@ class DistributedDataParallel(nn.Module):
         if saved not in (None, mine):  # what a tuner tried at that time
             self.replan(algorithm=saved)
         try:
-            self.engine.load_state_dict(map_leaves(state, self._to_array))
+            self.engine.load_state_tensors(state)
         except ArrayError:  # on all ranks
             if self.algorithm != mine:
                 self.replan(algorithm=mine)
             raise
         if self.algorithm != mine:
             self.replan(algorithm=mine)
-        self._forget_step()
+        self._steps.forget()
 
     def _keeps_state(self) -> bool:
         """Whether a checkpoint must hold more than the module: values, or a number of steps that matters."""
@@ -532,262 +434,32 @@ class DistributedDataParallel(nn.Module):
         if key in missing and not self._keeps_state():
             missing.remove(key)
         if key not in state_dict:
-            if self._backward.complete:  # of a pass that did not end
+            if self._steps.watch.unfinished:
                 self.engine.load_state_dict(self.engine.state_dict())
-            self._forget_step()
+            self._steps.forget()
 
-    def _forget_step(self) -> None:
-        """What comes next is a new step."""
-        self._backward = _Backward()
-        self._sync = self._opened = self._forwarded = self._averaged = False
-        self._stepped.clear()
-        self._weights_changed()
-
-    def _to_array(self, value: Any) -> Any:
-        with contextlib.suppress(Exception):  # what cannot be viewed, the engine refuses on all ranks
-            return as_array(value.to(self._device)) if isinstance(value, torch.Tensor) else value
-        return value
-
-    # Setting up -----------------------------------------------------------------------------------------
-
-    def _names_to_ignore(self, names: Collection[str]) -> set[str]:
-        known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
-        known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
-        unknown = sorted(set(names) - known)
-        if isinstance(names, str) or unknown:
-            raise ArrayError(
-                f"DistributedDataParallel: params_and_buffers_to_ignore is {names!r}, expected names of the "
-                "module's parameters and buffers" + (f"; there is no {unknown[0]!r}" if unknown else "")
-            )
-        return {*names, *getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())}
-
-    def _common_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that ranks have in common: not to be ignored, under one of their names at least."""
-        every = self.module.named_parameters(remove_duplicate=False)
-        common = {id(parameter) for name, parameter in every if name not in self._ignored}
-        return {name: parameter for name, parameter in self._wrapped.items() if id(parameter) in common}
-
-    def _common_buffers(self) -> list[torch.Tensor]:
-        return [buffer for name, buffer in self.module.named_buffers() if name not in self._ignored]
-
-    def _common_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        buffers = [(name, buffer) for name, buffer in self.module.named_buffers() if name not in self._ignored]
-        return [*self._common_parameters().items(), *buffers]
-
-    def _copy_all(self, *, root: int) -> None:
-        """Give all ranks the parameters, buffers and optimizer states of `root`. Collective."""
-        broadcast_tensors(self.comm, [*self._common_parameters().values(), *self._common_buffers()], root=root)
-        self._copy_optimizers(root=root)
-
-    def _copy_optimizers(self, *, root: int) -> None:
-        common = {id(parameter) for parameter in self._common_parameters().values()}
-        for optimizer in self.optimizers:
-            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in common]
-            kept = {parameter: optimizer.state[parameter] for parameter in mine if parameter in optimizer.state}
-            broadcast_optimizer(self.comm, optimizer, root=root)
-            for parameter in mine:
-                optimizer.state.pop(parameter, None)
-            optimizer.state.update(kept)
-
-    @_in_stream_order
-    def _start(self, algorithm: Algorithm) -> None:
-        """Make the engine, and the memory that it exchanges."""
-        payloads = {phase.payload for phase in phases_of(algorithm)}
-        if "grad" in payloads and "grad" not in self._flats:
-            self._flats["grad"] = self._allocate(self._plan)
-            self._gradients = self._plan.cut(self._flats["grad"])
-        if "weight" in payloads and "weight" not in self._flats:
-            self._flats["weight"] = self._allocate(self._plan)
-            for name, view in self._plan.cut(self._flats["weight"]).items():
-                parameter = self._trained[name]
-                view.copy_(parameter.detach())
-                parameter.data = view
-                self._weights[name] = view
-        self.engine = Engine(self.comm, algorithm, self._plan, _as_storage(self._flats))
-        self.algorithm, self._commits = algorithm, 0
-
-    def _pack(self, bucket_bytes: int) -> Plan:
-        return Plan.pack(self._specs, bucket_bytes=bucket_bytes, alignment=ALIGNMENT * self.comm.size)
-
-    def _allocate(self, plan: Plan) -> list[torch.Tensor]:
-        """Memory for the buckets of one payload."""
-        dtypes = [self._trained[bucket.tensors[0].name].dtype for bucket in plan.buckets]
-        return [
-            torch.zeros(bucket.size, dtype=dtype, device=self._device)
-            for bucket, dtype in zip(plan.buckets, dtypes, strict=True)
-        ]
-
-    def _check_module(self) -> None:
-        if not self._trained:
-            raise _MisuseError("DistributedDataParallel: the module has no parameter to train")
-        for name, tensor in self._common_tensors():
-            if nn.parameter.is_lazy(tensor):
-                raise _MisuseError(
-                    f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
-                )
-            self._check_device(name, tensor)
-            try:
-                self.comm.carrier(as_array(tensor), call="DistributedDataParallel", name=repr(name))
-            except UnsupportedError as exc:
-                raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
-        devices = {parameter.device for parameter in self._trained.values()}
-        if len(devices) > 1:
-            raise UnsupportedError(
-                f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
-            )
-        self._device = devices.pop()
-
-    def _check_device(self, name: str, tensor: torch.Tensor) -> None:
-        mine = self.comm.device
-        if tensor.device.type != "cuda" or tensor.device.index == mine:
-            return
-        if mine is None:
-            raise UnsupportedError(
-                f"DistributedDataParallel: {name!r} is on {tensor.device}, but this communicator has no device; "
-                "see `python -m bagua_comm info`"
-            )
-        raise UnsupportedError(
-            f"DistributedDataParallel: {name!r} is on {tensor.device}, but this rank's communicator works on "
-            f"cuda:{mine}; move the module there, or call torch.cuda.set_device({mine}) before it is made"
-        )
-
-    def _check_optimizers(self, algorithm: Algorithm) -> None:
-        check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
-        phases = phases_of(algorithm)
-        owned: set[int] = set()
-        trained = {id(parameter) for parameter in self._trained.values()}
-        for number, optimizer in enumerate(self.optimizers):
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise ArrayError(
-                    f"DistributedDataParallel: optimizers is {self.optimizers!r}, expected those of torch.optim; "
-                    "all arguments of PyTorch's own but the module are given by name"
-                )
-            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not mine & trained:
-                raise ArrayError(
-                    f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
-                    "module's parameters; was the module copied after the optimizer was made?"
-                )
-            owned |= mine
-        missing = [name for name, parameter in self._trained.items() if id(parameter) not in owned]
-        if self.optimizers and missing:
-            raise ArrayError(
-                f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
-                f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
-            )
-        counting = len(phases) > 1 or any(p.payload == "weight" or isinstance(p, Every) for p in phases)
-        if counting and not self.optimizers:
-            raise ArrayError(f"DistributedDataParallel: {algorithm} needs to know of steps: give the optimizers")
-        for phase in phases:
-            if isinstance(phase, QAdam):
-                self._check_qadam(phase)
-
-    def _check_qadam(self, algorithm: QAdam) -> None:
-        wanted = (algorithm.warmup_steps, algorithm.beta1)
-        if not self.optimizers:
-            raise ArrayError(f"DistributedDataParallel: {algorithm} needs its QAdamOptimizer: give it")
-        for optimizer in self.optimizers:
-            if not isinstance(optimizer, QAdamOptimizer):
-                raise ArrayError(
-                    "DistributedDataParallel: QAdam averages the momentum of a bagua_torch.QAdamOptimizer, "
-                    f"but the optimizer is {type(optimizer).__name__}"
-                )
-            if (optimizer.warmup_steps, optimizer.beta1) != wanted:
-                raise ArrayError(
-                    f"DistributedDataParallel: the optimizer has warmup_steps={optimizer.warmup_steps} and "
-                    f"betas[0]={optimizer.beta1}, but {algorithm} has {wanted[0]} and {wanted[1]}"
-                )
-
-    def _check_ranks(self) -> None:
-        """Compare the modules of all ranks, before anything of them is sent."""
-        mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in self._common_tensors()]
-        mine.append((f"{len(self.optimizers)} optimizers", (), "", False))
-        mine.append(("a tuner" if self.tuner is not None else "no tuner", (), "", False))
-        for rank, theirs in enumerate(self.comm.allgather_object(mine)):
-            if theirs != mine:
-                different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
-                raise _MismatchError(
-                    f"DistributedDataParallel: rank {self.comm.rank} and rank {rank} have different modules; "
-                    f"rank {rank} has {different} where rank {self.comm.rank} has something else"
-                )
-
-    def _attach(self) -> None:
-        for name, parameter in self._trained.items():
-            hooked: Any = parameter  # torch leaves these two methods untyped
-            self._hooks.append(hooked.register_hook(self._hook(self._before_accumulation, name)))
-            after = self._hook(self._after_accumulation, name)
-            self._hooks.append(hooked.register_post_accumulate_grad_hook(after))
-        known = self._hook(self._all_gradients_known)
-        self._hooks += _watch_gradients(list(self._trained.values()), known)
-        self._parameter_hooks = list(self._hooks)
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(self._hook(self._before_optimizer_step)))
-            self._hooks.append(optimizer.register_step_post_hook(self._hook(self._after_optimizer_step)))
-        for register in (
-            self.module.register_forward_pre_hook,
-            self.module.register_state_dict_pre_hook,
-            self.module.register_load_state_dict_pre_hook,
-        ):
-            self._hooks.append(register(self._hook(self._settle)))
-
-    def _hook(self, method: Callable[..., Any], *args: Any) -> _Hook:
-        return _Hook(method, *args, handles=self._hooks)
-
-    def _lent(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """What `_give_back` needs, without keeping any of it alive."""
-        optimizers = [weakref.ref(o) for o in self.optimizers if isinstance(o, QAdamOptimizer)]
-        return self._parameter_hooks, optimizers, [weakref.ref(p) for p in self._trained.values()]
-
-    # A training step, in the order in which it comes here -----------------------------------------------
+    # The forward pass -----------------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @_in_stream_order
     def _before_forward(self) -> None:
+        steps = self._steps
+        steps.find_unused, steps.static = self.find_unused_parameters, self.static_graph
         if self.training:
-            self._check_forward()
-            if self._join is not None:
-                self._join.forwards += 1
-        self._sync = self._synchronizing
-        if not self._sync or not self.training:
+            steps.check()
+        steps.watch.armed = self._averaging
+        if not self._averaging or not self.training:
             return
-        if not self._opened:
-            # Once per backward pass: what an earlier forward pass saved for it must not change.
-            if self._stepped:
-                self._end_step()  # not all optimizers stepped
-            self._complete_step()
+        if steps.stage in (Stage.IDLE, Stage.AVERAGED):
+            steps.finish()
             self._tune()
-            self._opened = True
-            if self._join is not None:
-                self._announce(active=True)
-            if self.broadcast_buffers:
-                root = self._join.active[0] if self._join is not None else 0
-                broadcast_tensors(self.comm, self._common_buffers(), root=root)
-        self._share_momenta()
-        self._forwarded = True
-        self.engine.at(Point.FORWARD)
-        self._weights_changed()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch(self, output: Any) -> None:
-        """Average the backward pass of this forward pass, though that of another one may come first."""
-        if self._sync:
-            once = [True]
-            for tensor in _tensors_in(output):
-                if tensor.grad_fn is not None:
-                    hooked: Any = tensor  # torch leaves this method untyped
-                    hooked.register_hook(_Hook(self._output_reached, once))
-
-    def _output_reached(self, once: list[bool], _: object) -> None:
-        """A backward pass begins at an output of a forward pass that was to be averaged."""
-        if once[0]:
-            once[0] = False
-            self._sync = True
+            steps.open(copy_buffers=self.broadcast_buffers)
+        steps.begin_forward()
 
     def _tune(self) -> None:
         """Tell the tuner how long the step that ends here took, and do what it says. Collective."""
         if self.tuner is None or not self.tuner.searching:
             return
-        if self._join is not None:
+        if self._steps.join is not None:
             self._step_began_s = None
             return
         if self._device.type == "cuda":
@@ -797,479 +469,3 @@ class DistributedDataParallel(nn.Module):
             if change is not None:
                 self.replan(bucket_bytes=change.bucket_bytes, algorithm=change.algorithm)
         self._step_began_s = time.perf_counter()
-
-    def _check_forward(self) -> None:
-        if self._closed:
-            raise CommError(
-                "DistributedDataParallel: closed, or its module was wrapped again; it would train without the "
-                "other ranks"
-            )
-        self._check_backward_ended()
-        trained = {id(p) for p in self._trained.values()}
-        for name, parameter in self.module.named_parameters():
-            if (id(parameter) in trained) == parameter.requires_grad or name in self._ignored:
-                continue
-            if not isinstance(parameter, nn.Parameter):
-                continue  # lent to the module for this call, by torch.func.functional_call
-            if self._wrapped.get(name, parameter) is not parameter:
-                raise ArrayError(
-                    f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
-                    "close this one and wrap the module again. To torch.func.functional_call give tensors that "
-                    "are no nn.Parameter; their gradients stay on this rank"
-                )
-            raise ArrayError(
-                f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
-                "wrapped; close this one and wrap the module again"
-            )
-        for name, parameter in self._trained.items():
-            # What torch.distributed.optim leaves there; the optimizer would step before gradients are averaged.
-            if hasattr(parameter, "_in_backward_optimizers"):
-                raise UnsupportedError(
-                    f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
-                    "call optimizer.step() after backward(), when gradients are averaged"
-                )
-        for name, view in self._weights.items():
-            if self._trained[name].data_ptr() != view.data_ptr():
-                raise ArrayError(
-                    f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
-                    "weights would not be exchanged; close this one and wrap the module again"
-                )
-
-    def _check_backward_ended(self) -> None:
-        if self._backward.complete:
-            raise CommError(
-                "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
-                "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
-            )
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @_in_stream_order
-    def _settle(self, *_: Any) -> None:
-        """Before the module runs, saves or loads: what was exchanged since the last step is written back."""
-        if not self.module.training:
-            self._complete_step()
-        self.engine.settle()
-        self._weights_changed()
-
-    def _complete_step(self) -> None:
-        """Where weights are exchanged, a step left out on this rank (a GradScaler found inf) counts as well."""
-        if self._averaged and not self._opened and self.engine.payload == "weight":
-            self._end_step()
-
-    def _before_accumulation(self, name: str, gradient: torch.Tensor | None) -> None:
-        """Make `p.grad` the view, so that autograd accumulates into the bucket."""
-        if self._sync and not self._backward.complete:  # a new pass, or one before its first gradient
-            self._backward.expected = None
-            if not self._backward.start_ns:
-                self._begin_backward()
-        if gradient is None:  # a Function may make none; what follows runs all the same
-            self._without_gradient.add(name)
-        elif self._sync or self._trained[name].grad is None:  # else it may be in the bucket of another wrapper
-            self._attach_view(name)
-
-    @_in_stream_order
-    def _begin_backward(self) -> None:
-        self._backward.start_ns = time.perf_counter_ns()
-        if self._clock is not None:
-            row = "device: backward"
-            self._backward.on_device = DeviceSpan(self.comm.tracer, self._clock, "backward", row)
-
-    def _after_accumulation(self, name: str, _: nn.Parameter) -> None:
-        """Tell the engine that a gradient is complete; after the last one, the backward pass has ended."""
-        if name in self._without_gradient:
-            self._without_gradient.remove(name)
-            return
-        if self._sync:
-            self._attach_view(name)  # create_graph=True replaces p.grad
-            self._backward.complete.add(name)
-            with torch_stream(self._device):
-                self._ready(name)
-                self._end_backward_if_complete()
-
-    def _attach_view(self, name: str) -> None:
-        parameter, view = self._trained[name], self._gradients.get(name)
-        if view is None or parameter.grad is view:
-            return
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad.detach())
-        parameter.grad = view
-
-    @_in_stream_order
-    def _all_gradients_known(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Every gradient of this pass was computed; the last may still have to be accumulated.
-
-        A pass inside another one (reentrant checkpointing) comes here with its own gradients alone, and then
-        PyTorch does not call for the outer pass: that one ends when all parameters have their gradients.
-        """
-        if self._sync:
-            names = {name for name, g in zip(self._trained, gradients, strict=True) if g is not None}
-            self._backward.expected = names | (self._backward.expected or set())
-            self._end_backward_if_complete()
-
-    def _end_backward_if_complete(self) -> None:
-        complete = self._backward.complete
-        if len(complete) == len(self._trained) or complete == self._backward.expected:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        done, self._backward = self._backward, _Backward()
-        self._sync = _inside_a_pass()  # what contains this pass goes on
-        if done.start_ns:
-            detail = {"parameters": len(done.complete)}
-            self.comm.tracer.add("backward", done.start_ns, time.perf_counter_ns(), detail)
-            if done.on_device is not None:
-                done.on_device.end(**detail)
-        fresh = []
-        for name, parameter in self._trained.items():
-            if name in done.complete or self.engine.payload == "weight":
-                continue
-            if parameter.grad is None:
-                fresh.append(name)
-            self._attach_view(name)  # unused, but sent all the same: no rank waits for it
-            self._ready(name)
-        self.engine.at(Point.BACKWARD)
-        self._weights_changed()
-        self._share_momenta()
-        self._averaged, self._opened = True, False
-        self._passes += 1
-        self._stepped.clear()
-        self._forget_unused(fresh, ended=not self._sync)
-        if self.static_graph:
-            self._graph.compare(done.complete, ended=not self._sync)
-
-    def _forget_unused(self, fresh: Sequence[str], *, ended: bool) -> None:
-        """Take away the zero gradients of parameters that had none before, on any rank. Collective.
-
-        With a static graph the ranks ask each other in the first step alone.
-
-        Args:
-            fresh: Parameters that had no gradient before.
-            ended: Whether this pass is not inside another one, which goes on.
-        """
-        if self.engine.payload != "grad" or not (self.find_unused_parameters or self.static_graph):
-            return
-        unused = self._graph.unused
-        if unused is None:
-            mine = np.array([name not in fresh for name in self._trained], np.uint8)
-            somewhere = self.comm.allreduce(mine, op="max")
-            unused = {name for name, used in zip(self._trained, somewhere, strict=True) if not used}
-            if self.static_graph and ended:
-                self._graph.unused = unused
-        for name in unused.intersection(fresh):
-            self._trained[name].grad = None
-
-    @_in_stream_order
-    def _before_optimizer_step(self, *_: Any) -> None:
-        """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
-        self._check_backward_ended()
-        if self._forwarded and not self._averaged:
-            self._end_backward()
-        self.engine.settle()  # if this step was counted already
-
-    @_in_stream_order
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(id(optimizer))
-        if len(self._stepped) == len(self.optimizers) and (self._averaged or self.engine.payload == "grad"):
-            self._end_step()
-
-    def _end_step(self) -> None:
-        self._forwarded = self._averaged = False
-        self._stepped.clear()
-        self.engine.at(Point.STEP)
-        self._weights_changed()
-
-    def _weights_changed(self) -> None:
-        """Tell autograd, which would not notice: it raises where an older graph needs them as they were."""
-        if self._commits != self.engine.commits:
-            self._commits = self.engine.commits
-            increment_version(self._trained.values())
-
-    def _share_momenta(self) -> None:
-        """Let the optimizers keep their momenta where QAdam averages them, and say whether it has begun to."""
-        phase, momenta, frozen = self.engine.phase, dict[torch.Tensor, torch.Tensor](), False
-        if isinstance(phase, QAdam) and not self._closed:
-            views = self._plan.cut([as_tensor(state.momentum) for state in self.engine.states])
-            momenta = {self._trained[name]: view for name, view in views.items()}
-            frozen = self.engine.buckets[0].step >= phase.warmup_steps
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, QAdamOptimizer):
-                optimizer.share(self._trained.values(), momenta, frozen=frozen)
-
-    # Uneven data ----------------------------------------------------------------------------------------
-
-    def _announce(self, *, active: bool) -> None:
-        """Tell the other ranks whether this one has data, and hear it of them. Collective."""
-        table = self.comm.allgather(np.array([active, self.engine.step]))
-        assert self._join is not None
-        self._join.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
-        if self._join.throws and 0 < len(self._join.active) < self.comm.size:
-            self._forget_step()
-            ended = [rank for rank in range(self.comm.size) if rank not in self._join.active]
-            who = f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {ended} have"
-            raise _EarlyEndError(
-                f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
-            )
-        if self._join.active and not self._join.divide_by_initial_size:
-            self._join.scale = self.comm.size / len(self._join.active)
-        while not active and self.engine.step < table[:, 1].max():
-            if isinstance(self.engine.phase, QAdam):
-                for optimizer in self.optimizers:
-                    optimizer.step()  # the momentum is the optimizer's to keep
-            else:
-                self.engine.at(Point.STEP)
-
-    def _ready(self, name: str) -> None:
-        """Hand a gradient to the engine, for a mean over all ranks or over those that have data."""
-        if self._join is not None and self._join.scale != 1 and self.engine.payload == "grad":
-            # Before it is sent: what the algorithm averages may be more than the gradient, as QAdam's momentum.
-            self._gradients[name].mul_(self._join.scale)
-        self.engine.ready(name)
-
-    @_in_stream_order
-    def _follow_the_others(self) -> None:
-        """Take part in the exchanges of ranks that have data left, until none has. Collective."""
-        assert self._join is not None
-        self._complete_step()
-        before = _Gradients(self._trained, self._gradients)
-        last: list[int] = []
-        zeroed_in = -1
-        while True:
-            self._announce(active=False)
-            if not self._join.active:
-                break
-            last = self._join.active
-            if self.broadcast_buffers:
-                broadcast_tensors(self.comm, self._common_buffers(), root=last[0])
-            self.engine.at(Point.FORWARD)
-            if self.engine.payload == "grad":
-                # Where gradients accumulate, averages of the same step are in them already, on all ranks.
-                keep = (
-                    bool(self.optimizers) and zeroed_in == self.engine.step and self._join.divide_by_initial_size
-                )
-                zeroed_in = self.engine.step
-                for name, view in self._gradients.items():
-                    self._trained[name].grad = view if keep else view.zero_()
-                    self.engine.ready(name)
-            self.engine.at(Point.BACKWARD)
-            if self.engine.payload == "weight":
-                # Ranks that have data may wait for this exchange before they announce their next step.
-                self.engine.at(Point.STEP)
-            self._share_momenta()
-            self._forget_unused(list(self._trained), ended=True)
-        before.put_back()
-        self._weights_changed()
-        self._end_together(last)
-
-    def _end_together(self, last: Sequence[int]) -> None:
-        """Give all ranks what one that trained to the last has. Collective.
-
-        Weights may differ even if no rank had to wait for another one: after steps in `no_sync`, say.
-
-        Args:
-            last: The ranks that took part in the last exchange, where this rank had ended before it.
-        """
-        assert self._join is not None
-        if self.engine.payload == "weight":
-            return
-        table = self.comm.allgather_object((last, self._join.steps, self._join.forwards))
-        candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)
-        root = max(candidates, key=lambda rank: (*table[rank][1:], -rank))
-        self._copy_all(root=root)
-
-
-def _watch_gradients(
-    parameters: Sequence[nn.Parameter], function: Callable[[Sequence[torch.Tensor | None]], None]
-) -> list[Any]:
-    """Call `function` when all gradients of a pass are known.
-
-    `register_multi_grad_hook` does that, but keeps them all in memory until then: it gets to see stand-ins.
-    """
-    gradients: dict[int, torch.Tensor] = {}
-
-    def hide(index: int, parameter: nn.Parameter) -> Any:
-        nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-
-        def stand_in(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            # There may be none; and autograd refuses another layout in a gradient's place.
-            if gradient is None or gradient.layout is not torch.strided:
-                gradients.pop(index, None)  # of a pass that failed
-                return None
-            gradients[index] = gradient
-            return nothing
-
-        return stand_in
-
-    def show(index: int) -> Any:
-        return lambda _: gradients.pop(index, None)
-
-    hooked: Any = parameters  # torch leaves register_hook untyped
-    handles = [p.register_hook(hide(index, p)) for index, p in enumerate(hooked)]
-    handles.append(register_multi_grad_hook(tuple(parameters), function, mode="all"))
-    return [*handles, *(p.register_hook(show(index)) for index, p in enumerate(hooked))]
-
-
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of what a module returned, as far as they can be found."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
-    elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors_in(value)
-    elif is_dataclass(output):
-        for part in fields(output):
-            yield from _tensors_in(getattr(output, part.name))
-
-
-def _inside_a_pass() -> bool:
-    """Whether this backward pass was started by another one, as reentrant checkpoints do."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals is vars(torch.autograd.function):  # it runs the backward() of a Function
-            return True
-        frame = frame.f_back
-    return False
-
-
-class _Hook:
-    """A hook that calls a method of a wrapper and holds it weakly: once that is gone, the hook does nothing.
-
-    A copy of it does nothing either, as that of a module's hook in a copy of the module.
-
-    Args:
-        handles: Those of all hooks of the wrapper.
-    """
-
-    def __init__(self, method: Callable[..., Any] | None = None, *args: Any, handles: Sequence[Any] = ()) -> None:
-        self._method = weakref.WeakMethod(method) if method is not None else None
-        self._args, self._handles = args, handles
-
-    def __call__(self, *given: Any) -> Any:
-        method = self._method() if self._method is not None else None
-        return method(*self._args, *given) if method is not None else None
-
-    def wrapper(self) -> DistributedDataParallel | None:
-        """The wrapper, if it is still there."""
-        method: Any = self._method() if self._method is not None else None
-        return method.__self__ if method is not None else None
-
-    def remove_all(self) -> None:
-        """Remove all hooks of the wrapper."""
-        for handle in self._handles:
-            handle.remove()
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-
-def _give_back(
-    hooks: Sequence[Any],
-    optimizers: Sequence[Callable[[], QAdamOptimizer | None]],
-    parameters: Sequence[Callable[[], torch.Tensor | None]],
-) -> None:
-    """What is left to do for a wrapper that was not closed: it comes here from anywhere, so it sends nothing.
-
-    The hooks of modules and optimizers are idle, and stay: one of them may be running at this moment, and PyTorch
-    would not have it removed.
-    """
-    for hook in hooks:
-        hook.remove()
-    own = [p for p in (there() for there in parameters) if p is not None]
-    for optimizer in (there() for there in optimizers):
-        if optimizer is not None:
-            optimizer.share(own, {}, frozen=False)
-
-
-@dataclass
-class _Backward:
-    """How far a backward pass is."""
-
-    complete: set[str] = field(default_factory=set)
-    """Parameters whose gradients are accumulated."""
-    expected: set[str] | None = None
-    """Parameters that get a gradient, as far as that is known."""
-    start_ns: int = 0
-    on_device: DeviceSpan | None = None
-
-
-@dataclass
-class _Graph:
-    """What is said once and for all of a static graph."""
-
-    unused: set[str] | None = None
-    """Parameters without a gradient on any rank."""
-    first: set[str] | None = None
-    """Parameters that got one on this rank, in the first step."""
-    now: set[str] = field(default_factory=set)
-    """The same in this step, as far as it has come."""
-
-    def compare(self, complete: set[str], *, ended: bool) -> None:
-        """Compare a step with the first one, on this rank: the exchange is over, so no rank waits."""
-        self.now |= complete
-        if not ended:
-            return
-        now, self.now = self.now, set()
-        if self.first is None:
-            self.first = now
-        elif now != self.first:
-            name = min(now ^ self.first)
-            raise _MisuseError(
-                f"DistributedDataParallel: static_graph is True, but {name!r} got {'a' if name in now else 'no'} "
-                f"gradient in this step, unlike in the first one; give find_unused_parameters instead"
-            )
-
-
-class _MisuseError(ArrayError, RuntimeError):
-    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
-
-
-class _MismatchError(CommMismatch, RuntimeError):
-    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
-
-
-class _EarlyEndError(CommError, RuntimeError):
-    """An error that is a RuntimeError as well, since PyTorch's own raises one there."""
-
-
-@dataclass
-class _Join:
-    """Who has data left."""
-
-    divide_by_initial_size: bool
-    throws: bool = False
-    """Whether all ranks are to stop when one has ended."""
-    active: list[int] = field(default_factory=list)
-    scale: float = 1.0
-    """What gradients are multiplied by, so that their mean over all ranks is that over the active ones."""
-    steps: int = 0
-    """How many optimizer steps this rank made in it."""
-    forwards: int = 0
-    """How many training forward passes this rank made in it."""
-
-
-class _Gradients:
-    """What `p.grad` is now, to put it back after other values have been in the buckets."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], views: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._now = {name: parameters[name].grad for name in views}
-        # The bucket itself is written to.
-        self._values = {name: view.clone() for name, view in views.items() if self._now[name] is view}
-
-    def put_back(self) -> None:
-        for name, gradient in self._now.items():
-            self._parameters[name].grad = gradient
-            if gradient is not None and name in self._values:
-                gradient.copy_(self._values[name])
-
-
-def _as_storage(flats: dict[Payload, list[torch.Tensor]]) -> dict[Payload, list[Any]]:
-    return {payload: [as_array(flat) for flat in each] for payload, each in flats.items()}
-
-
-def _to_tensor(value: Any) -> Any:
-    return as_tensor(value) if hasattr(value, "dtype") else value

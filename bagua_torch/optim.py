@@ -1,10 +1,10 @@
-"""The optimizer beside `bagua_comm.QAdam`."""
+"""The optimizer that goes with `bagua_comm.QAdam`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from bagua_comm import ArrayError, UnsupportedError
 
 
 class QAdamOptimizer(torch.optim.Optimizer):
-    """Adam that freezes its variance after `warmup_steps` and then takes its momentum from `bagua_comm.QAdam`.
+    """Adam that freezes its variance after `warmup_steps`, and then uses the momentum of `bagua_comm.QAdam`.
 
-    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the bias correction of the variance is frozen
-    with it; weight decay goes on; a weight that had no gradient before has no variance, and stays as it is.
-    Without `bagua_comm.QAdam` beside it, it keeps the momentum itself.
+    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the variance and its bias correction
+    stay the same, and weight decay goes on. A weight that had no gradient during warm-up has no variance, and
+    stays as it is. Without `bagua_comm.QAdam`, the optimizer keeps the momentum itself.
 
     Source: 1-bit Adam, Tang et al., arXiv 2102.02888.
 
@@ -26,8 +26,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
         lr: Learning rate.
         warmup_steps: Steps, at least 1, before the variance is frozen; the algorithm's `warmup_steps`.
         betas: Decay of momentum and variance.
-        eps: Added to the root of the variance.
-        weight_decay: Added to the gradient, times the weight.
+        eps: The number added to the square root of the variance.
+        weight_decay: The factor by which the weight is added to the gradient.
 
     Raises:
         ArrayError: A setting is out of range, or differs between groups where it may not.
@@ -86,14 +86,37 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """The decay of the momentum."""
         return float(self.param_groups[0]["betas"][0])
 
-    def share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
+    borrows: ClassVar[str] = "momentum"
+    """The array of an algorithm's state that this optimizer uses as its own, if the algorithm lends it."""
+
+    def check_lender(self, algorithm: Any) -> None:
+        """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
+        wanted = (algorithm.warmup_steps, algorithm.beta1)
+        if (self.warmup_steps, self.beta1) != wanted:
+            raise ArrayError(
+                f"DistributedDataParallel: the optimizer has warmup_steps={self.warmup_steps} and "
+                f"betas[0]={self.beta1}, but {algorithm} has {wanted[0]} and {wanted[1]}; make them equal"
+            )
+
+    def borrow(
+        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
+    ) -> None:
         """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
 
         Args:
-            parameters: Those of one model.
-            momenta: By parameter; what is not in it keeps its own again.
-            frozen: Whether the algorithm has averaged the momentum in this step, so that warm-up is over.
+            parameters: The parameters of one model.
+            momenta: The tensors, by parameter. A parameter that is missing keeps its momentum by itself again.
+            lender: The algorithm, which says how long the warm-up lasts.
+            step: The number of training steps that have ended. After the warm-up the algorithm averages the
+                momentum.
         """
+        self._share(parameters, momenta, frozen=step >= lender.warmup_steps)
+
+    def give_back(self, parameters: Iterable[Tensor]) -> None:
+        """Keep the momentum of each parameter in a tensor of its own again."""
+        self._share(parameters, {}, frozen=False)
+
+    def _share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
         for parameter in parameters:
             shared, own = momenta.get(parameter), self.state.get(parameter, {}).get("exp_avg")
             if shared is None:

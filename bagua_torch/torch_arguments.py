@@ -1,4 +1,4 @@
-"""What PyTorch's own DistributedDataParallel is called with, so that such a call works here unchanged."""
+"""Arguments of PyTorch's own DistributedDataParallel, so that a call of it works here unchanged."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ REFUSED = {
 
 
 def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device) -> None:
-    """Accept further arguments of PyTorch's own wrapper, where a call that gives them means the same here.
+    """Check further arguments of PyTorch's own wrapper: each must be one that changes nothing here, or fits.
 
     Args:
         others: The arguments, by name.
         ranks: How many ranks train.
-        device: Where the module is.
+        device: The device that the module is on.
 
     Raises:
-        ArrayError: `output_device` is not where the module is.
+        ArrayError: `output_device` is not the module's device.
         UnsupportedError: An argument cannot be honoured; the message says what to do instead.
         TypeError: There is no such argument.
     """
@@ -61,7 +61,7 @@ def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> 
     """The device to which inputs are moved before the module runs; None if they stay where they are.
 
     Raises:
-        ArrayError: `device_ids` is more than one device, or another than the module's.
+        ArrayError: `device_ids` lists more than one device, or a device that is not the module's.
     """
     if not device_ids:
         return None
@@ -74,7 +74,7 @@ def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> 
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
-    """`inputs` with all tensors on `device`, through dicts, lists and tuples.
+    """A copy of nested dicts, lists and tuples, with all tensors on `device`.
 
     >>> moved(([torch.zeros(2)], {"mask": None}), torch.device("meta"))
     ([tensor(..., device='meta', size=(2,))], {'mask': None})
@@ -91,7 +91,7 @@ def moved(inputs: Any, device: torch.device) -> Any:
 
 
 def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default: int) -> int:
-    """The size of buckets, given in one of two ways or not at all.
+    """The size of buckets in bytes, which may be given in one of two ways, or not at all.
 
     Raises:
         ArrayError: It is given in both ways, or `bucket_cap_mb` is not positive.

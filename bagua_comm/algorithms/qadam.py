@@ -65,6 +65,7 @@ class QAdam:
 
     payload: ClassVar[Payload] = "grad"
     window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+    lends: ClassVar[str] = "momentum"
 
     def __post_init__(self) -> None:
         check_integer("QAdam", "warmup_steps", self.warmup_steps, least=1)

@@ -88,7 +88,12 @@ def test_algorithms_that_need_to_know_of_steps_without_optimizers(algorithm):
 
 
 def test_qadam_without_its_optimizer():
-    refused(lambda model, rank: (), QADAM, ArrayError, "needs its QAdamOptimizer")
+    refused(
+        lambda model, rank: (),
+        QADAM,
+        ArrayError,
+        r"needs an optimizer that borrows its momentum, such as bagua_torch\.QAdamOptimizer",
+    )
 
 
 @pytest.mark.parametrize("algorithm", [QADAM, after(5, GradientAllReduce(), QADAM)], ids=repr)

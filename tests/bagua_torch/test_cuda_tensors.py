@@ -5,11 +5,16 @@ it, and is CuPy's current one only inside `torch_stream`. Lanes work as late as 
 its stream should have by then, a test waits for that stream, and for no other.
 """
 
+import ast
 import contextlib
 import functools
+import inspect
 import threading
 import time
 import types
+from collections import Counter
+from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -30,7 +35,9 @@ import bagua_torch
 from bagua_comm import (
     ByteGrad,
     CommError,
+    Communicator,
     Decentralized,
+    Engine,
     Exact,
     GradientAllReduce,
     LowPrecisionDecentralized,
@@ -42,7 +49,8 @@ from bagua_comm.algorithms import from_name
 from bagua_comm.cuda import DeviceClock, SideStream, UseStream
 from bagua_comm.lane import StreamLane, ThreadLane
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel, ddp, torch_stream
+from bagua_torch import DistributedDataParallel, checks, torch_stream
+from bagua_torch.engine import TorchEngine
 
 ALGORITHMS = [
     *(from_name(name) for name in ("exact", "bytegrad", "error-feedback")),
@@ -131,7 +139,7 @@ def played(device, monkeypatch):
     import cupy
 
     played = PlayedByTheCPU(device, cupy)
-    for module in (ddp, bagua_torch.comm_hook.__globals__):
+    for module in (bagua_torch.engine, bagua_torch.checks, bagua_torch.comm_hook.__globals__):
         names = vars(module) if isinstance(module, types.ModuleType) else module
         for name in ("as_array", "as_tensor", "torch_stream"):
             if name in names:
@@ -218,22 +226,58 @@ def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
 
 
 def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played, monkeypatch):
-    streams = []
+    """Every public method is called, and every hook runs."""
+    streams, called = Counter(), set()
 
-    def noted(method):
-        def noting(side):
-            streams.append(played.cupy.cuda.get_current_stream().ptr == played.stream.ptr)
-            return method(side)
+    def noted(method, name, takes=lambda *_: True):
+        def noting(*args, **keywords):
+            if takes(*args):
+                streams[name, played.cupy.cuda.get_current_stream().ptr == played.stream.ptr] += 1
+            return method(*args, **keywords)
 
         return noting
 
-    for name in ("future", "join"):  # something is submitted, a lane is joined
-        monkeypatch.setattr(SideStream, name, noted(getattr(SideStream, name)))
+    def told(method):
+        def telling(*args, **keywords):
+            called.add(method.__name__)
+            return method(*args, **keywords)
+
+        return telling
+
+    deep = [
+        (SideStream, ["future", "join"]),  # something is submitted, a lane is joined
+        (
+            Engine,
+            ["_begin_phase", "_submit", "_complete_with_zeros", "_close_window", "_finish", "_saved", "_load"],
+        ),
+    ]
+    for owner, names in deep:
+        for name in names:
+            monkeypatch.setattr(owner, name, noted(getattr(owner, name), name))
+    comms = []
+    of_a_wrapper = lambda comm, x, *_: comm in comms and isinstance(x, played.cupy.ndarray)  # noqa: E731
+    monkeypatch.setattr(Communicator, "allreduce", noted(Communicator.allreduce, "allreduce", of_a_wrapper))
+    public = {name for name, value in vars(DistributedDataParallel).items() if isinstance(value, FunctionType)}
+    public = {name for name in public if not name.startswith("_")}
+    for name in public:
+        monkeypatch.setattr(DistributedDataParallel, name, told(getattr(DistributedDataParallel, name)))
+
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
 
     def body(comm):
-        for algorithm in (ByteGrad(), LowPrecisionDecentralized()):
+        comms.append(comm)
+        for algorithm in (GradientAllReduce(), ByteGrad(), LowPrecisionDecentralized()):
             model = Model(comm, algorithm, played.wait)
+            model.wrapped._steps.span.clock = clock = DeviceClock(comm.device)
+            clock.mark = noted(clock.mark, "mark")
+            if algorithm == GradientAllReduce():
+                model.wrapped.register_comm_hook(None, hook)
             model.train(range(2))
+            with model.wrapped.no_sync():
+                loss_of(model.wrapped, batch(0, 0)).backward()
             model.wrapped(batch(0, 0))  # its backward pass reaches nothing
             model.optimizer.step()
             with model.wrapped.join():
@@ -242,15 +286,53 @@ def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played
             model.wrapped.stop()
             model.wrapped.resume()
             model.train(range(1))
-            model.wrapped.state_dict()
+            model.wrapped.replan(bucket_bytes=100)
+            model.train(range(1))
+            saved = model.wrapped.state_dict()
+            played.wait()
+            model.wrapped.load_state_dict(saved)
             model.wrapped.switch(Decentralized())
             model.train(range(2))
             model.model.eval()(batch(0, 0))
             model.end()
 
     run_on_devices(played.device, 2, "nccl", body)
-    assert len(streams) > 50
-    assert all(streams)
+    assert called == public
+    assert {name for name, _ in streams} == {"allreduce", "mark", *(name for _, names in deep for name in names)}
+    assert [name for name, in_order in streams if not in_order] == []
+
+
+def test_every_method_of_the_engine_enters_pytorchs_stream(monkeypatch):
+    entered = []
+    monkeypatch.setattr(
+        bagua_torch.engine, "torch_stream", lambda device: entered.append(device) or contextlib.nullcontext()
+    )
+    methods = [name for name, _ in inspect.getmembers(TorchEngine, inspect.isfunction) if name[0] != "_"]
+    assert {"ready", "at", "settle", "close", "ready_all"} <= set(methods)
+    for name in methods:
+        with contextlib.suppress(TypeError, AttributeError):  # there is no engine behind it
+            getattr(TorchEngine, name)(types.SimpleNamespace(device=name))
+    assert entered == methods
+
+
+def test_a_wrapper_reaches_a_device_only_through_its_engine():
+    """Otherwise something may run on another stream than PyTorch's: that is seen on a device only, and rarely."""
+    folder = Path(bagua_torch.__file__).parent
+    outside = {"__init__", "arrays", "broadcast", "comm_hook", "engine"}
+    forbidden = {"Engine", "torch_stream", "as_tensor", "as_array", "cuda"}
+    for path in sorted(folder.glob("*.py")):
+        if path.stem in outside:
+            continue
+        names = {
+            part
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+            for part in [*alias.name.split("."), *(getattr(node, "module", None) or "").split(".")]
+        }
+        # A check looks at a tensor, and enqueues nothing.
+        allowed = {"as_array"} if path.stem == "checks" else set()
+        assert names & forbidden <= allowed, path
 
 
 def test_gradients_are_views_of_the_buckets(played):
@@ -281,7 +363,7 @@ def test_no_hook_makes_the_host_wait_for_the_device(played, device):
 def test_the_backward_pass_is_seen_on_the_device(played):
     def body(comm):
         wrapped = DistributedDataParallel(make_model(), comm=comm, bucket_bytes=64)
-        wrapped._clock = DeviceClock(comm.device)
+        wrapped._steps.span.clock = DeviceClock(comm.device)
         for step in range(2):
             loss_of(wrapped, batch(comm.rank, step)).backward()
             played.wait()
@@ -400,10 +482,5 @@ class Elsewhere(torch.Tensor):
     ],
 )
 def test_a_module_that_is_elsewhere_is_refused(comms_device, message):
-    def body(comm):
-        wrapped = DistributedDataParallel(nn.Linear(1, 1), comm=comm)
-        comm.device = comms_device
-        wrapped._check_device("w", torch.zeros(1).as_subclass(Elsewhere))
-
     with pytest.raises(UnsupportedError, match=message):
-        run_ranks(1, body)
+        checks.check_device(comms_device, "w", torch.zeros(1).as_subclass(Elsewhere))

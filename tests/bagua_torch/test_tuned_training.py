@@ -79,7 +79,7 @@ def test_gradients_that_accumulate_move_to_new_buckets():
             if replan:
                 ddp.replan(bucket_bytes=64)
                 assert torch.equal(gradients(model), before)
-                inside = [flat.untyped_storage().data_ptr() for flat in ddp._flats["grad"]]
+                inside = [flat.untyped_storage().data_ptr() for flat in ddp._steps.memory.flats["grad"]]
                 assert all(p.grad.untyped_storage().data_ptr() in inside for p in model.parameters())
             loss_of(ddp, batch(comm.rank, 1)).backward()
             ddp.close()

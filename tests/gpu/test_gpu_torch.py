@@ -136,7 +136,7 @@ def test_a_training_step_on_a_stream_of_its_own_waits_for_nobody(comm):
     assert type(wrapped.engine._lane) is StreamLane
     torch.testing.assert_close(actual, gradients(plain))
     for bucket in wrapped.engine.buckets:
-        assert bucket.flat.data.ptr in {flat.data_ptr() for flat in wrapped._flats["grad"]}
+        assert bucket.flat.data.ptr in {flat.data_ptr() for flat in wrapped._steps.memory.flats["grad"]}
     wrapped.close()
 
 

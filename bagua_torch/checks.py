@@ -1,0 +1,216 @@
+"""What a wrapper refuses, and why. Each check raises, or returns what it has found; none changes anything.
+
+What concerns single arguments of PyTorch's own wrapper is in `torch_arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from bagua_comm import Algorithm, ArrayError, CommError, Communicator, UnsupportedError
+from bagua_comm.algorithms.base import check_algorithm_argument, complete, phases_of
+from bagua_comm.algorithms.combinators import Every
+
+from .arrays import as_array
+from .contents import Contents
+from .errors import MismatchError, MisuseError
+
+
+def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
+    """The parameters and buffers to ignore: `names`, and those that the module itself has listed for PyTorch.
+
+    Raises:
+        ArrayError: `names` is one string, or the module has no parameter or buffer of such a name.
+    """
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = sorted(set(names) - known)
+    if isinstance(names, str) or unknown:
+        raise ArrayError(
+            f"DistributedDataParallel: params_and_buffers_to_ignore is {names!r}, expected names of the "
+            "module's parameters and buffers" + (f"; there is no {unknown[0]!r}" if unknown else "")
+        )
+    return {*names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+
+
+def check_module(comm: Communicator, contents: Contents) -> torch.device:
+    """The device that the trained parameters are on.
+
+    Raises:
+        ArrayError: No parameter is trained, or one is lazy. A RuntimeError as well.
+        UnsupportedError: The communicator cannot carry a parameter or a buffer, or they are on several devices,
+            or on another than the communicator's.
+    """
+    if not contents.trained:
+        raise MisuseError("DistributedDataParallel: the module has no parameter to train")
+    for name, tensor in contents.tensors().items():
+        if nn.parameter.is_lazy(tensor):
+            raise MisuseError(
+                f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
+            )
+        check_device(comm.device, name, tensor)
+        try:
+            comm.carrier(as_array(tensor), call="DistributedDataParallel", name=repr(name))
+        except UnsupportedError as exc:
+            raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
+    devices = {parameter.device for parameter in contents.trained.values()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
+        )
+    return devices.pop()
+
+
+def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
+    """Raise `UnsupportedError` if a tensor is on another CUDA device than the communicator's, `mine`."""
+    if tensor.device.type != "cuda" or tensor.device.index == mine:
+        return
+    if mine is None:
+        raise UnsupportedError(
+            f"DistributedDataParallel: {name!r} is on {tensor.device}, but this communicator has no device; "
+            "see `python -m bagua_comm info`"
+        )
+    raise UnsupportedError(
+        f"DistributedDataParallel: {name!r} is on {tensor.device}, but this rank's communicator works on "
+        f"cuda:{mine}; move the module there, or call torch.cuda.set_device({mine}) before the communicator is "
+        "made"
+    )
+
+
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], algorithm: Algorithm
+) -> None:
+    """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm."""
+    check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
+    owned: set[int] = set()
+    wanted = {id(parameter) for parameter in trained.values()}
+    for number, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArrayError(
+                f"DistributedDataParallel: optimizers is {optimizers!r}, expected those of torch.optim; "
+                "all arguments of PyTorch's own but the module are given by name"
+            )
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if not mine & wanted:
+            raise ArrayError(
+                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
+                "module's parameters; was the module copied after the optimizer was made?"
+            )
+        owned |= mine
+    missing = [name for name, parameter in trained.items() if id(parameter) not in owned]
+    if optimizers and missing:
+        raise ArrayError(
+            f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
+            f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
+        )
+    phases = phases_of(algorithm)
+    counting = len(phases) > 1 or any(p.payload == "weight" or isinstance(p, Every) for p in phases)
+    if counting and not optimizers:
+        raise ArrayError(f"DistributedDataParallel: {algorithm} needs to know of steps: give the optimizers")
+    for phase in phases:
+        if complete(phase).lends:
+            _check_borrowers(optimizers, phase)
+
+
+def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
+    """Raise `ArrayError` unless all optimizers borrow what the algorithm lends, with the same settings."""
+    lent = complete(algorithm).lends
+    if not optimizers:
+        raise ArrayError(
+            f"DistributedDataParallel: {algorithm} needs an optimizer that borrows its {lent}, such as "
+            "bagua_torch.QAdamOptimizer: give it"
+        )
+    for optimizer in optimizers:
+        if getattr(optimizer, "borrows", "") != lent:
+            raise ArrayError(
+                f"DistributedDataParallel: {type(algorithm).__name__} averages the {lent} of an optimizer that "
+                f"borrows it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
+            )
+        optimizer.check_lender(algorithm)  # type: ignore[attr-defined]
+
+
+def check_ranks(
+    comm: Communicator, contents: Contents, optimizers: Sequence[torch.optim.Optimizer], *, tuned: bool
+) -> None:
+    """Compare the modules of all ranks, before any of their values is sent.
+
+    Collective.
+
+    Raises:
+        CommMismatch: Modules differ, or the number of optimizers, or one rank has a tuner and another has none. A
+            RuntimeError as well.
+    """
+    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in contents.tensors().items()]
+    mine.append((f"{len(optimizers)} optimizers", (), "", False))
+    mine.append(("a tuner" if tuned else "no tuner", (), "", False))
+    for rank, theirs in enumerate(comm.allgather_object(mine)):
+        if theirs != mine:
+            different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
+            raise MismatchError(
+                f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
+                f"rank {rank} has {different} where rank {comm.rank} has something else"
+            )
+
+
+def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> None:
+    """Check, before a training forward pass, that the module is as it was when it was wrapped.
+
+    Args:
+        contents: The module as it was wrapped.
+        weights: The views of the buckets that parameters must be, if weights are exchanged.
+
+    Raises:
+        ArrayError: A parameter was added, replaced, frozen, unfrozen, moved or converted.
+        UnsupportedError: An optimizer would step within the backward pass.
+    """
+    trained = {id(p) for p in contents.trained.values()}
+    for name, parameter in contents.module.named_parameters():
+        if (id(parameter) in trained) == parameter.requires_grad or name in contents.ignored:
+            continue
+        if not isinstance(parameter, nn.Parameter):
+            continue  # torch.func.functional_call lends it to the module for this call
+        if contents.all.get(name, parameter) is not parameter:
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
+                "close this one and wrap the module again. To torch.func.functional_call give tensors that "
+                "are no nn.Parameter; their gradients stay on this rank"
+            )
+        raise ArrayError(
+            f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
+            "wrapped; close this one and wrap the module again"
+        )
+    for name, parameter in contents.trained.items():
+        # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
+                "call optimizer.step() after backward(), when gradients are averaged"
+            )
+    for name, view in weights.items():
+        if contents.trained[name].data_ptr() != view.data_ptr():
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
+                "weights would not be exchanged; close this one and wrap the module again"
+            )
+
+
+def check_open(closed: bool) -> None:
+    """Raise `CommError` if the wrapper is closed."""
+    if closed:
+        raise CommError(
+            "DistributedDataParallel: closed, or its module was wrapped again; it would train without the "
+            "other ranks"
+        )
+
+
+def check_backward_ended(unfinished: bool) -> None:
+    """Raise `CommError` if a backward pass has begun and not ended."""
+    if unfinished:
+        raise CommError(
+            "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
+            "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
+        )

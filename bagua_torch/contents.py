@@ -1,0 +1,72 @@
+"""What of a module the ranks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from bagua_comm import Communicator
+
+from .broadcast import broadcast_optimizer, broadcast_tensors
+
+
+class Contents:
+    """The parameters and buffers of a module that all ranks share.
+
+    Args:
+        module: The module.
+        ignored: Names of parameters and buffers that stay a rank's own. A tied parameter is ignored only if all
+            its names are here.
+    """
+
+    def __init__(self, module: nn.Module, ignored: set[str]) -> None:
+        self.module, self.ignored = module, ignored
+        self.all = dict(module.named_parameters())
+        """Every parameter as it was when the module was wrapped; a tied one under its first name."""
+        every = module.named_parameters(remove_duplicate=False)
+        common = {id(parameter) for name, parameter in every if name not in ignored}
+        self.parameters = {name: parameter for name, parameter in self.all.items() if id(parameter) in common}
+        """The parameters that are not ignored."""
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        """The parameters among these that get a gradient."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, without the ignored ones."""
+        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.ignored}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers."""
+        return {**self.parameters, **self.buffers()}
+
+    def copy_all(self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0) -> None:
+        """Give all ranks the parameters, buffers and optimizer states of `root`.
+
+        Collective.
+        """
+        broadcast_tensors(comm, list(self.tensors().values()), root=root)
+        self.copy_optimizers(comm, optimizers, root=root)
+
+    def copy_buffers(self, comm: Communicator, *, root: int = 0) -> None:
+        """Give all ranks the buffers of `root`.
+
+        Collective.
+        """
+        broadcast_tensors(comm, list(self.buffers().values()), root=root)
+
+    def copy_optimizers(
+        self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0
+    ) -> None:
+        """Give all ranks the optimizer states of `root`, but keep those of parameters that are a rank's own.
+
+        Collective.
+        """
+        common = {id(parameter) for parameter in self.parameters.values()}
+        for optimizer in optimizers:
+            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in common]
+            kept = {parameter: optimizer.state[parameter] for parameter in mine if parameter in optimizer.state}
+            broadcast_optimizer(comm, optimizer, root=root)
+            for parameter in mine:
+                optimizer.state.pop(parameter, None)
+            optimizer.state.update(kept)

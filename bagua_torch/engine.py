@@ -1,0 +1,159 @@
+"""The engine as a wrapper calls it: on tensors, and in the order of PyTorch's current stream.
+
+Autograd runs hooks on threads and streams of its choice, and bagua_comm works in the order of CuPy's current
+stream. A wrapper reaches bagua_comm's work on a device only through this file, so the order is right whoever
+calls. On a CUDA device a bucket leaves behind what PyTorch has enqueued on its stream. When the backward pass
+ends, that stream waits for the lane's, and the host for neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from bagua_comm import Algorithm, Communicator, Engine
+from bagua_comm.algorithms.base import Payload, complete
+from bagua_comm.arrays import Array
+from bagua_comm.cuda import DeviceClock, DeviceSpan
+from bagua_comm.trace import Tracer
+
+from .arrays import as_array, as_tensor, torch_stream
+from .broadcast import map_leaves
+from .memory import BucketMemory
+
+Class = TypeVar("Class", bound=type)
+
+
+def _in_stream_order(cls: Class) -> Class:
+    """Let every public method of `cls`, also the inherited ones, run in the order of PyTorch's current stream."""
+
+    def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def in_order(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch_stream(self.device):
+                return method(self, *args, **kwargs)
+
+        return in_order
+
+    for name, method in inspect.getmembers(cls, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(cls, name, ordered(method))
+    return cls
+
+
+@_in_stream_order
+class TorchEngine(Engine):
+    """An engine over the memory of a wrapper.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        algorithm: What to exchange and when.
+        memory: The memory of the buckets; it has what the algorithm exchanges.
+        device: Where that memory is.
+    """
+
+    def __init__(
+        self, comm: Communicator, algorithm: Algorithm, memory: BucketMemory, device: torch.device
+    ) -> None:
+        self.device = device
+        with torch_stream(device):
+            super().__init__(comm, algorithm, memory.plan, _arrays_of(memory))
+
+    def ready_all(self, names: Iterable[str]) -> None:
+        """Say that several tensors are complete; see `Engine.ready`."""
+        for name in names:
+            super().ready(name)
+
+    def move(self, memory: BucketMemory, algorithm: Algorithm) -> None:
+        """Go on with other memory, and the same algorithm with other settings; see `Engine.replan`.
+
+        Collective.
+        """
+        super().replan(memory.plan, _arrays_of(memory), algorithm=algorithm)
+
+    def state_tensors(self) -> dict[str, Any]:
+        """What `Engine.state_dict` gives, with tensors for arrays."""
+        return map_leaves(super().state_dict(), _to_tensor)  # type: ignore[no-any-return]
+
+    def load_state_tensors(self, state: Any) -> None:
+        """Go on from what `state_tensors` gave; see `Engine.load_state_dict`.
+
+        Collective.
+        """
+        super().load_state_dict(map_leaves(state, self._to_array))
+
+    @property
+    def lent(self) -> dict[str, torch.Tensor]:
+        """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing."""
+        name = complete(self.phase).lends
+        return self.plan.cut([as_tensor(getattr(state, name)) for state in self.states]) if name else {}
+
+    def _to_array(self, value: Any) -> Any:
+        try:
+            return as_array(value.to(self.device)) if isinstance(value, torch.Tensor) else value
+        except Exception:  # the engine refuses, on all ranks, what cannot be viewed
+            return value
+
+
+class BackwardSpan:
+    """How long a backward pass lasts: a span on the host and, on a CUDA device, one there.
+
+    Args:
+        tracer: Where the spans go.
+        device: Where the pass runs.
+    """
+
+    def __init__(self, tracer: Tracer, device: torch.device) -> None:
+        self.clock = DeviceClock(device.index) if device.type == "cuda" else None
+        """The clock of the device, if there is one."""
+        self._tracer, self._device = tracer, device
+        self._start_ns = 0
+        self._on_device: DeviceSpan | None = None
+
+    def begin(self) -> None:
+        """The pass begins."""
+        self._start_ns = time.perf_counter_ns()
+        if self.clock is not None:
+            with torch_stream(self._device):
+                self._on_device = DeviceSpan(self._tracer, self.clock, "backward", "device: backward")
+
+    def end(self, **detail: Any) -> None:
+        """The pass has ended, if one has begun; `detail` is shown with the span."""
+        if self._start_ns:
+            self._tracer.add("backward", self._start_ns, time.perf_counter_ns(), detail)
+            if self._on_device is not None:
+                with torch_stream(self._device):
+                    self._on_device.end(**detail)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the pass that has begun, if one has."""
+        self._start_ns, self._on_device = 0, None
+
+
+def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Make tensors on `device` their mean over all ranks, in place.
+
+    Collective.
+    """
+    with torch_stream(device):
+        for tensor in tensors:
+            values = as_array(tensor)
+            comm.allreduce(values, out=values, op="avg")
+            increment_version(tensor)
+
+
+def _arrays_of(memory: BucketMemory) -> dict[Payload, list[Array]]:
+    return {payload: [as_array(flat) for flat in flats] for payload, flats in memory.flats.items()}
+
+
+def _to_tensor(value: Any) -> Any:
+    return as_tensor(value) if hasattr(value, "dtype") else value

@@ -1,0 +1,127 @@
+"""Uneven data: a rank that has no more batches takes part in the exchanges of those that have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bagua_comm import Communicator, Point
+from bagua_comm.algorithms.base import complete
+
+from .engine import TorchEngine
+from .errors import EarlyEndError
+from .memory import BucketMemory, KeptGradients
+
+
+@dataclass
+class Join:
+    """Which ranks have data left, and what a rank without data does meanwhile.
+
+    Args:
+        comm: The ranks.
+        optimizers: The optimizers of the model.
+        divide_by_initial_size: Whether sums of gradients are divided by the number of all ranks.
+        throws: Whether all ranks are to stop as soon as one has ended.
+        stopping: Called before the error that makes a rank stop is raised.
+    """
+
+    comm: Communicator
+    optimizers: Sequence[torch.optim.Optimizer]
+    divide_by_initial_size: bool
+    throws: bool
+    stopping: Callable[[], None]
+    active: list[int] = field(default_factory=list)
+    """The ranks that had data left in the latest step."""
+    scale: float = 1.0
+    """The factor of gradients, by which their mean over all ranks becomes the mean over the active ones."""
+    forwards: int = 0
+    """The training forward passes that this rank made here."""
+
+    def announce(self, engine: TorchEngine, *, active: bool) -> None:
+        """Tell the other ranks whether this one has data, and hear it of them.
+
+        Collective.
+
+        Raises:
+            EarlyEndError: Some ranks have ended and some have not, and all are to stop then.
+        """
+        table = self.comm.allgather(np.array([active, engine.step]))
+        self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        if self.throws and 0 < len(self.active) < self.comm.size:
+            self.stopping()
+            ended = [rank for rank in range(self.comm.size) if rank not in self.active]
+            who = f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {ended} have"
+            raise EarlyEndError(
+                f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
+            )
+        if self.active and not self.divide_by_initial_size:
+            self.scale = self.comm.size / len(self.active)
+        while not active and engine.step < table[:, 1].max():
+            if complete(engine.phase).lends:
+                for optimizer in self.optimizers:  # what it borrows is its own to keep
+                    optimizer.step()
+            else:
+                engine.at(Point.STEP)
+
+    def follow(
+        self,
+        engine: TorchEngine,
+        memory: BucketMemory,
+        *,
+        copy_buffers: Callable[[int], None],
+        exchanged: Callable[[], None],
+    ) -> list[int]:
+        """Take part in the exchanges of ranks that have data left, until none has. `p.grad` is then as it was.
+
+        Collective.
+
+        Args:
+            engine: Exchanges the buckets.
+            memory: The memory of the buckets.
+            copy_buffers: Called at the beginning of each step, with a rank that has data left.
+            exchanged: Called at the end of each step.
+
+        Returns:
+            The ranks that took part in the last exchange, if this rank had ended before it.
+        """
+        before = KeptGradients(memory)
+        last: list[int] = []
+        zeroed_in = -1
+        while True:
+            self.announce(engine, active=False)
+            if not self.active:
+                break
+            last = self.active
+            copy_buffers(last[0])
+            engine.at(Point.FORWARD)
+            if engine.payload == "grad":
+                # A further backward pass of the same step adds to the averages that are in the buckets.
+                accumulates = zeroed_in == engine.step and bool(self.optimizers)
+                zeroed_in = engine.step
+                keep = accumulates and self.divide_by_initial_size
+                for name, view in memory.gradients.items():
+                    memory.parameters[name].grad = view if keep else view.zero_()
+                engine.ready_all(memory.gradients)
+            engine.at(Point.BACKWARD)
+            if engine.payload == "weight":
+                # Ranks that have data may wait for this exchange before they announce their next step.
+                engine.at(Point.STEP)
+            exchanged()
+        before.put_back()
+        return last
+
+    def furthest(self, last: Sequence[int], steps: int) -> int:
+        """The rank whose weights all ranks are to have at the end.
+
+        Collective. Weights may differ even if no rank had to wait for another one: after steps in `no_sync`, say.
+
+        Args:
+            last: What `follow` returned.
+            steps: How many optimizer steps this rank made by itself.
+        """
+        table = self.comm.allgather_object((last, steps, self.forwards))
+        candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)
+        return max(candidates, key=lambda rank: (*table[rank][1:], -rank))

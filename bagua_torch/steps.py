@@ -1,0 +1,326 @@
+"""A training step on this rank, from one forward pass to the optimizers' step: what is exchanged when.
+
+Whatever happens in a step comes in here: the wrapper says that a forward pass begins, the watch follows the
+backward pass, and hooks tell of the optimizers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+
+from bagua_comm import Algorithm, Communicator, Point
+from bagua_comm.algorithms.base import complete, phases_of
+
+from . import checks
+from .backward import BackwardWatch
+from .contents import Contents
+from .engine import BackwardSpan, TorchEngine
+from .join import Join
+from .memory import BucketMemory, pack
+from .unused import UnusedParameters
+from .wrapping import WeakCall, release
+
+
+class Stage(Enum):
+    """How far this rank is in a training step.
+
+    A training forward pass opens a step, the end of its backward pass averages it, and the optimizers end it:
+
+        IDLE -> OPEN -> AVERAGED -> IDLE
+
+    Gradients may be averaged several times before the optimizers step: AVERAGED -> OPEN_AGAIN -> AVERAGED.
+    """
+
+    IDLE = "no training forward pass since the optimizers stepped"
+    OPEN = "the other ranks know of a forward pass; its backward pass has not ended"
+    AVERAGED = "the backward pass has ended; the optimizers may step"
+    OPEN_AGAIN = "averaged, and the other ranks know of a further forward pass"
+    CLOSED = "this wrapper exchanges nothing any more"
+
+
+class TrainingSteps:
+    """The steps in which a model is trained: hooks, buckets and engine, and how far the present step is.
+
+    Collective. It hangs its hooks on the module and the optimizers, which hold it weakly.
+
+    Args:
+        comm: The ranks.
+        contents: What is trained.
+        optimizers: The optimizers of the model.
+        algorithm: What to exchange and when.
+        bucket_bytes: The size at which a bucket is closed.
+        device: Where the parameters are.
+        find_unused: Whether to take away gradients that no rank has computed.
+        static: Whether the same parameters get a gradient in every step.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        contents: Contents,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        find_unused: bool,
+        static: bool,
+    ) -> None:
+        self.comm, self.contents, self.optimizers, self.device = comm, contents, optimizers, device
+        self.stage = Stage.IDLE
+        self.averages = 0
+        """How many backward passes were averaged."""
+        self.join: Join | None = None
+        """Which ranks have data left, in `join`."""
+        self.find_unused, self.static = find_unused, static
+        self._stepped: set[int] = set()  # optimizers that stepped since the last backward pass
+        self._trained = contents.trained
+        self._unused = UnusedParameters(comm, self._trained)
+        self.memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, comm.size))
+        self.start(algorithm)
+        self.span = BackwardSpan(comm.tracer, device)
+        self.watch = BackwardWatch(
+            self._trained,
+            began=self.span.begin,
+            before=self._before_gradient,
+            after=self._after_gradient,
+            ended=self._end_backward,
+        )
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def start(self, algorithm: Algorithm) -> None:
+        """Make the engine for `algorithm`, and what memory it needs.
+
+        Collective.
+        """
+        self.memory.provide({phase.payload for phase in phases_of(algorithm)})
+        self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device)
+        self.memory.commits = 0
+
+    def move(self, bucket_bytes: int, algorithm: Algorithm) -> None:
+        """Go on with other buckets, and the same algorithm with other settings.
+
+        Collective.
+        """
+        memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, self.comm.size))
+        for payload in {phase.payload for phase in phases_of(algorithm)}:
+            memory.allocate(payload)
+        self.engine.move(memory, algorithm)
+        memory.replace(self.memory)
+        self.memory = memory
+        self.note_new_weights()
+        self.lend()
+
+    def close(self) -> None:
+        """Finish what is under way, remove the hooks and free the engine. Closing twice does nothing.
+
+        Collective.
+        """
+        if self.stage is Stage.CLOSED:
+            return
+        try:
+            self.complete()
+            self.engine.close()
+            self.note_new_weights()
+        finally:
+            self.detach()
+
+    def detach(self) -> None:
+        """Leave the module and the optimizers to themselves; the other ranks hear nothing of it."""
+        if self.stage is Stage.CLOSED:
+            return
+        self.stage = Stage.CLOSED
+        self._release.detach()
+        self.watch.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self.lend()
+
+    # What happens in a step, in this order ----------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless a training forward pass may begin; `join` counts it."""
+        checks.check_open(self.stage is Stage.CLOSED)
+        checks.check_backward_ended(self.watch.unfinished)
+        checks.check_unchanged(self.contents, self.memory.weights)
+        if self.join is not None:
+            self.join.forwards += 1
+
+    def finish(self) -> None:
+        """End the step before, if only some of the optimizers stepped, or if it was left out on this rank."""
+        if self._stepped:
+            self._end()
+        self.complete()
+
+    def open(self, *, copy_buffers: bool) -> None:
+        """Tell the other ranks of a forward pass, and take over the buffers of one.
+
+        Collective. Once per backward pass: what an earlier forward pass saved for it must not change.
+        """
+        self.stage = Stage.OPEN_AGAIN if self.stage is Stage.AVERAGED else Stage.OPEN
+        if self.join is not None:
+            self.join.announce(self.engine, active=True)
+        if copy_buffers:
+            root = self.join.active[0] if self.join is not None else 0
+            self.contents.copy_buffers(self.comm, root=root)
+
+    def begin_forward(self) -> None:
+        """A training forward pass begins. Collective."""
+        self.lend()
+        self.engine.at(Point.FORWARD)
+        self.note_new_weights()
+
+    def _before_gradient(self, name: str, armed: bool) -> None:
+        """Make `p.grad` the view, so that autograd accumulates into the bucket."""
+        if armed or self._trained[name].grad is None:  # else it may be in the bucket of another wrapper
+            self.memory.attach(name)
+
+    def _after_gradient(self, name: str) -> None:
+        """Hand a complete gradient to the engine."""
+        self.memory.attach(name)  # create_graph=True replaces p.grad
+        self._scale(name)
+        self.engine.ready(name)
+
+    def _scale(self, name: str) -> None:
+        """In `join`, let the mean over all ranks be that over those that have data.
+
+        That is done before the gradient is sent: an algorithm may average more than the gradient.
+        """
+        if self.join is not None and self.join.scale != 1 and self.engine.payload == "grad":
+            self.memory.gradients[name].mul_(self.join.scale)
+
+    def _end_backward(self, complete: set[str], inner: bool) -> None:
+        """Send what is left, and wait for the averages, on a device without the host. Collective.
+
+        Args:
+            complete: The parameters that got a gradient.
+            inner: Whether another backward pass started this one and goes on.
+        """
+        self.span.end(parameters=len(complete))
+        fresh = []
+        if self.engine.payload == "grad" and len(complete) < len(self._trained):
+            unused = [name for name in self._trained if name not in complete]
+            fresh = [name for name in unused if self._trained[name].grad is None]
+            for name in unused:
+                self.memory.attach(name)
+                self._scale(name)
+            self.engine.ready_all(unused)  # so that no rank waits for them
+        self.engine.at(Point.BACKWARD)
+        self.note_new_weights()
+        self.lend()
+        self.stage = Stage.AVERAGED
+        self.averages += 1
+        self._stepped.clear()
+        self._forget_unused(fresh, inner=inner)
+        if self.static:
+            self._unused.compare(complete, inner=inner)
+
+    def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
+        if self.engine.payload == "grad" and (self.find_unused or self.static):
+            self._unused.forget(fresh, static=self.static, inner=inner)
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
+        checks.check_backward_ended(self.watch.unfinished)
+        if self.stage is Stage.OPEN:
+            self.watch.end()
+        self.engine.settle()  # if this step was counted already
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        averaged = self.stage in (Stage.AVERAGED, Stage.OPEN_AGAIN)
+        if len(self._stepped) == len(self.optimizers) and (averaged or self.engine.payload == "grad"):
+            self._end()
+
+    def _end(self) -> None:
+        self.stage = Stage.OPEN if self.stage is Stage.OPEN_AGAIN else Stage.IDLE
+        self._stepped.clear()
+        self.engine.at(Point.STEP)
+        self.note_new_weights()
+
+    def complete(self) -> None:
+        """Where weights are exchanged, end a step in which the optimizers did not step (a GradScaler found inf).
+
+        Collective.
+        """
+        if self.stage is Stage.AVERAGED and self.engine.payload == "weight":
+            self._end()
+
+    def forget(self) -> None:
+        """What comes next is a new step."""
+        self.watch.reset()
+        self.span.forget()
+        self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
+        self._stepped.clear()
+        self.note_new_weights()
+
+    def follow(self, join: Join, *, copy_buffers: bool) -> list[int]:
+        """Take part in the steps of ranks that have data left; see `Join.follow`. Collective."""
+
+        def buffers(root: int) -> None:
+            if copy_buffers:
+                self.contents.copy_buffers(self.comm, root=root)
+
+        def exchanged() -> None:
+            self.lend()
+            self._forget_unused(list(self._trained))
+
+        self.complete()
+        last = join.follow(self.engine, self.memory, copy_buffers=buffers, exchanged=exchanged)
+        self.note_new_weights()
+        return last
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _settle(self, *_: Any) -> None:
+        """Before the module runs, saves or loads: write back what was exchanged since the last step."""
+        if not self.contents.module.training:
+            self.complete()
+        self.engine.settle()
+        self.note_new_weights()
+
+    def note_new_weights(self) -> None:
+        """Tell autograd of weights that the engine has written."""
+        self.memory.note(self.engine.commits)
+
+    def lend(self) -> None:
+        """Let optimizers use what the algorithm lends; from now on, or again after they have loaded a state."""
+        lender = self.engine.phase
+        lent = "" if self.stage is Stage.CLOSED else complete(lender).lends
+        tensors = {self._trained[name]: tensor for name, tensor in self.engine.lent.items()} if lent else {}
+        for optimizer in self._borrowers():
+            if optimizer.borrows == lent:
+                step = self.engine.buckets[0].step
+                optimizer.borrow(self._trained.values(), tensors, lender=lender, step=step)
+            else:
+                optimizer.give_back(self._trained.values())
+
+    def _borrowers(self) -> list[Any]:
+        return [optimizer for optimizer in self.optimizers if getattr(optimizer, "borrows", "")]
+
+    def _attach(self) -> None:
+        """Hang the hooks on the module and the optimizers."""
+
+        def hook(method: Any) -> WeakCall:
+            return WeakCall(method, self._hooks)
+
+        for optimizer in self.optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(hook(self._before_optimizer_step)))
+            self._hooks.append(optimizer.register_step_post_hook(hook(self._after_optimizer_step)))
+        for register in (
+            self.contents.module.register_forward_pre_hook,
+            self.contents.module.register_state_dict_pre_hook,
+            self.contents.module.register_load_state_dict_pre_hook,
+        ):
+            self._hooks.append(register(hook(self._settle)))
+        # What a wrapper that nobody has any more must undo by itself, whenever that may be on this rank.
+        borrowers = [weakref.ref(optimizer) for optimizer in self._borrowers()]
+        parameters = [weakref.ref(parameter) for parameter in self._trained.values()]
+        self._release = weakref.finalize(self, release, self.watch, borrowers, parameters)
+        self._release.atexit = False

@@ -1,0 +1,113 @@
+"""How a wrapper hangs on to a module, and how it is found and let go of.
+
+Hooks hold the wrapper weakly: nothing but its user keeps it alive. When it is gone, its hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua_comm import CommError, Communicator
+
+from .backward import BackwardWatch, watches_of
+
+
+class WeakCall:
+    """A hook that calls a method and holds the method's object weakly: once that is gone, the hook does nothing.
+
+    A copy of it does nothing either, as the copy of a module's hook in a copy of the module.
+
+    Args:
+        method: The method.
+        handles: The handles of all hooks of the same object.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, handles: Sequence[Any] = ()) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+        self._handles = handles
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the method, if its object is there."""
+        method = self._method() if self._method is not None else None
+        return method(*given) if method is not None else None
+
+    def __reduce__(self) -> Any:
+        return WeakCall, ()
+
+    def remove_if_dead(self) -> None:
+        """Remove all hooks of the object, if it is gone."""
+        if self._method is None or self._method() is None:
+            for handle in self._handles:
+                handle.remove()
+
+
+def remove_dead_hooks(module: nn.Module) -> None:
+    """Remove the hooks that wrappers which are gone have left on `module` and its optimizers."""
+    for hook in list(module._forward_pre_hooks.values()):
+        if isinstance(hook, WeakCall):
+            hook.remove_if_dead()
+
+
+def end_older(module: nn.Module, comm: Communicator) -> None:
+    """End what trained the parameters of `module` before.
+
+    Collective. What is there on all ranks is closed. Ranks may lose theirs at different times, though: what is
+    missing on a rank is detached on the others, and its communicator stays.
+    """
+    older = _older(module)
+    remove_dead_hooks(module)
+    closable = sorted(name for name, steps in older.items() if steps.comm is comm)
+    common = set(closable).intersection(*comm.allgather_object(closable))
+    for name in closable:
+        if name in common:
+            # One whose exchanges have failed cannot end as it should; the new one begins all the same.
+            with suppress(CommError):
+                older[name].close()
+    for steps in older.values():
+        steps.detach()
+
+
+def _older(module: nn.Module) -> dict[str, Any]:
+    """Every `TrainingSteps` of the same parameters that is still there, by the name of a parameter.
+
+    Those that share only some of the parameters are not among them: they go on.
+    """
+    parameters = {id(parameter) for parameter in module.parameters()}
+    older: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        for watch in watches_of(parameter):
+            steps: Any = watch.owner
+            if steps is None or steps in older.values():
+                continue
+            theirs = steps.contents.module
+            if theirs is module or {id(p) for p in theirs.parameters()} == parameters:
+                older[name] = steps
+    return older
+
+
+def release(
+    watch: BackwardWatch,
+    borrowers: Iterable[Callable[[], Any]],
+    parameters: Iterable[Callable[[], torch.Tensor | None]],
+) -> None:
+    """Undo what a wrapper has left on parameters and optimizers. It sends nothing, so it may run anywhere.
+
+    The hooks of modules and optimizers are idle and stay: one of them may be running now, and PyTorch does not
+    allow to remove it then.
+
+    Args:
+        watch: The watch of the wrapper.
+        borrowers: Weak references to the optimizers that borrow from its algorithm.
+        parameters: Weak references to its parameters.
+    """
+    watch.remove()
+    own = [p for p in (there() for there in parameters) if p is not None]
+    for optimizer in (there() for there in borrowers):
+        if optimizer is not None:
+            optimizer.give_back(own)

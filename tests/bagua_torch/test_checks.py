@@ -1,0 +1,315 @@
+"""What a wrapper refuses: each check by itself, what it returns, and that it changes nothing."""
+
+import pytest
+import torch
+from torch import nn
+
+from bagua_comm import (
+    ArrayError,
+    ByteGrad,
+    CommError,
+    CommMismatch,
+    Decentralized,
+    GradientAllReduce,
+    QAdam,
+    UnsupportedError,
+    after,
+    every,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import QAdamOptimizer, checks
+from bagua_torch.contents import Contents
+
+
+class Elsewhere(torch.Tensor):
+    device = torch.device("cuda", 1)
+
+
+def contents_of(module, *ignored):
+    return Contents(module, set(ignored))
+
+
+def trained():
+    return dict(nn.Linear(2, 1).named_parameters())
+
+
+def sgd(parameters):
+    return [torch.optim.SGD(parameters.values(), lr=0.1)]
+
+
+# Names to ignore ------------------------------------------------------------------------------------------
+
+
+def test_the_names_to_ignore_are_those_given_and_those_listed_for_pytorch():
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    assert checks.names_to_ignore(module, ()) == set()
+    assert checks.names_to_ignore(module, ["0.bias", "1.running_mean"]) == {"0.bias", "1.running_mean"}
+    module._ddp_params_and_buffers_to_ignore = ["1.weight"]
+    assert checks.names_to_ignore(module, ["0.bias"]) == {"0.bias", "1.weight"}
+
+
+@pytest.mark.parametrize(("names", "message"), [("weight", "is 'weight'"), (["bais"], "there is no 'bais'")])
+def test_names_to_ignore_that_are_no_names_are_refused(names, message):
+    with pytest.raises(ArrayError, match=message):
+        checks.names_to_ignore(nn.Linear(1, 1), names)
+
+
+# The module -----------------------------------------------------------------------------------------------
+
+
+def test_the_device_of_a_module_is_returned():
+    def body(comm):
+        return checks.check_module(comm, contents_of(nn.Linear(2, 1)))
+
+    assert run_ranks(2, body) == [torch.device("cpu")] * 2
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+MODULES = {
+    "frozen": (lambda: frozen(nn.Linear(1, 1)), RuntimeError, "no parameter to train"),
+    "empty": (nn.Tanh, RuntimeError, "no parameter to train"),
+    "lazy": (lambda: nn.Sequential(nn.Linear(1, 1), nn.LazyLinear(1)), RuntimeError, "'1.weight' is lazy; run"),
+    "sparse": (
+        lambda: with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse()),
+        UnsupportedError,
+        "'given'.*layout",
+    ),
+    "quantized": (
+        lambda: with_buffer(nn.Linear(1, 1), torch.zeros(2, dtype=torch.float8_e4m3fn)),
+        UnsupportedError,
+        "'given'.*float8",
+    ),
+    "elsewhere": (
+        lambda: with_buffer(nn.Linear(1, 1), torch.zeros(1).as_subclass(Elsewhere)),
+        UnsupportedError,
+        "'given' is on cuda:1, but this communicator has no device",
+    ),
+}
+
+
+def with_buffer(module, tensor):
+    module.register_buffer("given", tensor)
+    return module
+
+
+@pytest.mark.parametrize(("make", "error", "message"), MODULES.values(), ids=MODULES)
+def test_modules_that_cannot_be_trained_are_refused(make, error, message):
+    def body(comm):
+        with pytest.raises(error, match=message):
+            checks.check_module(comm, contents_of(make()))
+
+    run_ranks(1, body)
+
+
+def test_what_is_ignored_is_not_checked():
+    def body(comm):
+        module = with_buffer(nn.Linear(1, 1), torch.eye(2).to_sparse())
+        return checks.check_module(comm, contents_of(module, "given"))
+
+    assert run_ranks(1, body) == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (None, "'w' is on cuda:1, but this communicator has no device; see `python -m bagua_comm info`"),
+        (0, r"'w' is on cuda:1, but this rank's .* cuda:0; move the module there, or call .*set_device\(0\)"),
+    ],
+)
+def test_a_tensor_on_another_device_is_refused(mine, message):
+    checks.check_device(1, "w", torch.zeros(1).as_subclass(Elsewhere))
+    checks.check_device(mine, "w", torch.zeros(1))
+    with pytest.raises(UnsupportedError, match=message):
+        checks.check_device(mine, "w", torch.zeros(1).as_subclass(Elsewhere))
+
+
+# Optimizers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad()], ids=repr)
+def test_gradients_need_no_optimizer(algorithm):
+    parameters = trained()
+    checks.check_optimizers([], parameters, algorithm)
+    checks.check_optimizers(sgd(parameters), parameters, algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [Decentralized(), every(2, GradientAllReduce()), after(2, GradientAllReduce(), ByteGrad())],
+    ids=repr,
+)
+def test_algorithms_that_count_steps_need_optimizers(algorithm):
+    parameters = trained()
+    checks.check_optimizers(sgd(parameters), parameters, algorithm)
+    with pytest.raises(ArrayError, match="needs to know of steps: give the optimizers"):
+        checks.check_optimizers([], parameters, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (lambda mine: ["cuda"], r"optimizers is \['cuda'\].*by name"),
+        (lambda mine: sgd(trained()), r"optimizer 0 \(SGD\) has none of the module's parameters"),
+        (lambda mine: sgd({"weight": mine["weight"]}), "no optimizer given steps 'bias'; give all"),
+    ],
+)
+def test_optimizers_of_other_parameters_are_refused(optimizers, message):
+    parameters = trained()
+    with pytest.raises(ArrayError, match=message):
+        checks.check_optimizers(optimizers(parameters), parameters, GradientAllReduce())
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce, "ByteGrad", None])
+def test_what_is_no_algorithm_is_refused(algorithm):
+    with pytest.raises(ArrayError, match="expected an algorithm such as"):
+        checks.check_optimizers([], trained(), algorithm)
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "message"),
+    [
+        (lambda p: [], r"QAdam\(.*needs an optimizer that borrows its momentum.*QAdamOptimizer: give it"),
+        (lambda p: sgd(p), r"QAdam averages the momentum of .*QAdamOptimizer, but the optimizer is SGD"),
+        (
+            lambda p: [QAdamOptimizer(p.values(), warmup_steps=7, betas=(0.8, 0.99))],
+            r"has warmup_steps=7 and betas\[0\]=0.8, but QAdam\(.* has 5 and 0.9",
+        ),
+        (
+            lambda p: [QAdamOptimizer([p["weight"]], warmup_steps=5), *sgd({"bias": p["bias"]})],
+            "but the optimizer is SGD",
+        ),
+    ],
+)
+def test_an_algorithm_that_lends_needs_optimizers_that_borrow(optimizers, message):
+    parameters = trained()
+    algorithm = QAdam(warmup_steps=5)
+    checks.check_optimizers([QAdamOptimizer(parameters.values(), warmup_steps=5)], parameters, algorithm)
+    for each in (algorithm, after(3, GradientAllReduce(), algorithm)):
+        if each is not algorithm and not optimizers(parameters):
+            continue  # it needs to know of steps, which is told first
+        with pytest.raises(ArrayError, match=message):
+            checks.check_optimizers(optimizers(parameters), parameters, each)
+
+
+# Ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizers", "tuned"),
+    [
+        (lambda rank: nn.Linear(1 + rank, 1), lambda rank: 1, lambda rank: False),
+        (lambda rank: nn.Linear(1, 1, bias=rank == 0), lambda rank: 1, lambda rank: False),
+        (lambda rank: nn.Linear(1, 1).to(torch.float64 if rank else None), lambda rank: 1, lambda rank: False),
+        (lambda rank: nn.BatchNorm1d(1, track_running_stats=rank == 0), lambda rank: 1, lambda rank: False),
+        (lambda rank: nn.Linear(1, 1), lambda rank: rank, lambda rank: False),
+        (lambda rank: nn.Linear(1, 1), lambda rank: 1, lambda rank: rank == 0),
+    ],
+    ids=["shape", "parameter", "dtype", "buffer", "optimizers", "tuner"],
+)
+def test_ranks_that_differ_are_told_so_on_all_ranks(make, optimizers, tuned):
+    def body(comm):
+        contents = contents_of(make(comm.rank))
+        mine = sgd(contents.trained) * optimizers(comm.rank)
+        with pytest.raises(CommMismatch, match=f"rank {1 - comm.rank} have different modules") as caught:
+            checks.check_ranks(comm, contents, mine, tuned=tuned(comm.rank))
+        assert isinstance(caught.value, RuntimeError)
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_are_alike_pass():
+    def body(comm):
+        module = nn.Linear(1, 1)
+        if comm.rank:
+            module.register_buffer("mine", torch.zeros(3))
+        checks.check_ranks(comm, contents_of(module, "mine"), [], tuned=False)
+
+    run_ranks(2, body)
+
+
+# In the course of training --------------------------------------------------------------------------------
+
+
+def test_a_module_that_is_as_it_was_passes():
+    module = nn.Linear(2, 1)
+    views = {"weight": module.weight.data, "bias": module.bias.data}
+    checks.check_unchanged(contents_of(module), {})
+    checks.check_unchanged(contents_of(module), views)
+
+
+def add(module):
+    module.more = nn.Parameter(torch.ones(1))
+
+
+def freeze(module):
+    module.bias.requires_grad_(False)
+
+
+def replace(module):
+    module.weight = nn.Parameter(torch.ones(1, 2))
+
+
+def step_in_backward(module):
+    module.weight._in_backward_optimizers = []
+
+
+def convert(module):
+    module.weight.data = module.weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (add, ArrayError, "'more' was added, frozen or unfrozen"),
+        (freeze, ArrayError, "'bias' was added, frozen or unfrozen"),
+        (replace, ArrayError, "'weight' is another parameter than when the module was wrapped"),
+        (step_in_backward, UnsupportedError, "'weight' has an optimizer that steps within the backward pass"),
+        (convert, ArrayError, "'weight' was moved, converted or wrapped once more"),
+    ],
+)
+def test_a_module_that_was_changed_is_refused(change, error, message):
+    module = nn.Linear(2, 1)
+    contents, views = contents_of(module), {"weight": module.weight.data}
+    change(module)
+    with pytest.raises(error, match=message):
+        checks.check_unchanged(contents, views)
+
+
+def test_a_parameter_that_is_ignored_may_change():
+    module = nn.Linear(2, 1)
+    contents = contents_of(module, "bias")
+    freeze(module)
+    checks.check_unchanged(contents, {})
+
+
+def test_the_end_of_a_wrapper_and_of_a_backward_pass():
+    checks.check_open(closed=False)
+    checks.check_backward_ended(unfinished=False)
+    with pytest.raises(CommError, match="closed, or its module was wrapped again"):
+        checks.check_open(closed=True)
+    with pytest.raises(CommError, match="the last backward pass did not end"):
+        checks.check_backward_ended(unfinished=True)
+
+
+# What ranks have in common --------------------------------------------------------------------------------
+
+
+def test_a_tied_parameter_is_ignored_only_under_all_its_names():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    names = ["0.weight", "0.bias", "1.bias"]
+    assert list(contents_of(module).trained) == names
+    assert list(contents_of(module, "0.weight").trained) == names
+    assert list(contents_of(module, "0.weight", "1.weight").trained) == names[1:]
+
+
+def test_frozen_parameters_and_buffers_are_common_and_not_trained():
+    module = nn.Sequential(frozen(nn.Linear(1, 1)), nn.BatchNorm1d(1))
+    contents = contents_of(module, "1.running_var")
+    assert list(contents.trained) == ["1.weight", "1.bias"]
+    assert list(contents.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert list(contents.buffers()) == ["1.running_mean", "1.num_batches_tracked"]
+    assert list(contents.tensors()) == [*contents.parameters, *contents.buffers()]

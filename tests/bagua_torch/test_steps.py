@@ -1,0 +1,111 @@
+"""How far a training step is: the one stage that says what is exchanged next."""
+
+import pytest
+from support.torch_training import QADAM, batch, loss_of, wrapped
+
+from bagua_comm import ByteGrad, Decentralized
+from bagua_comm.testing import run_ranks
+from bagua_torch.steps import Stage
+
+IDLE, OPEN, AVERAGED, AGAIN, CLOSED = Stage
+
+
+class Told:
+    """A model, and the stage after each thing that happens."""
+
+    def __init__(self, comm, algorithm=None):
+        self.comm, (self.model, self.optimizer, self.ddp) = comm, wrapped(comm, algorithm)
+
+    def forward(self):
+        return loss_of(self.ddp, batch(self.comm.rank, 0))
+
+    def after(self, *actions):
+        stages, loss = [], None
+        for action in actions:
+            if action == "forward":
+                loss = self.forward()
+            elif action == "no_sync":
+                with self.ddp.no_sync():
+                    self.forward().backward()
+            elif action == "backward":
+                loss.backward()
+            elif action == "evaluate":
+                self.ddp.eval()(batch(0, 0))
+                self.ddp.train()
+            elif action == "load":
+                self.ddp.load_state_dict(self.ddp.state_dict())
+            else:
+                getattr(self.optimizer if action == "step" else self.ddp, action)()
+            stages.append(self.ddp._steps.stage)
+        return stages
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(), Decentralized(), QADAM], ids=repr)
+def test_a_step_is_opened_averaged_and_ended(algorithm):
+    def body(comm):
+        told = Told(comm, algorithm)
+        assert told.after(*["forward", "backward", "step"] * 2) == [OPEN, AVERAGED, IDLE] * 2
+        assert told.ddp.engine.step == 2
+        assert told.after("forward", "forward", "backward") == [OPEN, OPEN, AVERAGED]
+        assert told.after("close", "close") == [CLOSED, CLOSED]
+
+    run_ranks(2, body)
+
+
+def test_gradients_that_are_averaged_twice_before_a_step():
+    def body(comm):
+        told = Told(comm)
+        assert told.after(*["forward", "backward"] * 2, "step") == [OPEN, AVERAGED, AGAIN, AVERAGED, IDLE]
+        # A forward pass before the optimizer steps belongs to the next step.
+        assert told.after("forward", "backward", "forward", "step") == [OPEN, AVERAGED, AGAIN, OPEN]
+        assert told.after("forward", "backward") == [OPEN, AVERAGED]
+        assert told.ddp.engine.step == 2
+        told.ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_where_weights_are_exchanged_a_step_that_was_left_out_counts():
+    def body(comm):
+        told = Told(comm, Decentralized())
+        assert told.after("forward", "backward", "forward", "backward") == [OPEN, AVERAGED] * 2
+        assert told.ddp.engine.step == 1
+        assert told.after("evaluate") == [IDLE]  # weights are read
+        assert told.ddp.engine.step == 2
+        told.ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_what_stays_on_a_rank_opens_nothing():
+    def body(comm):
+        told = Told(comm)
+        assert told.after("no_sync", "evaluate") == [IDLE, IDLE]
+        assert told.after("forward", "no_sync", "backward") == [OPEN, OPEN, AVERAGED]
+        told.ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_an_optimizer_ends_a_pass_that_reached_no_parameter():
+    def body(comm):
+        told = Told(comm)
+        before = told.ddp.engine.counter.calls
+        assert told.after("forward", "step") == [OPEN, IDLE]
+        assert told.ddp.engine.counter.calls == before + 1
+        assert told.after("step") == [IDLE]  # nothing is open: nothing is exchanged
+        assert told.ddp.engine.counter.calls == before + 1
+        told.ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_loading_begins_a_new_step_and_a_closed_wrapper_stays_closed():
+    def body(comm):
+        told = Told(comm)
+        assert told.after("forward", "load", "forward", "backward", "load") == [OPEN, IDLE, OPEN, AVERAGED, IDLE]
+        assert told.after("close") == [CLOSED]
+        told.ddp.load_state_dict(told.ddp.state_dict())
+        assert told.ddp._steps.stage is CLOSED
+
+    run_ranks(2, body)
