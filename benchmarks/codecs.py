@@ -14,9 +14,10 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 
@@ -31,8 +32,10 @@ from .bench.record import begin_record, header_lines, write_json
 from .bench.table import Column, Table, number
 from .bench.timing import Call, Measurement, Spread, measure
 
-MODULES = list(dict.fromkeys(["host", kernels.on_host().__name__.rpartition(".")[2]]))
-"""The kernels of NumPy, and the compiled ones if they are installed."""
+MODULES: list[Literal["host", "compiled"]] = ["host"]
+"""The kernels of NumPy, and the compiled ones if Numba is installed."""
+if kernels.on_host() is not kernels.host:
+    MODULES.append("compiled")
 
 CHUNKS = 4
 """Chunks that are encoded, decoded and combined."""
@@ -91,13 +94,14 @@ def main() -> None:
         write_json(options.json, record)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_sweep_arguments(parser)
     datatypes = ["float32", "float16", "bfloat16"]
     parser.add_argument("-d", "--datatype", nargs="+", choices=datatypes, default=datatypes)
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def measured(name: str, nbytes: int, datatype: str, options: argparse.Namespace) -> list[dict[str, object]]:

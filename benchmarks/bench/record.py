@@ -101,7 +101,7 @@ def listed(entries: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, record: Record) -> None:
-    """Write a record at once: whoever is interrupted leaves the former file."""
+    """Write a record in one step, so that an interrupted program leaves the former file."""
     text = json.dumps(record, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/null, say
         path.write_text(text)

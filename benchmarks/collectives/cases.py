@@ -35,7 +35,7 @@ REDUCTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One call: which rank of how many makes it, and with what."""
+    """The arguments of one call, and the rank that makes it."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class Setting:
         return _repeated(self._period(rank).astype(self.dtype), count)
 
     def reduced(self, count: int) -> Array:
-        """What the reduction of all ranks' `values` should be."""
+        """The exact reduction of all ranks' `values`."""
         total = REDUCTIONS[self.op].reduce([self._period(rank) for rank in range(self.size)])
         if self.op == "avg":
             total = total / self.size if self.is_float else total // self.size

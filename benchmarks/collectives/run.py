@@ -18,8 +18,7 @@ those on the wire, which stand in `wire`: what rank 0 sent in one call. Our exac
 `overhead` compares the fixed cost of a call with mpi4py's: 8 bytes, in alternating batches.
 
 A dash is a call that does not exist: broadcast is always in place, MPI does not add float16, and without mpirun
-there is no MPI. Where ranks of several hosts meet gloo at MASTER_ADDR, as netlab and torchrun arrange it, they
-need `--beside gloo` as well.
+there is no MPI. Ranks of gloo meet at MASTER_ADDR where it is set, as by benchmarks.netlab.
 """
 
 from __future__ import annotations
@@ -408,7 +407,7 @@ def _refusal(name: str, options: argparse.Namespace) -> str | None:
     """Why an operation cannot run with these arguments; None if it can."""
     if name == "quantized_allreduce":
         if options.op not in (None, "sum", "avg"):
-            return f"there is no op={options.op!r}, only sum and avg"
+            return f"it has no op={options.op!r}, only sum and avg"
         for codec in (CODECS[key] for key in options.codec):
             if options.datatype not in codec.dtypes:
                 return f"{codec} cannot code {options.datatype}"

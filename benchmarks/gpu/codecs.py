@@ -128,7 +128,7 @@ class Plain:
         return self.minmax_encode((total / len(codes)).reshape(1, -1), codes.shape[-1])
 
     def cast_encode(self, x: Any) -> Any:
-        """To float16. What is beyond its range becomes infinite, where the codec keeps it finite."""
+        """To float16. Numbers beyond its range become infinite; the codec would keep them finite."""
         return self.cast(x, "float16")
 
     def sgd_step(self, x: Any, g: Any, buffer: Any) -> None:

@@ -23,7 +23,7 @@ FLUSH_BYTES = 256 << 20
 """Written, and then as much read, between two timed calls: more than the cache of any GPU holds."""
 
 FLUSH_ROWS = 256
-"""Rows of what is read. They are added up, so that the sums, which are written, are this many times smaller."""
+"""The memory that is read has this many rows. Only their sum is written, which is this many times smaller."""
 
 # ---------------------------------------------------------------------------------------------------
 # The device
@@ -31,7 +31,7 @@ FLUSH_ROWS = 256
 
 
 def collect_device() -> dict[str, Any]:
-    """The current device, and the versions of what is above it."""
+    """The current device, and the versions of its driver and libraries."""
     import cupy
 
     runtime = cupy.cuda.runtime

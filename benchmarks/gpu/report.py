@@ -189,7 +189,7 @@ def table() -> Iterator[str]:
 
 
 # ---------------------------------------------------------------------------------------------------
-# What else was aimed at
+# Other targets
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +210,7 @@ class Target:
     met: Callable[[Any, Any], bool]
 
     def row(self, sections: Results) -> Results:
-        """The target beside what was measured; None for what was not."""
+        """The target beside the figure; None if that was not measured."""
         figure = at(sections, *self.path)
         met = None if figure is None else self.met(figure, self.wanted)
         return {"target": self.name, "wanted": self.wanted, "measured": figure, "met": met}
@@ -347,7 +347,7 @@ def leaves(sections: Results) -> Iterator[tuple[str, str, Any]]:
 
 
 def summary(record: Results) -> Iterator[str]:
-    """The end of what is printed."""
+    """The lines that the command prints at its end."""
     verdicts = {True: "met", False: "missed", None: "not measured"}
     speed = record["copy"]
     yield "a copy: {gb_per_s} GB/s; assumed {assumed_gb_per_s}, data sheet {data_sheet_gb_per_s}".format(**speed)

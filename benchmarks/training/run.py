@@ -376,7 +376,7 @@ def run(comm: Communicator, options: argparse.Namespace) -> int:
 def one_turn(
     comm: Communicator, name: str, module: nn.Module, batch: Batch, options: argparse.Namespace
 ) -> tuple[Block, str]:
-    """Wrap the module, time a block, and unwrap it; also what its settings were.
+    """Wrap the module, time a block, and unwrap it; returns the block and the settings.
 
     Collective.
     """
