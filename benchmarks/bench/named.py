@@ -17,8 +17,8 @@ NAMED: dict[str, Algorithm] = {
 def from_name(name: str, **arguments: Any) -> Algorithm:
     """The algorithm of this name in the library's table, with some of its arguments changed.
 
-    >>> from_name("qadam", warmup_steps=1)
-    QAdam(warmup_steps=1, betas=(0.9, 0.999), codec=MinMaxUInt8(block=512, eps=0.0))
+    >>> from_name("diloco-100", local_steps=8).local_steps
+    8
     """
     algorithm: Any = NAMED[name]
     changed: Algorithm = dataclasses.replace(algorithm, **arguments)
