@@ -1,11 +1,11 @@
 """How fast codecs encode, decode and combine on this machine, beside a plain copy in the same run.
 
-    python benchmarks/codecs.py -b 1M -e 64M -f 8 -n 20 -d float32 bfloat16 --codec minmax bagua float16 bfloat16
+    python -m benchmarks.codecs -b 1M -e 64M -f 8 -n 20 -d float32 bfloat16 --codec minmax bagua float16 bfloat16
 
-One process on one core. GB/s are bytes of elements a second (of the p chunks together for combine), in
-10**9; the figure of a codec is comparable with that of the copy beside it. The kernels of NumPy ("host") and,
-where Numba is installed, the compiled ones are called in turn. Every result is checked: what decodes must be
-as close as the codec promises.
+One process works on one core. GB/s count the bytes of the elements (of the p chunks together for combine), in
+10**9 a second; compare the figure of a codec with that of the copy beside it. The kernels of NumPy ("host") and,
+where Numba is installed, the compiled ones take turns. Every result is checked: decoded elements must be as close
+as the codec promises.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import argparse
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import ModuleType
+from typing import Literal
 
-import common
 import numpy as np
-from common import Call, Column, Measurement, Spread, Table
 
-from bagua_comm import BFloat16, Codec, Float16, MinMaxUInt8, kernels
+from bagua_comm import Codec, kernels
 from bagua_comm.arrays import Array, dtype_named
 from bagua_comm.testing import run_ranks
 
-CODECS: dict[str, Codec] = {
-    "minmax": MinMaxUInt8(),
-    "bagua": MinMaxUInt8.bagua(),
-    "float16": Float16(),
-    "bfloat16": BFloat16(),
-}
+from .bench.arguments import add_sweep_arguments, sweep
+from .bench.checking import ERROR, relative_error
+from .bench.named import CODECS
+from .bench.record import begin_record, header_lines, write_json
+from .bench.table import Column, Table, number
+from .bench.timing import Call, Measurement, Spread, measure
 
-MODULES = list(dict.fromkeys([kernels.host, kernels.on_host()]))
-"""That of NumPy, and the compiled one if there is one."""
+MODULES: list[Literal["host", "compiled"]] = ["host"]
+"""The kernels of NumPy, and the compiled ones if Numba is installed."""
+if kernels.on_host() is not kernels.host:
+    MODULES.append("compiled")
 
 CHUNKS = 4
-"""How many chunks are encoded, decoded and combined."""
+"""Chunks that are encoded, decoded and combined."""
 
 TABLE = Table(
     (
@@ -56,7 +56,7 @@ TABLE = Table(
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one codec works on, at one size."""
+    """The arrays of one codec at one size."""
 
     chunks: Array
     wire: Array
@@ -65,7 +65,7 @@ class Buffers:
 
     @classmethod
     def of(cls, codec: Codec, nbytes: int, dtype: str) -> Buffers:
-        """Normally distributed chunks of `nbytes` in all, and room for the results."""
+        """Normally distributed chunks, of `nbytes` together, and room for the results."""
         kind = dtype_named(dtype)
         count = max(1, nbytes // kind.itemsize // CHUNKS)
         chunks = np.random.default_rng(0).standard_normal((CHUNKS, count), np.float32).astype(kind)
@@ -74,32 +74,34 @@ class Buffers:
 
 
 def main() -> None:
+    """Run the benchmark."""
     options = parse_arguments()
     if hasattr(os, "sched_setaffinity"):  # one core, and the same one throughout
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    record = common.begin_record("codecs", options, ranks=1)
+    record = begin_record("codecs", options)
     if "numba" in sys.modules:
         record["versions"]["numba"] = sys.modules["numba"].__version__
-    print(*common.header_lines(record), sep="\n")
+    print(*header_lines(record), sep="\n")
     print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy; encode, decode, combine of each")
     print(*TABLE.header(), sep="\n")
     record["results"] = []
-    sizes = common.sweep(options.minbytes, options.maxbytes, options.stepfactor)
+    sizes = sweep(options.minbytes, options.maxbytes, options.stepfactor)
     for nbytes, datatype, name in itertools.product(sizes, options.datatype, options.codec):
         for result in measured(name, nbytes, datatype, options):
             record["results"].append(result)
             print(TABLE.row(cells(result)), flush=True)
     if options.json:
-        common.write_json(options.json, record)
+        write_json(options.json, record)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    common.add_sweep_arguments(parser)
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_sweep_arguments(parser)
     datatypes = ["float32", "float16", "bfloat16"]
     parser.add_argument("-d", "--datatype", nargs="+", choices=datatypes, default=datatypes)
     parser.add_argument("--codec", nargs="+", choices=CODECS, default=list(CODECS))
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def measured(name: str, nbytes: int, datatype: str, options: argparse.Namespace) -> list[dict[str, object]]:
@@ -120,44 +122,46 @@ def measured(name: str, nbytes: int, datatype: str, options: argparse.Namespace)
     }
     calls = [Call(run=_returning(lambda: np.copyto(copy, chunks), copy), prepare=lambda: None, expected=None)]
     calls += [
-        Call(run=_returning(run, decoded), prepare=partial(use, module), expected=expected, check=common.ERROR)
+        Call(
+            run=_returning(run, decoded),
+            prepare=lambda: None,
+            expected=expected,
+            check=ERROR,
+            within=partial(kernels.use, module),
+        )
         for module in MODULES
         for run, expected in steps.values()
     ]
     (timings,) = run_ranks(
         1,
-        lambda comm: common.measure(
+        lambda comm: measure(
             comm, calls, barrier=lambda: None, warmup=options.warmup_iters, iterations=options.iters
         ),
     )
     results = []
-    for number, module in enumerate(MODULES):
-        use(module)
-        own = timings[1 + number * len(steps) :][: len(steps)]
+    for index, module in enumerate(MODULES):
+        own = timings[1 + index * len(steps) :][: len(steps)]
         rates = {
             step: _gbs(chunks.nbytes, timing)
             for step, timing in zip(["copy", *steps], [timings[0], *own], strict=True)
         }
+        with kernels.use(module):
+            error_of_mean = relative_error(codec.decode(combine(), copy[:1]), mean)
         results.append(
             {
                 "codec": repr(codec),
                 "name": name,
-                "kernels": module.__name__.rpartition(".")[2],
+                "kernels": module,
                 "datatype": datatype,
                 "bytes": chunks.nbytes,
                 "gb_per_s": {step: asdict(rate) for step, rate in rates.items()},
                 "of_copy": {step: rates[step].median / rates["copy"].median for step in steps},
                 "wire_bytes_per_element": wire.size / chunks.size,
                 "error": own[list(steps).index("decode")].fault,
-                "error_of_mean": common.relative_error(codec.decode(combine(), copy[:1]), mean),
+                "error_of_mean": error_of_mean,
             }
         )
     return results
-
-
-def use(module: ModuleType) -> None:
-    """Let `kernels.of` give this module for host arrays."""
-    kernels.on_host = lambda: module  # type: ignore[assignment]
 
 
 def _returning(run: Callable[[], object], result: Array) -> Callable[[], Array]:
@@ -182,8 +186,8 @@ def cells(result: dict[str, object]) -> list[str]:
         str(result["datatype"]),
         str(result["name"]),
         str(result["kernels"]),
-        *(common.number(rate["median"]) for rate in rates.values()),
-        *(common.number(share) for share in shares.values()),
+        *(number(rate["median"]) for rate in rates.values()),
+        *(number(share) for share in shares.values()),
         f"{result['wire_bytes_per_element']:.3f}",
         f"{result['error']:.1e}",
     ]

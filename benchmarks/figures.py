@@ -1,9 +1,9 @@
 """Measures every figure about slow networks, shared memory and the host's codecs again, one after another.
 
-    python benchmarks/figures.py                       # all, about three quarters of an hour on two cores
-    python benchmarks/figures.py --only network shared
+    python -m benchmarks.figures                       # all, about three quarters of an hour on two cores
+    python -m benchmarks.figures --only network shared
 
-Each job is one command, printed before it runs, and writes to benchmarks/results what it measured, with the
+Each job is one command, which is printed before it runs. It writes its figures to benchmarks/results, with the
 machine and the versions: JSON, and where there is a report, Markdown and a plot. Emulated hosts need root; see
 netlab.py.
 """
@@ -15,50 +15,53 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+from .bench import RESULTS, ROOT
 
-
-def hosts(rate: str, *script: object) -> list[object]:
-    """A script on four emulated hosts."""
-    return [HERE / "netlab.py", "run", "--hosts", 4, "--rate", rate, *script]
+Command = list[object]
+"""Arguments of Python."""
 
 
-def ranks(count: int, *script: object) -> list[object]:
-    """A script on ranks of this machine."""
-    return ["-m", "bagua_comm", "run", "-n", count, *script]
+def hosts(rate: str, *arguments: object) -> Command:
+    """A module on four emulated hosts."""
+    return ["-m", "benchmarks.netlab", "run", "--hosts", 4, "--rate", rate, "-m", *arguments]
 
 
-def network(rate: str) -> list[object]:
-    """Every collective, between 512 KiB and 32 MiB."""
+def ranks(count: int, *arguments: object) -> Command:
+    """A module on ranks of this machine."""
+    return ["-m", "bagua_comm", "run", "-n", count, "-m", *arguments]
+
+
+def network(rate: str) -> Command:
+    """Collectives between 512 KiB and 32 MiB."""
+    operations = ("allreduce", "quantized_allreduce", "reduce_scatter", "allgather", "alltoall")
+    beside = ("--beside", "mpi4py,gloo,ring,halving_doubling", "--forms", "out-of-place")
     sweep = ("-b", "512K", "-e", "32M", "-f", 4, "-n", 7, "-w", 2)
-    return hosts(rate, HERE / "network.py", *sweep, "--label", rate, "--json", RESULTS / f"network-{rate}.json")
+    record = ("--label", rate, "--json", RESULTS / f"network-{rate}.json")
+    return hosts(rate, "benchmarks.collectives", *operations, *beside, *sweep, *record)
 
 
-def training(model: str, rate_mbit: int, algorithms: str = "", **options: object) -> list[object]:
-    """Training steps of a model at a rate; of all algorithms, unless some are named."""
+def training(model: str, rate_mbit: int, algorithms: str = "", **options: object) -> Command:
+    """Training steps of a model at a rate, with all algorithms unless some are named."""
     label = f"hosts=4,rate_mbit={rate_mbit},ranks_per_host=1"
-    stem = f"training-{model}-{rate_mbit}"
-    command = [HERE / "training.py", "--model", model, "--label", label, "--trace-overlap"]
+    command: Command = ["benchmarks.training", "--model", model, "--label", label, "--trace-overlap"]
     command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     command += ["--algorithms", algorithms] if algorithms else []
-    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"{stem}.json")
+    return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"training-{model}-{rate_mbit}.json")
 
 
-def shared_memory(count: int) -> list[object]:
+def shared_memory(count: int) -> Command:
     """Exact allreduce on this machine, beside MPI's and gloo's."""
     sweep = ("-b", "1M", "-e", "32M", "-f", 2, "-n", 25)
-    script = (HERE / "collectives.py", "allreduce", "--gloo", *sweep, "--json", RESULTS / "shared.json")
-    return ranks(count, *script)
+    command = ("benchmarks.collectives", "allreduce", "--beside", "mpi4py,gloo", *sweep)
+    return ranks(count, *command, "--json", RESULTS / "shared.json")
 
 
-def tuner(model: str, bucket_bytes: str) -> list[object]:
+def tuner(model: str, bucket_bytes: str) -> Command:
     """Every bucket size of the grid, and the tuner's search among them."""
     search = ("--trials", 4, "--steps", 2, "--rounds", 1, "--rematches", 2)
-    script = (HERE / "tuner.py", "--model", model, "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
-    return hosts("1gbit", *script, *search, "--output", RESULTS / "tuner")
+    grid = ("--model", model, "--algorithm", "exact", "--bucket-bytes", bucket_bytes)
+    return hosts("1gbit", "benchmarks.training.tuner", *grid, *search, "--out", RESULTS / "tuner")
 
 
 MEASURED = [
@@ -73,29 +76,36 @@ MEASURED = [
 ]
 MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
 
-JOBS: dict[str, list[list[object]]] = {
+JOBS: dict[str, list[Command]] = {
     "training": [
         training("vgg16", 1000, MAIN, rounds=2, steps=3, warmup=1),
         training("vgg16", 500, MAIN, rounds=1, steps=3, warmup=1),
         training("vgg16", 10000, MAIN, rounds=1, steps=3, warmup=1),
         training("resnet50", 1000, rounds=1, steps=3, warmup=2),
         training("bert-large", 1000, "alone,ddp,exact,bytegrad", rounds=1, steps=2, warmup=1, sequence=32),
-        [HERE / "training.py", "report", *MEASURED, "--out", RESULTS / "training"],
-        [HERE / "costmodel.py", *MEASURED, "--out", RESULTS],
+        ["-m", "benchmarks.training.report", *MEASURED, "--out", RESULTS / "training"],
+        ["-m", "benchmarks.training.costmodel", *MEASURED, "--out", RESULTS / "costmodel"],
     ],
     "network": [
         network("1gbit"),
         network("10gbit"),
-        [HERE / "network_report.py", RESULTS, "--out", RESULTS / "network"],
+        [
+            "-m",
+            "benchmarks.collectives.report",
+            *(RESULTS / f"network-{rate}.json" for rate in ("1gbit", "10gbit")),
+            "--out",
+            RESULTS / "network",
+        ],
     ],
     "shared": [shared_memory(2)],
-    "codecs": [[HERE / "codecs.py", "--json", RESULTS / "codecs.json"]],
+    "codecs": [["-m", "benchmarks.codecs", "--json", RESULTS / "codecs.json"]],
     "tuner": [tuner("resnet50", "1M,4M,16M,64M")],
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Run the jobs; the exit code of the first command that fails, else 0."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[*JOBS], default=[*JOBS], metavar="JOB")
     options = parser.parse_args(argv)
     for name in options.only:
@@ -103,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             command = [sys.executable, *map(str, job)]
             print(f"# {' '.join(command)}", flush=True)
             start = time.monotonic()
-            code = subprocess.run(command, cwd=HERE.parent).returncode
+            code = subprocess.run(command, cwd=ROOT).returncode
             print(f"# {time.monotonic() - start:.0f} s", flush=True)
             if code:
                 return code

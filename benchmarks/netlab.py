@@ -1,20 +1,20 @@
 """Emulated hosts on one Linux machine: network namespaces joined by a bridge, each link held to a rate.
 
-    python benchmarks/netlab.py run --hosts 4 --rate 1gbit benchmarks/network.py
-    python benchmarks/netlab.py run --hosts 2 --ranks-per-host 2 --rate 500mbit examples/train.py
-    python benchmarks/netlab.py run --launcher torchrun --hosts 4 --rate 1gbit examples/train.py
-    python benchmarks/netlab.py rate --rate 1gbit
-    python benchmarks/netlab.py clean
+    python -m benchmarks.netlab run --hosts 4 --rate 1gbit -m benchmarks.collectives --beside gloo
+    python -m benchmarks.netlab run --hosts 2 --ranks-per-host 2 --rate 500mbit examples/train.py
+    python -m benchmarks.netlab run --launcher torchrun --hosts 4 --rate 1gbit examples/train.py
+    python -m benchmarks.netlab rate --rate 1gbit
+    python -m benchmarks.netlab clean
 
 Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., and a host name of its own, so
 that MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket (tc's tbf),
-so each host sends and receives at the rate at most. What the script gets is mpirun's world; MASTER_ADDR,
+so that no host sends or receives faster than the rate. The script joins mpirun's world; MASTER_ADDR,
 MASTER_PORT and GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over
 the same links, and time the two in turn. `--launcher torchrun` starts it as torchrun would instead, without
 MPI.
 
-Needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. Nothing is left behind, also
-after an error or Ctrl-C; `clean` removes what a killed run has left.
+This needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. It removes everything when
+it ends, also after an error or Ctrl-C; `clean` removes what a killed run has left.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from bagua_comm.__main__ import find_mpirun
 
+from .bench import ROOT
+
 PREFIX = "bg"
-"""Begins the names of all namespaces, and of the bridge."""
+"""The beginning of the names of all namespaces, and of the bridge."""
 
 BURST_BYTES = 1 << 20
+"""How much a link sends at once, faster than its rate."""
+
 QUEUE = "100ms"
-"""A link sends so much at once, and queues so long, before it drops."""
+"""How long a packet may wait for a link before it is dropped."""
 
 _AGENT = """#!/bin/sh
 # Stands in for ssh: enters the namespace of the host that mpirun names.
@@ -77,7 +79,7 @@ class Lab:
     def mpirun(
         self, script: Sequence[str], *, ranks_per_host: int = 1, arguments: Sequence[str] = ()
     ) -> list[str]:
-        """The command that runs a Python script, with arguments, on all hosts under mpirun."""
+        """The command that runs Python on all hosts under mpirun; `script` is what follows `python`."""
         mpirun = find_mpirun()
         if mpirun is None:
             raise LabError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI")
@@ -99,7 +101,7 @@ class Lab:
         return self.inside(0, mpirun, *flags, *variables, *arguments, sys.executable, *script)
 
     def torchrun(self, script: Sequence[str], *, ranks_per_host: int = 1) -> list[list[str]]:
-        """The commands, one for each rank, that run a Python script as torchrun would."""
+        """The commands, one for each rank, that run Python as torchrun would; see `mpirun`."""
         world = self.hosts * ranks_per_host
         return [
             self.inside(
@@ -122,7 +124,7 @@ class Lab:
             "MASTER_PORT": "29400",
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
 
     def environment(self) -> dict[str, str]:
@@ -134,7 +136,7 @@ class Lab:
         """Run commands at the same time; the exit code of the first that fails, else 0.
 
         Raises:
-            subprocess.TimeoutExpired: They take longer; they are killed.
+            subprocess.TimeoutExpired: They took longer, and were killed.
         """
         running = [subprocess.Popen(command, env=self.environment()) for command in commands]
         deadline = time.monotonic() + timeout_s
@@ -160,16 +162,13 @@ class Lab:
         return result.stdout
 
 
-_ROOT = Path(__file__).resolve().parent.parent
-
-
 @contextlib.contextmanager
 def build(hosts: int, rate: str) -> Iterator[Lab]:
-    """Emulated hosts in the body of `with`, which ends with everything removed.
+    """Emulate hosts in the body of `with`, and remove them at its end.
 
     Args:
         hosts: How many, 1 to 250.
-        rate: Of each host's link, both ways, in tc's units: "500mbit", "1gbit".
+        rate: The rate of each host's link, both ways, as tc writes it: "500mbit", "1gbit".
 
     Raises:
         LabError: This machine does not allow it.
@@ -187,7 +186,7 @@ def check_machine() -> None:
     """Raise unless hosts can be emulated here.
 
     Raises:
-        LabError: They can't; the message says what is missing.
+        LabError: They cannot; the message says what is missing.
     """
     if not sys.platform.startswith("linux"):
         raise LabError(f"emulated hosts need Linux; this is {sys.platform}")
@@ -199,7 +198,7 @@ def check_machine() -> None:
 
 
 def remove(prefix: str) -> None:
-    """Kill what runs on the hosts whose names begin with `prefix`, and remove them and their bridge."""
+    """Kill the processes on hosts whose names begin with `prefix`, and remove these hosts and their bridge."""
     for name in _names(["ip", "netns", "list"], prefix):
         pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
         for pid in pids:
@@ -247,13 +246,13 @@ def _do(command: str) -> None:
 
 
 def measure_rate(lab: Lab, *, seconds: float = 2.0) -> float:
-    """Bytes a second that arrive on host 1 from one plain TCP stream of host 0: what anything else can reach."""
-    script = str(Path(__file__).resolve())
+    """Bytes a second that arrive on host 1 from one plain TCP stream of host 0: no program can be faster."""
+    this = (sys.executable, "-m", "benchmarks.netlab")
     receiver = subprocess.Popen(
-        lab.inside(1, sys.executable, script, "receive"), stdout=subprocess.PIPE, text=True, env=lab.environment()
+        lab.inside(1, *this, "receive"), stdout=subprocess.PIPE, text=True, env=lab.environment()
     )
     try:
-        lab.output(lab.inside(0, sys.executable, script, "send", lab.address(1), str(seconds)))
+        lab.output(lab.inside(0, *this, "send", lab.address(1), str(seconds)))
         return float(receiver.communicate(timeout=30)[0])
     finally:
         receiver.kill()
@@ -277,7 +276,7 @@ def _connected(address: str) -> socket.socket:
             return socket.create_connection((address, _PORT), timeout=30)
         except ConnectionRefusedError:
             time.sleep(0.05)
-    raise LabError(f"nobody listens at {address}")
+    raise LabError(f"no process listens at {address}, port {_PORT}")
 
 
 def _receive() -> float:
@@ -298,7 +297,7 @@ def _receive() -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run a Python script on emulated hosts")
     run.add_argument("--ranks-per-host", type=int, default=1, metavar="L")
@@ -308,8 +307,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rate = commands.add_parser("rate", help="print what one TCP stream reaches")
     for command in (run, rate):
         command.add_argument("--hosts", type=_hosts, default=4, metavar="N")
-        command.add_argument("--rate", default="1gbit", help="of each link, as tc writes it")
-    run.add_argument("script", nargs=argparse.REMAINDER)
+        command.add_argument("--rate", default="1gbit", help="rate of each link, as tc writes it")
+    run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    run.add_argument("script")
+    run.add_argument("args", nargs=argparse.REMAINDER)
     commands.add_parser("clean", help="remove what a killed run has left")
     send = commands.add_parser("send")
     send.add_argument("address")
@@ -334,12 +335,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _hosts(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= 250:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of hosts from 1 to 250")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of hosts; expected 1 to 250")
     return int(text)
 
 
 def _run_command(options: argparse.Namespace) -> int:
-    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    script = [*(["-m"] if options.module else []), options.script, *options.args]
     with build(options.hosts, options.rate) as lab:
         ranks = options.ranks_per_host
         if options.launcher == "mpirun":

@@ -7,11 +7,13 @@ kept in ~/.cache/bagua_comm if only its owner can write there, else until the pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -246,6 +248,22 @@ def _scratch(device: int, stream: int, thread: int) -> Scratch:
 # ---------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def before_launch(see: Callable[[str], object]) -> Iterator[None]:
+    """In the body of `with`, call `see` with the name of each kernel just before this thread launches it.
+
+    Threads that start in the body are not observed. Observers may be nested; the outer one is called first.
+    """
+    token = _observers.set((*_observers.get(), see))
+    try:
+        yield
+    finally:
+        _observers.reset(token)
+
+
+_observers: ContextVar[tuple[Callable[[str], object], ...]] = ContextVar("observers of launches", default=())
+
+
 def _elementwise(name: str, like: Array, *args: Any) -> None:
     _flat("elementwise.cu", name, args, like.size, like.dtype)
 
@@ -263,7 +281,9 @@ def _ctas(count: int, dtype: DType) -> int:
 
 
 def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
-    """A kernel for the current device."""
+    """A kernel for the current device, which the caller launches at once."""
+    for see in _observers.get():
+        see(name)
     return _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
 
 

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
     parser.add_argument("--bucket-bytes", type=size_in_bytes, default=DEFAULT_BUCKET_BYTES)
     parser.add_argument(
-        "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks/costmodel.py"
+        "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks.training.costmodel"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups over bandwidths")
     parser.add_argument("--json", action="store_true", help="as JSON")

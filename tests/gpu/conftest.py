@@ -4,15 +4,10 @@ In the ordinary run most of them work on what stands in for CuPy: the parameter 
 `gpu`, and what is marked so is deselected unless it is asked for (pyproject.toml).
 """
 
-import sys
 import types
-from pathlib import Path
 
 import pytest
 from cuda_on_cpu.install import environment, installed
-
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT / "tests" / "kernels")]
 
 
 @pytest.fixture(params=["lazy", pytest.param("real", marks=pytest.mark.gpu)])

@@ -1,7 +1,7 @@
 """The kernels on a GPU: what tests/kernels/test_device.py asks of them on the CPU."""
 
 import pytest
-from test_device import (  # noqa: F401
+from kernels.test_device import (  # noqa: F401
     run,
     test_an_output_may_be_an_input,
     test_cast,

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_world import launch
 from support.device_ranks import HostOnly, over
 from support.gpu_bodies import bodies_of
+from support.launch import with_tests
 
 from bagua_comm import Communicator, MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.testing import check_transport, run_ranks
+from benchmarks.gpu.world import launch
 
 HERE = Path(__file__).parent
 
@@ -72,20 +73,22 @@ def test_threads_get_the_bytes_of_the_host(device, transport):
     assert run_ranks(3, on_host) == run_ranks(3, on_device, wrap=wrap)
 
 
-def test_threads_take_turns_on_one_stream_between_two_passes_of_a_codec(device, monkeypatch):
+def test_threads_take_turns_on_one_stream_between_two_passes_of_a_codec(device):
     import cupy
 
     codec, x = MinMaxUInt8.bagua(), np.random.default_rng(0).standard_normal((2, 1, 20_000)).astype(np.float32)
-    run, both = kernels.of(cupy.empty(0)), threading.Barrier(2, timeout=30)
-    kernel = run._kernel
+    run, both, waited = kernels.of(cupy.empty(0)), threading.Barrier(2, timeout=30), []
 
-    def after_the_other_thread(file, name, *rest):
+    def after_the_other_thread(name):
         if name == "encode_segments":
-            both.wait()
-        return kernel(file, name, *rest)
+            waited.append(both.wait())
 
-    monkeypatch.setattr(run, "_kernel", after_the_other_thread)
-    found = run_ranks(2, lambda comm: codec.encode(cupy.asarray(x[comm.rank])).get().tobytes())
+    def body(comm):
+        with run.before_launch(after_the_other_thread):
+            return codec.encode(cupy.asarray(x[comm.rank])).get().tobytes()
+
+    found = run_ranks(2, body)
+    assert sorted(waited) == [0, 1]
     assert found == [codec.encode(chunk).tobytes() for chunk in x]
 
 
@@ -94,9 +97,10 @@ def test_threads_take_turns_on_one_stream_between_two_passes_of_a_codec(device, 
 
 def run_processes(ranks, **options):
     """What each body raised in processes, by rank, and what they printed."""
+    options["env"] = with_tests(options.get("env"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "outcomes.json"
-        done = launch(ranks, [HERE.parent / "support" / "gpu_rank_process.py", out], timeout_s=50, **options)
+        done = launch(ranks, ["-m", "support.gpu_rank_process", out], timeout_s=50, **options)
         found = json.loads(out.read_text()) if out.exists() else {}
     return found, f"exit code {done.returncode}: {done.stdout}"
 

@@ -4,12 +4,11 @@ import contextlib
 import io
 import textwrap
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from gpu_world import launch
 from support.device_ranks import HostOnly, over
+from support.launch import with_tests
 from support.torch_training import (
     QADAM,
     batch,
@@ -34,6 +33,7 @@ from bagua_comm.cuda import current_address, use_device
 from bagua_comm.lane import StreamLane
 from bagua_comm.transports import LocalTransport
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, as_array, as_tensor, torch_stream
+from benchmarks.gpu.world import launch
 
 pytestmark = pytest.mark.gpu
 
@@ -224,10 +224,8 @@ def test_a_comm_hook_completes_in_the_order_of_streams(comm, average):
 
 TWO_RANKS = """
     import os
-    import sys
 
     os.environ["NCCL_HOSTID"] = f"host of process {os.getpid()}"
-    sys.path.insert(0, sys.argv[1])
 
     import torch
     from support.torch_training import (
@@ -267,6 +265,6 @@ TWO_RANKS = """
 def test_two_ranks_on_one_gpu_train_as_on_the_host(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TWO_RANKS))
-    result = launch(2, [script, Path(__file__).parents[1]], timeout_s=280)
+    result = launch(2, [script], timeout_s=280, env=with_tests())
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("trained") == 2

@@ -58,9 +58,7 @@ def hostile(dtype, m=5001):
 
 def coded(module, codec, x, combined=4):
     """What encoding, decoding and combining `combined` rows at a time give."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(kernels, "on_host", lambda: module)
-    with patch.context():
+    with kernels.use("host" if module is host else "compiled"):
         n, m = x.shape
         wire = np.full((n, codec.wire_nbytes(m, x.dtype)), 0xEE, np.uint8)
         results = [codec.encode(x, wire).copy(), codec.decode(wire, np.empty_like(x))]
@@ -68,7 +66,6 @@ def coded(module, codec, x, combined=4):
             for op in ("sum", "avg"):
                 out, rows = np.full_like(wire[:1], 0xEE), wire[row : row + combined]
                 results.append(codec.combine(rows, out, op=op, count=m, dtype=x.dtype))
-    patch.undo()
     return [result.tobytes() for result in results]
 
 
@@ -80,7 +77,19 @@ def test_kernels_of_host_arrays_are_compiled_where_numba_is():
 def test_without_numba_they_are_those_of_numpy(monkeypatch):
     monkeypatch.delitem(sys.modules, "bagua_comm.kernels.compiled")
     monkeypatch.setitem(sys.modules, "numba", None)
-    assert kernels.on_host.__wrapped__() is host
+    assert kernels._fastest_on_host.__wrapped__() is host
+
+
+def test_a_choice_of_kernels_holds_in_its_body_and_its_thread():
+    x, elsewhere = np.empty(1), []
+    with kernels.use("host"):
+        thread = threading.Thread(target=lambda: elsewhere.append(kernels.of(x)))
+        thread.start()
+        thread.join()
+        with kernels.use("compiled"):
+            assert kernels.of(x) is compiled
+        assert kernels.of(x) is host
+    assert [kernels.of(x), *elsewhere] == [compiled, compiled]
 
 
 @pytest.mark.parametrize("dtype", CODED)

@@ -4,17 +4,13 @@ import functools
 import inspect
 import json
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-import instructions  # noqa: E402
+from benchmarks.bench import RESULTS
+from benchmarks.gpu import instructions
 
 ARCHITECTURES = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120")
 REGISTERS = 65536  # of a multiprocessor
@@ -65,7 +61,7 @@ def check(cubin, log, what):
     assert most * import_module("bagua_comm.kernels.device").LARGEST_CTA <= REGISTERS, what
 
 
-TABLE = json.loads((BENCHMARKS / "results" / "kernel_instructions.json").read_text())
+TABLE = json.loads((RESULTS / "kernel_instructions.json").read_text())
 SLACK = 1.05
 """Another version of the compiler may differ by as much."""
 

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from calibration import Measurement, calibrate
 
 from bagua_comm import (
     ArrayError,
@@ -44,6 +43,7 @@ from bagua_comm.planning.costmodel import (
 )
 from bagua_comm.planning.models import MODELS, Layer
 from bagua_comm.testing import run_ranks
+from benchmarks.training.calibration import Measurement, calibrate
 
 INSTANT = CodecRates(math.inf, math.inf, math.inf)
 FREE = Rates(INSTANT, INSTANT, math.inf, math.inf, message_s=0, network_s_per_byte=0, polling=0, direct=1, ring=1)

@@ -8,13 +8,13 @@ import time
 
 import numpy as np
 import pytest
-from gpu_world import Hold, is_stand_in
 
 import bagua_comm
 from bagua_comm import ByteGrad, CommTimeout, Communicator, Engine, MinMaxUInt8, Plan, Point, TensorSpec, lane
 from bagua_comm.arrays import dtype_named
 from bagua_comm.cuda import device_count, use_device
 from bagua_comm.testing import check_transport, run_ranks
+from benchmarks.gpu.device import Hold, is_stand_in
 from support.device_ranks import over
 
 HOLD_S = 0.3

@@ -1,8 +1,6 @@
 """One of several processes on a GPU. Each runs all bodies; rank 0 writes the errors of all ranks.
 
-Usage:
-
-    python tests/support/gpu_rank_process.py OUT        started by `gpu_world.launch`
+`benchmarks.gpu.world.launch` starts it: `python -m support.gpu_rank_process OUT`.
 """
 
 import json
@@ -10,12 +8,8 @@ import sys
 import traceback
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
-
-from gpu_world import joined  # noqa: E402
-
-from support.gpu_bodies import bodies_of  # noqa: E402
+from benchmarks.gpu.world import joined
+from support.gpu_bodies import bodies_of
 
 
 def main():

@@ -1,8 +1,18 @@
 """Start Python on several ranks from a test."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+
+def with_tests(env=None):
+    """Environment variables with which Python finds the modules of tests/, too."""
+    env = os.environ if env is None else env
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), env.get("PYTHONPATH")]))}
 
 
 def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):

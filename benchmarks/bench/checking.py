@@ -1,0 +1,63 @@
+"""How results are compared with what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bagua_comm.arrays import Array
+
+
+def count_wrong(actual: Array | None, expected: Array) -> int:
+    """How many elements differ; all of them, where the result is missing or of another size.
+
+    >>> count_wrong(np.array([1.0, 2.0, np.nan]), np.array([1.0, 3.0, 4.0]))
+    2
+    """
+    if actual is None or actual.size != expected.size:
+        return int(expected.size)
+    return int(np.count_nonzero(actual.reshape(-1) != expected.reshape(-1)))
+
+
+def relative_error(actual: Array | None, expected: Array) -> float:
+    """|actual - expected| / |expected| in the L2 norm; infinite where the result is missing.
+
+    >>> relative_error(np.array([3.0, 5.0]), np.array([3.0, 4.0]))
+    0.2
+    """
+    if actual is None or actual.size != expected.size:
+        return float("inf")
+    # Not through BLAS: its threads go on spinning for a while, beside the call that is timed next.
+    distance = np.square(np.subtract(actual, expected.reshape(actual.shape), dtype=np.float64)).sum()
+    return float(np.sqrt(distance / np.square(expected).sum())) if distance else 0.0
+
+
+@dataclass(frozen=True)
+class Check:
+    """How results are judged.
+
+    Args:
+        title: The column of its numbers.
+        judge: From the result and what was expected: one number for a call on a rank, 0 if all is well.
+        over_ranks: How the numbers of all ranks become one.
+    """
+
+    title: str
+    judge: Callable[[Array | None, Array], float]
+    over_ranks: Callable[..., Any]
+
+    def total(self, faults: Array) -> float:
+        """The number for the worst call, from (p, iterations)."""
+        return float(self.over_ranks(faults, axis=0).max())
+
+
+WRONG = Check("#wrong", count_wrong, np.sum)
+ERROR = Check("error", relative_error, np.max)
+
+
+def poison(x: Array) -> None:
+    """Fill a contiguous array with bytes 0xFF (NaN, -1), so that no call finds a former result there."""
+    x.reshape(-1).view(np.uint8).fill(0xFF)

@@ -1,0 +1,103 @@
+"""What the benchmark of convergence compares: algorithms of the library, and PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bagua_comm import Algorithm
+from bagua_comm.algorithms import from_name
+
+TORCH, TORCH_ADAM = "torch", "torch-adam"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of a table.
+
+    Args:
+        title: Its name in the table.
+        make: Makes the algorithm for a run of this many steps; None stands for PyTorch's DistributedDataParallel.
+        family: The methods that share its colour in the figure.
+        exact: Whether it should end where exact averaging does.
+        optimizer: The optimizer that it needs; the task's own if empty.
+        baseline: The method that it is compared with, if the task has that.
+        note: A remark for below the table.
+    """
+
+    title: str
+    make: Callable[[int], Algorithm | None]
+    family: str
+    exact: bool = False
+    optimizer: str = ""
+    baseline: str = TORCH
+    note: str = ""
+
+    def object_name(self, steps: int) -> str:
+        """What was used, in Python."""
+        algorithm = self.make(steps)
+        return "torch.nn.parallel.DistributedDataParallel" if algorithm is None else repr(algorithm)
+
+
+def _torch(title: str, **more: Any) -> Method:
+    return Method(title, lambda steps: None, "torch", **more)
+
+
+def _gradients(title: str, name: str, **arguments: Any) -> Method:
+    return Method(title, lambda steps: from_name(name, **arguments), "gradients, every step", exact=True)
+
+
+def _weights(title: str, name: str) -> Method:
+    return Method(title, lambda steps: from_name(name), "weights, with neighbours or all")
+
+
+def _diloco(title: str, local_steps: int, *, note: str = "", **arguments: Any) -> Method:
+    def make(steps: int) -> Algorithm:
+        return from_name("diloco", local_steps=local_steps, **arguments)
+
+    return Method(title, make, "weights, now and then", note=note)
+
+
+METHODS = {
+    TORCH: _torch("torch DDP (gloo)"),
+    TORCH_ADAM: _torch("torch DDP (gloo), Adam", optimizer="adam", baseline=TORCH_ADAM),
+    "exact": _gradients("exact", "exact"),
+    "bytegrad": _gradients("ByteGrad", "bytegrad"),
+    "bagua": _gradients("eight bits, bagua's format", "bagua"),
+    "float16": _gradients("float16", "float16"),
+    "bfloat16": _gradients("bfloat16", "bfloat16"),
+    "hierarchical": _gradients("hierarchical, eight bits", "hierarchical-bytes"),
+    "error-feedback": _gradients("eight bits, error feedback", "error-feedback"),
+    "qadam": Method(
+        "QAdam",
+        lambda steps: from_name("qadam", warmup_steps=max(1, steps // 5)),
+        "gradients, every step",
+        exact=True,
+        optimizer="qadam",
+        baseline=TORCH_ADAM,
+    ),
+    "decentralized-all": _weights("decentralized, all", "decentralized"),
+    "shift-one": _weights("decentralized, shift one", "shift-one"),
+    "one-peer": _weights("decentralized, one peer", "one-peer"),
+    "shift-one-every-4": _weights("shift one, every 4 steps", "shift-one-every-4"),
+    "low-precision-ring": _weights("low precision, ring", "low-precision-ring"),
+    "low-precision-one-peer": _weights("low precision, one peer", "low-precision-one-peer"),
+    "async": Method(
+        "asynchronous",
+        lambda steps: from_name("async", interval_s=0.05, warmup_steps=max(1, steps // 10)),
+        "weights, now and then",
+        note="How often asynchronous averages happen, and so its bytes, depends on how long steps take here.",
+    ),
+    "diloco-10": _diloco("DiLoCo, 10 steps", 10, outer_momentum=0.5),
+    "diloco-50": _diloco("DiLoCo, 50 steps", 50, outer_momentum=0.5),
+    "diloco-10-bytes": _diloco("DiLoCo, 10 steps, eight bits", 10, average="quantized", outer_momentum=0.5),
+    "diloco-10-momentum": _diloco(
+        "DiLoCo, 10 steps, momentum 0.9",
+        10,
+        note="DiLoCo's outer momentum of 0.9 is its paper's, for hundreds of local steps and many outer ones. "
+        "With it a change that persists is taken 0.7 / (1 - 0.9) = 7 times, which runs this short cannot bear; "
+        "with 0.5, 1.4 times.",
+    ),
+}
+"""What is compared: algorithms of the library, with settings for short runs, and PyTorch's own."""

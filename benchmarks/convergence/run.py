@@ -1,0 +1,329 @@
+"""Where every algorithm ends on two real tasks, beside PyTorch's own DistributedDataParallel, and what it sends.
+
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task all
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,bytegrad --seeds 0
+    python -m bagua_comm run -n 4 -m benchmarks.convergence --resume
+    python -m benchmarks.convergence --report
+
+Tasks: a CNN on scikit-learn's digits, and a character-level transformer on the text of Python's standard
+library. For one seed, all algorithms begin with the same weights and see the same batches in the same order,
+with the same optimizer and learning rates. All run in turn in the same processes; so does PyTorch's, on gloo.
+
+The record goes to `--out` with the ending .json, the report with .md, and its figure with .png. The record is
+written after every run; `--resume` makes the runs that it lacks, and `--report` makes only the report of it,
+without MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+import bagua_comm
+import bagua_torch
+from bagua_comm import Communicator
+
+from ..bench import RESULTS
+from ..bench.arguments import add_out_argument, at_least, comma_list, one_of
+from ..bench.record import begin_record, header_lines, write_json
+from ..bench.report import write_report
+from ..bench.table import Column, Table, number
+from ..bench.timing import allreduce_factor
+from ..bench.torch_world import gloo
+from .methods import METHODS, Method
+from .report import NODES, draw, markdown, summarize, verdicts
+from .tasks import MOMENTUM, TASKS, Batch, Task
+
+BUCKET_BYTES = 256 * 1024
+CURVE_POINTS = 40
+"""The training loss of a run is kept as this many means."""
+
+# ---------------------------------------------------------------------------------------------------
+# One run
+# ---------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(kind: str, parameters: Iterator[nn.Parameter], lr: float, algorithm: Any) -> Any:
+    """The optimizer of this name, with its defaults."""
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=MOMENTUM)
+    if kind == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    return bagua_torch.QAdamOptimizer(parameters, lr=lr, warmup_steps=algorithm.warmup_steps)
+
+
+SCHEDULE = "linear warm-up over the first 10 % of the steps, then cosine to 0"
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """The learning rate of a step, as a share of the largest.
+
+    >>> [round(learning_rate(step, 20), 2) for step in (0, 1, 2, 10, 19)]
+    [0.5, 0.99, 0.98, 0.5, 0.01]
+    """
+    return min(1.0, (step + 1) / max(1, steps // 10)) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
+
+
+def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: int) -> dict[str, Any]:
+    """Train one model from one seed; returns its metric, its bytes and its losses.
+
+    Collective.
+    """
+    algorithm, data = method.make(steps), task.load()
+    torch.manual_seed(seed)
+    model = task.make_model()
+    kind = task.optimizer_of(method)
+    optimizer = make_optimizer(kind, model.parameters(), task.lr[kind], algorithm)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate, steps=steps))
+    if algorithm is None:
+        wrapped: Any = nn.parallel.DistributedDataParallel(model)
+    else:
+        wrapped = bagua_torch.DistributedDataParallel(
+            model, [optimizer], algorithm, comm=comm, bucket_bytes=BUCKET_BYTES
+        )
+
+    batches = data.batches(seed, comm.size * task.batch_size)
+    losses = np.empty(steps)
+    comm.barrier()
+    start = time.perf_counter()
+    for step in range(steps):
+        x, y = (part.chunk(comm.size)[comm.rank] for part in next(batches))
+        loss = functional.cross_entropy(wrapped(x).flatten(0, -2), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses[step] = loss.item()
+    seconds = time.perf_counter() - start
+
+    if algorithm is None:
+        sent = torch_sends(comm, model)
+    else:
+        wrapped.stop()
+        counter = wrapped.engine.counter
+        sent = {
+            "payload_bytes": counter.payload_bytes / steps,
+            "wire_bytes": counter.wire_bytes / steps,
+            "exchanges": counter.calls / steps,
+        }
+    if algorithm is not None and not method.exact:
+        wrapped.average_weights()  # where gradients are averaged, weights are the same without it
+    for parameter in model.parameters():
+        comm.check_consistency(bagua_torch.as_array(parameter))
+    metric = evaluate(comm, task, model, data.held_out)
+    curve = comm.allreduce(losses, op="avg")
+    if algorithm is not None:
+        wrapped.close()
+    return {
+        "object": method.object_name(steps),
+        "steps": steps,
+        "metric": metric,
+        "per_step": {**sent, "ms": seconds / steps * 1e3},
+        "train_loss": [round(float(part.mean()), 4) for part in np.array_split(curve, min(steps, CURVE_POINTS))],
+    }
+
+
+def torch_sends(comm: Communicator, model: nn.Module) -> dict[str, float | None]:
+    """What a ring allreduce of the gradients sends: computed, not measured."""
+    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return {"payload_bytes": nbytes, "wire_bytes": allreduce_factor(comm.size) * nbytes, "exchanges": None}
+
+
+@torch.no_grad()
+def evaluate(comm: Communicator, task: Task, model: nn.Module, held_out: Batch) -> float:
+    """The metric of the weights, which are the same on all ranks: each rank judges a part of the held-out data.
+
+    Collective.
+    """
+    model.eval()
+    x, y = (part[comm.rank :: comm.size] for part in held_out)
+    scores = task.score(model(x), y).double()
+    total, count = comm.allreduce(np.array([scores.sum().item(), scores.numel()]))
+    return float(total / count)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The record
+# ---------------------------------------------------------------------------------------------------
+
+
+def describe(task: Task, steps: int | None) -> dict[str, Any]:
+    """A task in the record: everything that two runs must have in common to be compared."""
+    return {
+        "data": task.data,
+        "digest": task.load().digest,
+        "model": task.model,
+        "parameters": sum(parameter.numel() for parameter in task.make_model().parameters()),
+        "metric": task.metric,
+        "optimizer": task.optimizer,
+        "lr": task.lr,
+        "schedule": SCHEDULE,
+        "steps": steps or task.steps,
+        "batch_size": task.batch_size,
+        "bucket_bytes": BUCKET_BYTES,
+    }
+
+
+def resume(record: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
+    """The former record, with the tasks of the new one added.
+
+    Raises:
+        ValueError: Its ranks, versions or settings were others.
+    """
+    for key in ("versions", "ranks"):
+        if record[key] != former[key]:
+            raise ValueError(f"{key} were {former[key]}, and now are {record[key]}")
+    for name, task in record["tasks"].items():
+        was = former["tasks"].setdefault(name, task)
+        changed = [key for key in task if task[key] != was.get(key)]
+        if changed:
+            raise ValueError(f"{name}: {changed[0]} was {was.get(changed[0])}, and now is {task[changed[0]]}")
+    for result in former["results"]:
+        name = result["algorithm"]
+        now = METHODS[name].object_name(result["steps"]) if name in METHODS else "gone"
+        if now != result["object"]:
+            raise ValueError(f"{name} was {result['object']}, and now is {now}")
+    return former
+
+
+def missing(record: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str, int]]:
+    """Task, algorithm and seed of the runs that are asked for and that the record lacks."""
+    there = {(result["task"], result["algorithm"], result["seed"]) for result in record["results"]}
+    wanted = [
+        (task, name, seed)
+        for task in options.tasks
+        for seed in options.seeds
+        for name in TASKS[task].methods()
+        if name in options.algorithms
+    ]
+    return [run for run in wanted if run not in there]
+
+
+def json_file(options: argparse.Namespace) -> Path:
+    """Where the record is."""
+    out: Path = options.out
+    return out.with_name(f"{out.name}.json")
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------
+
+TABLE = Table(
+    (
+        Column("task", width=8),
+        Column("algorithm", width=24),
+        Column("seed", width=5),
+        Column("metric", width=9),
+        Column("payload", "(B/step)", 10),
+        Column("wire", "(B/step)", 10),
+        Column("time", "(ms/step)", 9),
+    )
+)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; `tasks`, `algorithms` and `seeds` are lists."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--task", choices=[*TASKS, "all"], default="all")
+    parser.add_argument(
+        "--algorithms",
+        type=comma_list(one_of(METHODS, "algorithm")),
+        default=[*METHODS],
+        metavar="A,B",
+        help=f"some of {','.join(METHODS)}; by default all",
+    )
+    parser.add_argument("--seeds", type=comma_list(at_least(0)), default=[0, 1, 2], metavar="NUMBERS")
+    parser.add_argument("--steps", type=at_least(1), help="steps of every run; by default the task's")
+    add_out_argument(parser, RESULTS / "algorithms", "json", "md", "png")
+    parser.add_argument("--resume", action="store_true", help="make only the runs that the record lacks")
+    parser.add_argument("--report", action="store_true", help="only make the report of the record")
+    options = parser.parse_args(argv)
+    options.tasks = [*TASKS] if options.task == "all" else [options.task]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = parse_arguments(argv)
+    if options.report:
+        if not json_file(options).exists():
+            print(
+                f"--report: there is no record {json_file(options)}; run without --report first", file=sys.stderr
+            )
+            return 2
+        return report(json.loads(json_file(options).read_text()), options)
+    torch.set_num_threads(1)
+    # PyTorch warns about its own buckets for convolutions of one channel.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+    with bagua_comm.connect() as world:
+        node = world.rank * NODES // world.size
+        with bagua_comm.connect(node=node) as comm, gloo(world):
+            return run_missing(comm, options)
+
+
+def run_missing(comm: Communicator, options: argparse.Namespace) -> int:
+    """Make the runs that are asked for, and write the report. Collective."""
+    record, refusal = None, None
+    if comm.rank == 0:
+        record = begin_record("algorithms", options, comm=comm, packages=["torch", "scikit-learn"])
+        del record["arguments"]
+        record["results"] = []
+        record["tasks"] = {name: describe(TASKS[name], options.steps) for name in options.tasks}
+        former = json_file(options)
+        if options.resume and former.exists():
+            try:
+                record = resume(record, json.loads(former.read_text()))
+            except ValueError as exc:
+                refusal = f"--resume: {former.name} cannot go on: {exc}"
+    refusal, runs = comm.broadcast_object((refusal, record and missing(record, options)), root=0)
+    if refusal:
+        if comm.rank == 0:
+            print(refusal, file=sys.stderr)
+        return 2
+    if comm.rank == 0:
+        print(*header_lines(record), f"# nodes     : {NODES}, emulated", f"# runs      : {len(runs)}", sep="\n")
+        print(*TABLE.header(), sep="\n", flush=True)
+    for task, name, seed in runs:
+        result = run_once(comm, TASKS[task], METHODS[name], seed, options.steps or TASKS[task].steps)
+        if comm.rank == 0:
+            result = {"task": task, "algorithm": name, "seed": seed, **result}
+            record["results"].append(result)
+            write_json(json_file(options), {**record, "summary": summarize(record)})
+            print(TABLE.row(_cells(result)), flush=True)
+    return report(record, options) if comm.rank == 0 else 0
+
+
+def _cells(result: dict[str, Any]) -> list[str]:
+    per_step = result["per_step"]
+    return [
+        result["task"],
+        result["algorithm"],
+        str(result["seed"]),
+        f"{result['metric']:.{TASKS[result['task']].decimals}f}",
+        *(f"{per_step[key]:.0f}" for key in ("payload_bytes", "wire_bytes")),
+        number(per_step["ms"]),
+    ]
+
+
+def report(record: dict[str, Any], options: argparse.Namespace) -> int:
+    """Write the Markdown file and the figure, and print what ended where it should."""
+    record["summary"] = summarize(record)
+    write_report(options.out, partial(markdown, record), partial(draw, record))
+    for name in record["tasks"]:
+        for line in verdicts(record, name):
+            print(f"# {name}: {line}")
+    return 0

@@ -1,0 +1,5 @@
+"""Starts `benchmarks.gpu.run`, where the arguments are described."""
+
+from .run import command
+
+command()

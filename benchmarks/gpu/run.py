@@ -1,0 +1,521 @@
+"""All checks and measurements that need a GPU, in one command of less than eight minutes, into one JSON record.
+
+On a machine with one NVIDIA GPU, in a clone of this repository:
+
+    pip install '.[cuda13,torch,test]' && python -m benchmarks.gpu --out benchmarks/results/gpu.json
+
+(`cuda12` for a driver of that generation; `pip install nvidia-cuda-sanitizer-api` brings compute-sanitizer.)
+Where nothing can be installed, but CuPy, PyTorch, pytest and pytest-timeout are there, run the second command
+alone, in the root of the repository. Sections, each in processes of its own, the most important first:
+
+    device          the GPU and the versions above it (device.py)
+    kernel-tests    pytest -m gpu tests/gpu/test_gpu_kernels.py
+    codecs          codecs and element-wise steps beside a copy and plain operations (codecs.py)
+    costs           kernels, collectives, host time, graph replay of quantized_allreduce, 2 ranks (ranks.py)
+    rank-tests      pytest -m gpu tests/gpu/test_gpu_ranks.py
+    torch-tests     pytest -m gpu tests/gpu/test_gpu_torch.py
+    ranks           averages between 2 and 4 ranks over NCCL, and 2 over host memory, beside NCCL's own
+    sanitizer       compute-sanitizer over tests of the kernels
+    training        a model on 2 ranks, beside PyTorch's DistributedDataParallel (training.py)
+    threads         averages between ranks that are threads
+
+Each section has its own limit of time, and the time that earlier ones have left over. Its outcome is "passed",
+"failed", "out of time" or "left out", with the reason. Whatever the outcome, the next section begins when all
+processes of this one are gone.
+
+With `--out FILE.json`, every result is appended to FILE.jsonl as soon as it is known, and everything that is
+printed to FILE.log. After each section the record, FILE.json, is made of these lines. If this command itself is
+killed,
+
+    python -m benchmarks.gpu --report --out FILE.json
+
+makes it of the lines that are there. In the record, `steps` lists each codec's share of a copy's speed, the
+share that arithmetic expects, and the share aimed at (report.py); `targets` lists the other targets; `checks`
+says which results were wrong; `not_done` says what was not done, or not to its end, and why.
+
+`--shrink`, and with it `--quick`, shows that the program works, but not how fast it is: small arrays fit into the
+cache, and launches take longer than the work. `of_copy` means nothing then, and no step meets or misses a target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..bench import RESULTS, ROOT
+from ..bench.record import begin_record, write_json
+from . import report as reports
+from .keeper import leave
+from .lines import append, read
+from .report import Results
+from .world import SECTION_ENDS, launch, run_limited
+
+TOTAL_S = 465.0
+"""The limit of everything together, and the sum of the sections' limits."""
+
+LEAST_S = 1.0
+"""With less time than this a section is left out."""
+
+QUICK = {"shrink": 16, "iterations": 5}
+OUTPUT_CHARACTERS = 4000
+"""The output of a failed section is kept in the record up to this length, from its end."""
+
+
+class SectionError(Exception):
+    """A section has failed."""
+
+    outcome = "failed"
+
+
+class OutOfTimeError(SectionError):
+    """A section was ended because its time was up."""
+
+    outcome = "out of time"
+
+
+class LeftOutError(SectionError):
+    """A section cannot run here."""
+
+    outcome = "left out"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a section knows about the command.
+
+    Args:
+        options: The arguments of the command.
+        section: The section's name.
+        end: When it has to be done, by `time.monotonic()`.
+    """
+
+    options: argparse.Namespace
+    section: str
+    end: float
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left to it."""
+        return max(0.0, self.end - time.monotonic())
+
+    @property
+    def lines(self) -> Path:
+        """The file of lines; see lines.py."""
+        return self.options.out.with_suffix(".jsonl")
+
+    @property
+    def log(self) -> Path:
+        """The file of everything that is printed."""
+        return self.options.out.with_suffix(".log")
+
+    def path(self, *under: str) -> list[str]:
+        """Where a result of this section belongs in the record."""
+        return ["sections", self.section, "results", *under]
+
+    def part(
+        self,
+        *arguments: object,
+        ranks: int = 1,
+        mpi: bool = True,
+        share: float = 1.0,
+        under: Sequence[str] = (),
+    ) -> None:
+        """Run a part of this benchmark, `python *arguments`, on some ranks, for a share of the time left."""
+        options = ["--shrink", self.options.shrink, "--iterations", self.options.iterations]
+        out = ["--out", self.lines.absolute(), "--under", *self.path(*under)]
+        command, limit_s = [*arguments, *options, *out], self.left_s * share
+        if ranks == 1:
+            done = run_limited([sys.executable, *command], timeout_s=limit_s, log=self.log)
+        else:
+            done = launch(ranks, command, timeout_s=limit_s, mpi=mpi, log=self.log)
+        raise_unless_well(done, limit_s)
+
+    def pytest(
+        self,
+        *arguments: object,
+        through: Sequence[str] = (),
+        share: float = 1.0,
+        under: Sequence[str] = (),
+    ) -> subprocess.CompletedProcess[str]:
+        """Run tests on the GPU, perhaps through another program, for a share of the time left."""
+        names = [argument for name in self.path(*under) for argument in ("--under", name)]
+        plugins = ["-p", "benchmarks.gpu.pytest_lines", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=30"]
+        options = ["-m", "gpu", "-q", *plugins, "--lines", self.lines.absolute(), *names]
+        limit_s = self.left_s * share
+        return run_limited(
+            [*through, sys.executable, "-m", "pytest", *arguments, *options],
+            timeout_s=limit_s,
+            env={**os.environ, SECTION_ENDS: str(time.time() + limit_s)},
+            log=self.log,
+        )
+
+
+def raise_unless_well(done: subprocess.CompletedProcess[str], limit_s: float) -> None:
+    """Raise unless a process has ended well; the error has the reason, and the end of its output."""
+    if not done.returncode:
+        return
+    printed = f": {done.stdout.strip()[-OUTPUT_CHARACTERS:]}".rstrip(": ")
+    if done.returncode == 124:
+        raise OutOfTimeError(f"not done after {limit_s:.0f} s{printed}")
+    by = f"exit code {done.returncode}"
+    if done.returncode - 128 in set(signal.Signals):
+        by = f"ended by {signal.Signals(done.returncode - 128).name}"
+    raise SectionError(f"{by}{printed}")
+
+
+# ---------------------------------------------------------------------------------------------------
+# Sections
+# ---------------------------------------------------------------------------------------------------
+
+GPU_TESTS = ROOT / "tests" / "gpu"
+TESTS_FAILED = 1
+"""pytest's exit code."""
+
+NAMED = 5
+"""Up to this many failed tests are named in the reason; the results have all of them."""
+
+
+def device(run: Run) -> None:
+    """The GPU and the versions above it."""
+    run.part("-m", "benchmarks.gpu.device")
+
+
+def kernel_tests(run: Run) -> None:
+    """Tests of the kernels."""
+    gpu_tests(run, "test_gpu_kernels.py")
+
+
+def rank_tests(run: Run) -> None:
+    """Tests of ranks: as threads, and over NCCL."""
+    gpu_tests(run, "test_gpu_ranks.py")
+
+
+def torch_tests(run: Run) -> None:
+    """Tests of tensors and of training."""
+    if importlib.util.find_spec("torch") is None:
+        raise LeftOutError("PyTorch is not installed")
+    gpu_tests(run, "test_gpu_torch.py")
+
+
+def gpu_tests(run: Run, file: str) -> None:
+    """Some of the gpu tests."""
+    limit_s = run.left_s
+    done = run.pytest(GPU_TESTS / file)
+    if done.returncode == TESTS_FAILED:
+        found = reports.counted(read(run.lines)["sections"][run.section]["results"])
+        names = [failure["test"] for failure in found["failures"]]
+        raise SectionError(
+            f"{len(names)} tests failed: {', '.join(names[:NAMED])}{', ...' * (len(names) > NAMED)}"
+        )
+    raise_unless_well(done, limit_s)
+
+
+def codecs(run: Run) -> None:
+    """Kernels, one by one."""
+    run.part("-m", "benchmarks.gpu.codecs", "--dtypes", *run.options.dtypes)
+
+
+def costs(run: Run) -> None:
+    """What one call enqueues."""
+    run.part("-m", "benchmarks.gpu.ranks", "costs", ranks=2)
+
+
+def threads(run: Run) -> None:
+    """Averages between threads."""
+    run.part("-m", "benchmarks.gpu.ranks", "threads")
+
+
+WORLDS = [("nccl", 2, 0.4), ("nccl", 4, 0.6), ("staged", 2, 1.0)]
+"""What carries device arrays, between how many ranks, and their share of the time left."""
+
+
+def ranks(run: Run) -> None:
+    """Averages between processes."""
+
+    def compare(transport: str, count: int, share: float) -> None:
+        under = [f"{transport}, {count} ranks"]
+        program = ("-m", "benchmarks.gpu.ranks")
+        run.part(*program, "allreduce", "--gpu", transport, ranks=count, share=share, under=under)
+
+    each_of(
+        {
+            f"{transport}, {count} ranks": partial(compare, transport, count, share)
+            for transport, count, share in WORLDS
+            if transport in run.options.transports
+        }
+    )
+
+
+def each_of(calls: Mapping[str, Callable[[], object]]) -> None:
+    """Make all calls, and then raise their errors together."""
+    found: dict[str, SectionError] = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except SectionError as exc:
+            found[name] = exc
+    if found:
+        kinds = {type(exc) for exc in found.values()}
+        kind = OutOfTimeError if kinds == {OutOfTimeError} else SectionError
+        raise kind("\n".join(f"{name}: {exc}" for name, exc in found.items()))
+
+
+def training(run: Run) -> None:
+    """Steps of a model."""
+    if importlib.util.find_spec("torch") is None:
+        raise LeftOutError("PyTorch is not installed")
+    run.part("-m", "benchmarks.gpu.training", "--device", run.options.device, ranks=2, mpi=False)
+
+
+TOOLS = ("memcheck", "racecheck", "initcheck")
+
+
+def sanitizer(run: Run) -> None:
+    """compute-sanitizer over some tests of the kernels; without CuPy's pool, whose arrays lie close together."""
+    program = find_sanitizer(os.environ)
+    if program is None:
+        raise LeftOutError("compute-sanitizer is not installed")
+    tools = run.options.tools
+
+    def examine(tool: str, share: float) -> None:
+        limit_s = run.left_s * share
+        done = run.pytest(
+            GPU_TESTS / "test_gpu_kernels.py",
+            "-k",
+            "forward",
+            through=[program, "--tool", tool, "--error-exitcode", "86", "--print-limit", "20"],
+            share=share,
+            under=[tool],
+        )
+        summaries = re.findall(r"^=+ (.*SUMMARY: .*)$", done.stdout, re.MULTILINE)
+        for name, value in (("program", program), ("exit_code", done.returncode), ("summary", summaries)):
+            append(run.lines, run.path(tool, name), value)
+        raise_unless_well(done, limit_s)
+
+    each_of({tool: partial(examine, tool, 1 / (len(tools) - i)) for i, tool in enumerate(tools)})
+
+
+def find_sanitizer(environment: Mapping[str, str]) -> str | None:
+    """compute-sanitizer on the PATH, in the CUDA toolkit, or in an installed wheel."""
+    homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
+    folders = [str(Path(home) / "bin") for home in homes if home]
+    path = os.pathsep.join([environment.get("PATH", ""), *folders])
+    found = shutil.which("compute-sanitizer", path=path)
+    if found:
+        return found
+    for name in ("nvidia-cuda-sanitizer-api", "nvidia-cuda-sanitizer-api-cu12"):
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if file.name == "compute-sanitizer" and os.access(file.locate(), os.X_OK):
+                return str(file.locate())
+    return None
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the record, and the seconds that it may take in any case."""
+
+    name: str
+    run: Callable[[Run], None]
+    limit_s: float
+
+
+SECTIONS = [
+    Section("device", device, 35),
+    Section("kernel-tests", kernel_tests, 50),
+    Section("codecs", codecs, 90),
+    Section("costs", costs, 35),
+    Section("rank-tests", rank_tests, 75),
+    Section("torch-tests", torch_tests, 70),
+    Section("ranks", ranks, 40),
+    Section("sanitizer", sanitizer, 35),
+    Section("training", training, 20),
+    Section("threads", threads, 15),
+]
+
+
+def recorded(section: Section, run: Run) -> Results:
+    """Run a section, and catch its errors; returns its entry, which is in the lines, too."""
+    place, began = ["sections", section.name], time.monotonic()
+    limit_s = round(run.left_s, 1)
+    entry: Results = {"outcome": "left out", "reason": "no time was left for it"}
+    if limit_s >= LEAST_S:
+        # The record says this if this process is killed.
+        begun = {"outcome": "out of time", "reason": "the command was ended meanwhile", "limit_s": limit_s}
+        append(run.lines, place, begun)
+        entry = {"outcome": "passed", "reason": None}
+        try:
+            section.run(run)
+        except SectionError as exc:
+            entry = {"outcome": exc.outcome, "reason": str(exc)}
+        except Exception as exc:
+            entry = {"outcome": "failed", "reason": f"{type(exc).__name__}: {exc}"}
+    entry["seconds"] = round(time.monotonic() - began, 1)
+    for name, value in entry.items():
+        append(run.lines, [*place, name], value)
+    return entry
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; `--quick` sets two of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    names = [section.name for section in SECTIONS]
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json", metavar="FILE.json")
+    parser.add_argument(
+        "--report", action="store_true", help="only make the record, of the lines of an earlier run"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller arrays, fewer calls: says nothing about speed"
+    )
+    parser.add_argument(
+        "--sections", nargs="+", choices=names, default=names, metavar="SECTION", help="only these"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=TOTAL_S, metavar="S", help="seconds for everything; sections share them"
+    )
+    parser.add_argument(
+        "--shrink", type=int, metavar="N", help="make all arrays N times smaller: says nothing about speed"
+    )
+    parser.add_argument("--iterations", type=int, metavar="N", help="how often each call is timed")
+    dtypes, transports = ["float32", "float16", "bfloat16"], ["nccl", "staged"]
+    parser.add_argument("--dtypes", nargs="+", choices=dtypes, default=dtypes, help="dtypes of codecs")
+    parser.add_argument(
+        "--transports", nargs="+", choices=transports, default=transports, help="transports of ranks"
+    )
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS[:1], help="tools of compute-sanitizer")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where training runs")
+    options = parser.parse_args(argv)
+    if options.out.suffix != ".json":
+        parser.error(f"--out {options.out}: expected a name that ends in .json")
+    defaults = QUICK if options.quick else {"shrink": 1, "iterations": 20}
+    options.shrink = options.shrink or defaults["shrink"]
+    options.iterations = options.iterations or defaults["iterations"]
+    return options
+
+
+def commit() -> str:
+    """The commit of this clone, and whether files differ from it; "unknown" without git."""
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def before(file: Path) -> Path:
+    """Where the file of the last run waits until this run has found a GPU."""
+    return file.with_name(f"{file.name}.before")
+
+
+def begin_lines(lines: Path, options: argparse.Namespace, chosen: Sequence[Section]) -> None:
+    """Begin the file of lines with what is known before any section runs."""
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    for file in (lines, lines.with_suffix(".log")):
+        if file.exists():
+            file.replace(before(file))
+        file.write_text("")
+    arguments = argparse.Namespace(
+        **{key: value if isinstance(value, int) else str(value) for key, value in vars(options).items()}
+    )
+    record: dict[str, Any] = begin_record("gpu", arguments)
+    del record["ranks"]
+    record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    record["commit"] = commit()
+    waiting = {"outcome": "left out", "reason": "the command was ended before"}
+    record["sections"] = {section.name: waiting for section in chosen}
+    for name, value in record.items():
+        append(lines, [name], value)
+
+
+def report(options: argparse.Namespace) -> Results:
+    """Make the record of the lines that there are."""
+    record = reports.report(read(options.out.with_suffix(".jsonl")))
+    write_json(options.out, record)
+    return record
+
+
+def run_sections(options: argparse.Namespace) -> str | None:
+    """Run the chosen sections one after the other; if nothing can be measured, returns the reason."""
+    began = time.monotonic()
+    chosen = [section for section in SECTIONS if section.name in {"device", *options.sections}]
+    stretch = options.limit_s / sum(section.limit_s for section in chosen)
+    begin_lines(options.out.with_suffix(".jsonl"), options, chosen)
+    end = began
+    for section in chosen:
+        end += section.limit_s * stretch
+        run = Run(options, section.name, end)
+        entry = recorded(section, run)
+        print(f"{section.name:<14}{entry['outcome']:<13}{entry['seconds']:>6} s", flush=True)
+        if entry["outcome"] != "passed":
+            print(entry["reason"], file=sys.stderr, flush=True)
+        if section.name == "device":
+            if entry["outcome"] != "passed":
+                return "There is no GPU here that CuPy can use; nothing was measured."
+            stand_in = read(run.lines)["sections"]["device"].get("results", {}).get("stand_in")
+            if stand_in and options.out.resolve().parent == RESULTS:
+                return "Figures of a stand-in for CuPy are not results; give --out, to put them elsewhere."
+        report(options)
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sections; 0 if all have passed or were left out, and all results are right."""
+    options = parse_arguments(argv)
+    lines = options.out.with_suffix(".jsonl")
+    if options.report and not lines.exists():
+        print(f"there is no file of lines {lines}; run without --report first", file=sys.stderr)
+        return 2
+    if not options.report:
+        try:
+            obstacle = run_sections(options)
+        except BaseException:
+            if lines.exists():
+                report(options)
+            raise
+        for file in (lines, lines.with_suffix(".log")):
+            if obstacle and before(file).exists():
+                before(file).replace(file)
+            elif obstacle:
+                file.unlink(missing_ok=True)
+            before(file).unlink(missing_ok=True)
+        if obstacle:
+            print(obstacle, file=sys.stderr)
+            return 2
+    record = report(options)
+    print(*reports.summary(record), sep="\n")
+    outcomes = {entry["outcome"] for entry in record["sections"].values()}
+    return 1 if outcomes & {"failed", "out of time"} or record["checks"]["wrong"] else 0
+
+
+def command() -> NoReturn:
+    """The command: SIGTERM ends its sections, and then itself."""
+    signal.signal(signal.SIGTERM, leave)
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""A training step of a model on a GPU that two ranks share: its time, and how much of the exchange it hides.
+
+A part of benchmarks.gpu, which starts it on 2 ranks (`world.launch`). The model has two convolutions and a
+few wide linear layers; PyTorch's own DistributedDataParallel trains the same from the same weights on the same
+data, over NCCL if it can. `overlap` is read from the trace: the share of the time of exchanges that lies within a
+backward pass. `losses` are rank 0's, one for each step.
+
+    --device cpu    without a GPU, over gloo; only to see whether the program works
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bagua_torch
+from bagua_comm import Algorithm, Communicator
+from bagua_comm.algorithms import from_name
+from bagua_comm.trace import Recorder, Span
+
+from ..bench.timing import Overlap, in_us
+from .device import Hold
+from .part import Results, part_parser
+from .world import joined
+
+WIDTH, LAYERS, IMAGES = 2048, 6, 256
+CLASSES = 10
+ALGORITHMS = ("exact", "bytegrad")
+WARMUP = 3
+HOLD_S = 0.5
+
+
+class Task:
+    """The model, its data and its optimizer: the same for all algorithms; each rank has other data."""
+
+    def __init__(self, rank: int, shrink: int, device: str) -> None:
+        torch.manual_seed(0)
+        width, images = max(8, WIDTH // shrink), max(4, IMAGES // shrink)
+        channels = max(4, 64 // shrink)
+        linear = [layer for _ in range(LAYERS) for layer in (nn.Linear(width, width), nn.ReLU())]
+        self.model = nn.Sequential(
+            nn.Conv2d(3, channels, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(channels * 64, width),
+            nn.ReLU(),
+            *linear,
+            nn.Linear(width, CLASSES),
+        ).to(device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        random = torch.Generator().manual_seed(rank)
+        self.x = torch.randn(images, 3, 32, 32, generator=random).to(device)
+        self.y = torch.randint(CLASSES, (images,), generator=random).to(device)
+
+    def step(self, model: nn.Module) -> torch.Tensor:
+        """One step; the loss stays on the device."""
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.cross_entropy(model(self.x), self.y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def wait(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def refusing_to_wait(device: str) -> Iterator[None]:
+    """In the body of `with`, PyTorch raises if a call makes the host wait for the device."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def timed(task: Task, model: nn.Module, device: str, steps: int, barrier: Callable[[], object]) -> dict[str, Any]:
+    """Losses and times of `steps` steps, after a few to warm up. Collective."""
+    losses = [task.step(model) for _ in range(WARMUP)]
+    wait(device)
+    barrier()
+    marks = [mark(device)]
+    with refusing_to_wait(device):
+        for _ in range(steps):
+            losses.append(task.step(model))
+            marks.append(mark(device))
+    wait(device)
+    seconds = [between(marks[i], marks[i + 1]) for i in range(steps)]
+    return {"step_us": in_us(np.array(seconds)), "losses": [float(loss) for loss in losses]}
+
+
+def mark(device: str) -> Any:
+    """A moment on the device that does the work, which may be the host."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start: Any, end: Any) -> float:
+    """The seconds between two moments."""
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+# ---------------------------------------------------------------------------------------------------
+# Ours
+# ---------------------------------------------------------------------------------------------------
+
+
+def ours(comm: Communicator, algorithm: Algorithm, options: argparse.Namespace) -> dict[str, Any]:
+    """Train with one algorithm. Collective."""
+    task = Task(comm.rank, options.shrink, options.device)
+    with contextlib.closing(
+        bagua_torch.DistributedDataParallel(task.model, [task.optimizer], algorithm, comm=comm)
+    ) as model:
+        result = timed(task, model, options.device, options.iterations, comm.barrier)
+        assert isinstance(comm.tracer, Recorder)
+        result["overlap"] = overlap(comm.tracer.spans(), options.device, options.iterations)
+        result["wire_bytes_per_step"] = model.engine.counter.wire_bytes // (WARMUP + options.iterations)
+        if options.device == "cuda":
+            comm.barrier()
+            held = Hold()(HOLD_S)  # on CuPy's current stream, which is PyTorch's: the default one
+            task.step(model)
+            result["host_waits_for_nothing"] = not held.done
+            wait(options.device)
+    return result
+
+
+def overlap(spans: list[Span], device: str, steps: int) -> dict[str, float]:
+    """How the exchanges and backward passes of the last steps lie in time.
+
+    >>> def span(name, thread, start, end):
+    ...     return Span(name, thread, start, end, {})
+    >>> found = overlap([span("backward", "main", 0, 60), span("exchange", "lane", 30, 90)], "cpu", 1)
+    >>> found["exchange_within_backward"], found["backward_beside_exchange"]
+    (0.5, 0.5)
+    """
+    on_device = [span for span in spans if span.thread.startswith("device: ") == (device == "cuda")]
+    found = Overlap.of(on_device, steps)
+    return {
+        "backward_us_per_step": found.backward_ns / steps / 1e3,
+        "exchange_us_per_step": found.exchange_ns / steps / 1e3,
+        "exchanges_per_step": found.exchanges / steps,
+        "exchange_within_backward": found.both_ns / found.exchange_ns if found.exchanges else 0.0,
+        "backward_beside_exchange": found.both_ns / found.backward_ns if found.backward_ns else 0.0,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------
+# PyTorch's
+# ---------------------------------------------------------------------------------------------------
+
+
+def theirs(comm: Communicator, backend: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train with PyTorch's own. Collective."""
+    group = dist.new_group(backend=backend)
+    task = Task(comm.rank, options.shrink, options.device)
+    model = nn.parallel.DistributedDataParallel(task.model, process_group=group)
+    return {**timed(task, model, options.device, options.iterations, comm.barrier), "backend": backend}
+
+
+def main() -> None:
+    """Train by every algorithm, and compare the losses."""
+    parser = part_parser(__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    options = parser.parse_args()
+    with joined("nccl" if options.device == "cuda" else "none") as comm:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // comm.size))
+        results = Results.of(options, rank=comm.rank)
+        results["parameters"] = sum(p.numel() for p in Task(0, options.shrink, "cpu").model.parameters())
+        for name in ALGORITHMS:
+            results[name] = ours(comm, from_name(name), options)
+        for backend in ["nccl", "gloo"] if options.device == "cuda" else ["gloo"]:
+            try:
+                results["torch"] = theirs(comm, backend, options)
+                break
+            except RuntimeError as exc:  # on both ranks alike: NCCL refuses GPUs that are shared
+                results[f"torch over {backend}"] = {"left_out": f"{type(exc).__name__}: {exc}"}
+        reference = np.array(results["torch"]["losses"])
+        for name in ALGORITHMS:
+            difference = np.abs(np.array(results[name]["losses"]) - reference) / np.abs(reference)
+            results[f"{name} losses differ by"] = float(difference.max())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Tables and a figure of training speed, from several JSON files of benchmarks.training together.
+
+    python -m benchmarks.training.report vgg16.json bert.json --out results/training
+
+The last of the rows for the same model, network and algorithm counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bench import RESULTS
+from ..bench.arguments import add_out_argument
+from ..bench.report import machine_of, markdown_table, or_dash, read_records, write_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BASELINE = "ddp"
+
+
+def merge(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of all records, each with its `speedup` over PyTorch's own in the same record; None without one.
+
+    Of rows for the same model, network and algorithm the last is kept.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        baselines = {group_of(row): row for row in record["results"] if row["algorithm"] == BASELINE}
+        for row in record["results"]:
+            baseline = baselines.get(group_of(row))
+            speedup = row["samples_per_s"] / baseline["samples_per_s"] if baseline else None
+            rows[(*group_of(row), row["algorithm"])] = {**row, "speedup": speedup}
+    return list(rows.values())
+
+
+def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What rows of one table have in common."""
+    return tuple(row[key] for key in ("model", "hosts", "ranks_per_host", "rate_mbit", "batch"))
+
+
+def grouped(rows: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """The rows of each table, in the order in which they came."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(group_of(row), []).append(row)
+    return groups
+
+
+def network_of(row: dict[str, Any]) -> str:
+    """The hosts, and the rate between them.
+
+    >>> network_of({"hosts": 4, "ranks_per_host": 1, "rate_mbit": 1000})
+    '4 hosts at 1000 Mbit/s'
+    >>> network_of({"hosts": 1, "ranks_per_host": 2, "rate_mbit": None})
+    '1 host of 2 ranks'
+    """
+    text = f"{row['hosts']} host{'s' if row['hosts'] != 1 else ''}"
+    if row["ranks_per_host"] != 1:
+        text += f" of {row['ranks_per_host']} ranks"
+    return text if row["rate_mbit"] is None else f"{text} at {row['rate_mbit']} Mbit/s"
+
+
+# ---------------------------------------------------------------------------------------------------
+# Markdown
+# ---------------------------------------------------------------------------------------------------
+
+
+def markdown(records: Sequence[dict[str, Any]], figure: str | None = None) -> str:
+    """The report; `figure` is the name of a picture to show in it."""
+    lines = ["# Training speed", ""]
+    lines += dict.fromkeys(f"* Machine: {machine_of(record)}." for record in records)
+    lines += [
+        "* All algorithms of a table trained in turn, in the same processes, for several rounds.",
+        "* Samples a second are of all ranks together: mean and standard deviation over the rounds. Steps are",
+        f"  the slowest rank's. The speed-up is over `{BASELINE}`, PyTorch's DistributedDataParallel on gloo.",
+        "* Bytes sent are those of one rank. Overlap is the time of exchanges within the backward pass, by the",
+        "  shorter of the two: 100 % is all that can be hidden.",
+    ]
+    if figure is not None:
+        lines += ["", f"![Speed-up over PyTorch's DistributedDataParallel]({figure})"]
+    for rows in grouped(merge(records)).values():
+        lines += ["", *_section(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
+    first = rows[0]
+    lines = [
+        f"## {first['model']}, {network_of(first)}",
+        "",
+        f"{first['parameters']:,} parameters, {first['model_bytes'] / 1e6:,.1f} MB; "
+        f"{first['batch']} {first['samples']} a rank and step.",
+    ]
+    for row in rows:
+        if row["compute"] is not None:
+            parts = (f"{name.removesuffix('_s')} {value:.3g} s" for name, value in row["compute"].items())
+            lines.append(f"Compute alone: {', '.join(parts)}.")
+    titles = [
+        "algorithm",
+        f"{first['samples']}/s",
+        "step (s)",
+        "speed-up",
+        "MB sent a step",
+        "overlap",
+        "settings",
+    ]
+    cells = [
+        [
+            row["algorithm"],
+            f"{row['samples_per_s']:.3g} ± {row['samples_per_s_std']:.2g}",
+            f"{row['median_s']:.3g}",
+            or_dash(row["speedup"], "{:.2f}"),
+            or_dash(row["wire_bytes"] and row["wire_bytes"] / 1e6, "{:,.1f}"),
+            or_dash(row["overlap"], "{:.0%}"),
+            f"`{row['settings']}`",
+        ]
+        for row in rows
+    ]
+    return [*lines, "", *markdown_table(titles, cells, "lrrrrrl")]
+
+
+# ---------------------------------------------------------------------------------------------------
+# The figure
+# ---------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Draw the speed-ups: a panel for each model, a bar for each algorithm and network."""
+    from matplotlib.figure import Figure
+
+    compared = [row for row in rows if is_compared(row)]
+    models = list(dict.fromkeys(row["model"] for row in compared))
+    tallest = max(len({row["algorithm"] for row in compared if row["model"] == model}) for model in models)
+    figure = Figure(figsize=(6 * len(models), 0.4 * tallest + 1.8), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        _draw(axes, model, [row for row in compared if row["model"] == model])
+    return figure
+
+
+def is_compared(row: dict[str, Any]) -> bool:
+    """Whether a row has a bar in the figure."""
+    return row["speedup"] is not None and row["algorithm"] != BASELINE
+
+
+def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    networks = list(dict.fromkeys((network_of(row), row["batch"]) for row in rows))
+    height = 0.8 / len(networks)
+    for number, (network, batch) in enumerate(networks):
+        mine = [row for row in rows if (network_of(row), row["batch"]) == (network, batch)]
+        places = [names.index(row["algorithm"]) + height * (number - (len(networks) - 1) / 2) for row in mine]
+        label = network if len({size for _, size in networks}) == 1 else f"{network}, batch {batch}"
+        bars = axes.barh(places, [row["speedup"] for row in mine], height, label=label)
+        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.margins(x=0.1)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_title(model, loc="left", fontweight="bold")
+    axes.set_xlabel("samples a second, by those of PyTorch's DistributedDataParallel on gloo")
+    axes.grid(axis="x", color="0.9")
+    axes.set_axisbelow(True)
+    axes.legend(fontsize=8, frameon=False)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="JSON files of benchmarks.training")
+    add_out_argument(parser, RESULTS / "training", "md", "png")
+    options = parser.parse_args(argv)
+    records = read_records(options.files)
+    rows = merge(records)
+    figure = partial(draw, rows) if any(map(is_compared, rows)) else None
+    write_report(options.out, partial(markdown, records), figure)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

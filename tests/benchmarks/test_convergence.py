@@ -1,0 +1,186 @@
+"""The benchmark of convergence: what it writes, and that it goes on where it was interrupted."""
+
+import doctest
+import json
+
+import pytest
+from support.launch import run_python
+
+from bagua_comm.__main__ import find_mpirun
+
+pytest.importorskip("torch")
+
+from benchmarks.convergence import methods, report, run, tasks
+
+NAMES = ["torch", "exact", "low-precision-one-peer"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What two ranks write in four steps of both tasks."""
+    if find_mpirun() is None:
+        pytest.skip("there is no mpirun")
+    folder = tmp_path_factory.mktemp("results")
+    options = ["--task", "all", "--algorithms", ",".join(NAMES), "--seeds", "0", "--steps", "4"]
+    done = run_python(2, "-m", "benchmarks.convergence", *options, "--out", folder / "algorithms")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(" low-precision-one-peer ") == 2
+    return folder
+
+
+def record_of(metrics, task="digits"):
+    """A record of one task, from {algorithm: {seed: metric}}."""
+    per_step = {"payload_bytes": 80.0, "wire_bytes": 40.0, "exchanges": 1.0, "ms": 2.0}
+    results = [
+        {
+            "task": task,
+            "algorithm": name,
+            "seed": seed,
+            "object": methods.METHODS[name].object_name(40),
+            "steps": 40,
+            "metric": metric,
+            "per_step": per_step,
+            "train_loss": [2.0, 1.0],
+        }
+        for name, by_seed in metrics.items()
+        for seed, metric in by_seed.items()
+    ]
+    described = {task: run.describe(tasks.TASKS[task], 40)}
+    record = {"versions": {"python": "3"}, "ranks": 4, "tasks": described, "results": results}
+    return {**record, "summary": report.summarize(record)}
+
+
+def row_of(record, name, task="digits"):
+    (row,) = [r for r in record["summary"] if (r["task"], r["algorithm"]) == (task, name)]
+    return row
+
+
+# Two ranks, under mpirun ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", ["digits", "text"])
+def test_exact_averaging_ends_where_torch_does(results, task):
+    record = json.loads((results / "algorithms.json").read_text())
+    exact, torch = row_of(record, "exact", task), row_of(record, "torch", task)
+
+    assert exact["metric"] == pytest.approx(torch["metric"], rel=1e-4)
+    assert exact["within"] is True
+    assert exact["steps"] == torch["steps"] == 4
+
+
+@pytest.mark.parametrize(("task", "parameters"), [("digits", 85066), ("text", 248737)])
+def test_the_json_file_has_bytes_and_settings(results, task, parameters):
+    record = json.loads((results / "algorithms.json").read_text())
+    sent = {name: row_of(record, name, task)["per_step"] for name in NAMES}
+
+    assert record["ranks"] == 2
+    assert record["tasks"][task]["parameters"] == parameters
+    assert {"torch", "scikit-learn", "MPI"} <= set(record["versions"])
+    # On two ranks an allreduce sends as much as there is, and one peer gets a quarter of it.
+    assert sent["torch"]["payload_bytes"] == sent["torch"]["wire_bytes"] == 4 * parameters
+    assert (
+        sent["exact"]["wire_bytes"] == sent["exact"]["payload_bytes"] == pytest.approx(4 * parameters, rel=1e-2)
+    )
+    assert sent["low-precision-one-peer"]["wire_bytes"] == pytest.approx(parameters, rel=0.03)
+    for result in record["results"]:
+        assert len(result["train_loss"]) == 4
+
+
+def test_the_report_has_a_table_for_each_task_and_says_how_it_was_made(results):
+    text = (results / "algorithms.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
+
+    assert "-m benchmarks.convergence --task all --algorithms torch,exact,low-precision-one-peer" in text
+    assert [row.split(" | ")[0] for row in rows] == 2 * [f"| {methods.METHODS[name].title}" for name in NAMES]
+    assert text.count("1 of the 1 algorithms that should end where exact averaging does end within") == 2
+    assert str(results.parent) not in text + (results / "algorithms.json").read_text()
+
+
+def test_the_report_is_made_of_the_json_file_alone(results):
+    before = (results / "algorithms.md").read_text()
+    (results / "algorithms.md").unlink()
+    figure = results / "algorithms.png"
+    figure.unlink(missing_ok=True)
+
+    assert run.main(["--report", "--out", str(results / "algorithms")]) == 0
+
+    assert before == (results / "algorithms.md").read_text()
+    pytest.importorskip("matplotlib")
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+# Parts ------------------------------------------------------------------------------------------------
+
+
+def test_examples_in_docstrings():
+    for module in (run, tasks, report):
+        assert doctest.testmod(module).failed == 0
+
+
+def test_differences_are_of_means_over_the_seeds_of_both():
+    record = record_of({"torch": {0: 98.0, 1: 99.0}, "exact": {0: 98.25, 1: 99.25, 2: 90.0}, "async": {3: 9.0}})
+
+    assert row_of(record, "exact")["metric"] == pytest.approx((98.25 + 99.25 + 90) / 3)
+    assert row_of(record, "exact")["difference"] == 0.25
+    assert row_of(record, "exact")["within"] is True
+    assert row_of(record, "async")["difference"] is None
+
+
+def test_what_should_match_is_judged_and_the_others_are_not():
+    torch = {"torch": {0: 98.0}, "torch-adam": {0: 96.0}}
+    record = record_of({**torch, "bytegrad": {0: 97.25}, "qadam": {0: 96.5}, "shift-one": {0: 60.0}})
+
+    assert row_of(record, "bytegrad")["within"] is False
+    assert row_of(record, "qadam")["within"] is True  # beside torch-adam
+    assert row_of(record, "shift-one")["within"] is None
+    assert report.verdicts(record, "digits") == [
+        "1 of the 2 algorithms that should end where exact averaging does end within 0.5 points of it."
+        " Outside: ByteGrad (-0.75 points)."
+    ]
+
+
+def test_differences_of_losses_are_relative():
+    record = record_of({"torch": {0: 2.0}, "qadam": {0: 2.01}}, "text")
+
+    assert row_of(record, "qadam", "text")["baseline"] == "torch"
+    assert row_of(record, "qadam", "text")["difference"] == pytest.approx(0.5)
+
+
+def test_resuming_runs_what_is_missing():
+    options = run.parse_arguments(["--task", "digits", "--algorithms", "torch,exact", "--seeds", "0,1"])
+    record = record_of({"torch": {0: 98.0}, "exact": {1: 98.0}})
+
+    assert run.missing(record, options) == [("digits", "exact", 0), ("digits", "torch", 1)]
+    assert record == run.resume({**record, "results": []}, record)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": 2}, "ranks were 2, and now are 4"),
+        ({"versions": {"python": "2"}}, "versions were {'python': '2'}, and now are {'python': '3'}"),
+        ({"tasks": {"digits": {"steps": 7}}}, "digits: data was None"),
+    ],
+)
+def test_other_settings_are_not_mixed(change, message):
+    record = record_of({"torch": {0: 98.0}})
+    with pytest.raises(ValueError, match=message):
+        run.resume(record, {**record, **change})
+
+
+def test_results_of_a_changed_algorithm_are_not_kept():
+    record = record_of({"diloco-10": {0: 98.0}})
+    record["results"][0]["object"] = "DiLoCo(local_steps=11)"
+    with pytest.raises(ValueError, match=r"diloco-10 was DiLoCo\(local_steps=11\), and now is DiLoCo\("):
+        run.resume(record, record)
+
+
+def test_unsuitable_arguments_are_refused(capsys):
+    for argv, message in [
+        (["--algorithms", "torch,exakt"], "there is no algorithm 'exakt'"),
+        (["--seeds", "0,x"], "argument --seeds: 'x' is not an integer >= 0"),
+        (["--steps", "0"], "'0' is not an integer >= 1"),
+    ]:
+        with pytest.raises(SystemExit):
+            run.parse_arguments(argv)
+        assert message in capsys.readouterr().err
