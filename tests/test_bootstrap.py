@@ -367,7 +367,7 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
     assert "CommMismatch" in result.stdout
 
 
-@pytest.mark.parametrize("exit_code", [0, 5])
+@pytest.mark.parametrize("exit_code", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
     result, seconds = launch(
         tmp_path,
@@ -454,7 +454,11 @@ def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
     assert seconds < 20
 
 
-@pytest.mark.parametrize("first", ["pass", "from mpi4py import MPI"], ids=["", "MPI already runs"])
+@pytest.mark.parametrize(
+    "first",
+    ["pass", pytest.param("from mpi4py import MPI", marks=pytest.mark.slow)],
+    ids=["", "MPI already runs"],
+)
 def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
     result, seconds = launch(
         tmp_path,

@@ -153,6 +153,7 @@ def played(device, monkeypatch):
 KINDS = [("nccl", StreamLane), ("local", ThreadLane)]
 
 
+@pytest.mark.covering(1)
 @policies_in_turn(
     ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]
 )
@@ -206,6 +207,7 @@ def test_a_wrapper_may_be_made_on_another_stream_than_it_is_trained_on(on_host, 
     assert [values for _, values in run_on_devices(played.device, 2, "nccl", body)] == on_host
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [QADAM, LowPrecisionDecentralized()], ids=repr)
 def test_a_checkpoint_goes_on_with_the_same_bytes(on_host, played, algorithm):
     def body(comm):

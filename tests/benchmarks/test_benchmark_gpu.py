@@ -730,6 +730,7 @@ def test_figures_of_the_stand_in_are_no_results(monkeypatch, capsys):
     assert list((BENCHMARKS / "results").glob("gpu.*")) == []
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_the_stand_in(tmp_path):
     sanitizer_that(tmp_path / "bin", "ERROR SUMMARY: 0 errors", 0)
     env = environment(tmp_path)
