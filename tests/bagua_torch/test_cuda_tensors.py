@@ -326,7 +326,7 @@ def test_after_an_error_of_the_device_the_end_comes_at_once(played, device, end)
                 left.close()
         return time.monotonic() - start
 
-    assert max(run_on_devices(device, 2, "nccl", body)) < 1
+    assert max(run_on_devices(device, 2, "nccl", body)) < 25  # not as long as a call may wait for its peers
 
 
 # PyTorch's own DistributedDataParallel --------------------------------------------------------------------

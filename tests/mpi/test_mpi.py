@@ -15,15 +15,15 @@ from bagua_comm import (
     Hierarchical,
     MinMaxUInt8,
     Quantized,
-    collectives,
+    averages,
     quantized_allreduce,
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import check_algorithm, check_transport, run_ranks, sample
-from bagua_comm.transports import shared
 from bagua_comm.transports.base import LAG
 from bagua_comm.transports.mpi import transport as mpi_transport
+from bagua_comm.transports.mpi import window
 
 pytestmark = pytest.mark.mpi
 
@@ -47,9 +47,9 @@ def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_ow
 
 def test_conformance_through_shared_memory(comm, monkeypatch):
     if comm.size > 3:
-        return  # more ranks and pieces are in tests/transports/test_shared.py
+        return  # more ranks and pieces are in tests/transports/test_window.py
     monkeypatch.setattr(mpi_transport, "SHARED_BYTES", 0)
-    monkeypatch.setattr(shared, "SLOT_BYTES", 1 << 12)
+    monkeypatch.setattr(window, "SLOT_BYTES", 1 << 12)
     with bagua_comm.connect(timeout_s=30) as small:
         assert (small.transports[0]._window is not None) == (comm.size > 1)
         one_round = (1 << 12) // comm.size // 64 * 64 * comm.size
@@ -69,7 +69,7 @@ def test_large_allreduce_through_shared_memory_gives_the_bytes_that_threads_give
 
 def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(shared, "_map", lambda *place: None)
+        monkeypatch.setattr(window, "_map", lambda *place: None)
     x = np.full(mpi_transport.SHARED_BYTES, comm.rank, np.int8)
     with bagua_comm.connect(timeout_s=30) as without:
         assert without.transports[0]._window is None
@@ -112,7 +112,7 @@ def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_onc
             world, sample(world.rank, (world.size * 20_000 + 1,), "float32"), codec=codec, op="avg"
         )
 
-    monkeypatch.setattr(collectives, "CODED_PIECE_BYTES", 1000)
+    monkeypatch.setattr(averages, "CODED_PIECE_BYTES", 1000)
     at_once = run_ranks(comm.size, body)[comm.rank]  # over threads
     assert body(comm).tobytes() == at_once.tobytes()
     if comm.size > 1 and codec.granule is not None:
