@@ -276,7 +276,16 @@ def test_cast_of_every_float16_and_bfloat16(device):
 # Sums and element-wise steps
 
 
-@pytest.mark.parametrize("dtype", [*FLOATING, *sorted(INTEGERS)])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *FLOATING,
+        *(
+            pytest.param(each, marks=() if each in ("int8", "uint64") else pytest.mark.slow)
+            for each in sorted(INTEGERS)
+        ),
+    ],
+)
 def test_reduce_rows(device, run, dtype):
     for m, shift in ((1, 0), (1001, 0), (400, 1)):
         rows = normal((5, m), "float32", seed=m, scale=1e3).astype(dtype_named(dtype))

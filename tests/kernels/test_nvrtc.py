@@ -47,7 +47,15 @@ def test_every_file_compiles_for_every_architecture_without_spilling_registers(f
     check(*compiled(file, architecture, *options), architecture)
 
 
-@pytest.mark.parametrize(("file", "options"), [(f, each) for f in MODULES for each in MODULES[f]], ids=joined)
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        pytest.param(file, each, marks=() if each in (options[0], options[-1]) else pytest.mark.slow)
+        for file, options in MODULES.items()
+        for each in options
+    ],
+    ids=joined,
+)
 def test_every_file_compiles_for_every_dtype(file, options):
     check(*compiled(file, "75", *options), options)
 
