@@ -1,19 +1,38 @@
-"""Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `device` stands in for a GPU."""
+"""How the suite runs: which tests, on how many processes, and what all of them may use.
 
+Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `device` stands in for a GPU.
+"""
+
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cuda_on_cpu import machine
+from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
+from support import selection
 
 from bagua_comm import Float16, MinMaxUInt8
 
 MPI_TESTS = Path(__file__).parent / "mpi"
+PROCESSES = 2
+"""Among which pytest-xdist deals the tests of a run of the whole suite; `-n 0` is one."""
 
 
-def pytest_sessionstart():
-    """Have the kernels compiled where Numba is: that is once, and longer than a test waits on a busy machine."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if not config.pluginmanager.hasplugin("xdist") or config.option.numprocesses is not None:
+        return
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and not config.option.collectonly and not config.option.usepdb:
+        config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
+
+
+def pytest_sessionstart(session):
+    """Have kernels compiled once, and before tests with time limits start: for the CPU those of Numba."""
+    if hasattr(session.config, "workerinput"):
+        return  # the process that started this one has done it
+    os.environ[build.FOLDER] = str(build.folder())  # and those of the stand-in for a GPU are found by all
     x = np.zeros((1, 1), np.float32)
     for codec in (MinMaxUInt8(), Float16()):
         codec.decode(codec.combine(codec.encode(x), op="sum", count=1, dtype=x.dtype), x)
@@ -23,6 +42,12 @@ def pytest_ignore_collect(collection_path, config):
     if collection_path == MPI_TESTS and not config.getoption("--with-mpi"):
         return True
     return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    selection.mark_what_others_cover(items)
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)  # the longest first: see below
 
 
 @pytest.fixture(params=machine.POLICIES)

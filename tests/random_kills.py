@@ -37,7 +37,7 @@ ALGORITHMS = [
     "DiLoCo(local_steps=10)",
     "after(50, GradientAllReduce(), DiLoCo(local_steps=10))",
 ]
-RANKS, STEPS, LIMIT_S = 4, 150, 40
+RANKS, STEPS, LIMIT_S = 4, 150, 100
 SPECS = [TensorSpec(f"t{i}", (50, i + 1), "float32") for i in range(6)]
 
 

@@ -288,6 +288,10 @@ def test_nccl_hostid_is_the_machine_that_nccl_sees(device, monkeypatch):
 # Failure ------------------------------------------------------------------------------------------------
 
 
+SOON_S = 55
+"""Less than the 60 s for which ranks would wait, or sleep."""
+
+
 def launch(tmp_path, ranks, script, **options):
     start = time.monotonic()
     result = run_python(ranks, script=(tmp_path / "script.py", script), **options)
@@ -309,7 +313,7 @@ def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
     assert result.returncode == 1
     assert "RuntimeError: rank one has a bad day" in result.stderr
     assert "rank 1 of 3:" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
@@ -325,7 +329,7 @@ def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
         """,
     )
     assert result.returncode == 7
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
@@ -344,7 +348,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
     assert result.returncode == 1
     assert "CommTimeout: allreduce(float64[5], op=sum) #2: rank 0 of 2 waited 1 s" in result.stderr
     assert "before it: barrier #1" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
@@ -367,7 +371,7 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
     assert "CommMismatch" in result.stdout
 
 
-@pytest.mark.parametrize("exit_code", [0, 5])
+@pytest.mark.parametrize("exit_code", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
     result, seconds = launch(
         tmp_path,
@@ -391,13 +395,13 @@ def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
         sys.exit({exit_code} if comm.rank == 1 else 0)
         """,
         flags=["--ulfm"],
-        timeout_s=50,
+        timeout_s=80,
     )
     assert result.returncode == exit_code, result.stderr
     assert "failed: (2,)" in result.stdout
     for rank in range(3):
         assert f"rank {rank} of 3: sum 3.0" in result.stdout
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
@@ -444,17 +448,21 @@ def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
         import bagua_comm
         bagua_comm.connect(timeout_s=2)
         """,
-        timeout_s=40,
+        timeout_s=80,
     )
     assert result.returncode == 1
     message = reason(result)
     assert re.search(r"connect: rank [03] of 4 on .* waited \d+ s for the other ranks: ", message)
     assert re.search(r"rank 1 \(process \d+\) is stopped", message)
     assert "rank 2 ended without calling connect" in message
-    assert seconds < 20
+    assert seconds < SOON_S
 
 
-@pytest.mark.parametrize("first", ["pass", "from mpi4py import MPI"], ids=["", "MPI already runs"])
+@pytest.mark.parametrize(
+    "first",
+    ["pass", pytest.param("from mpi4py import MPI", marks=pytest.mark.slow)],
+    ids=["", "MPI already runs"],
+)
 def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
     result, seconds = launch(
         tmp_path,
@@ -466,12 +474,12 @@ def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
             time.sleep(60)
         bagua_comm.connect(timeout_s=1)
         """,
-        timeout_s=40,
+        timeout_s=80,
     )
     assert result.returncode == 1
     assert re.search(r"connect: rank 1 of 2 .*rank 0 \(process \d+\) runs, but has not called", reason(result))
     assert "Traceback" not in result.stderr
-    assert seconds < 20
+    assert seconds < SOON_S
 
 
 def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
@@ -487,11 +495,11 @@ def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
         bagua_comm.connect(timeout_s=2)
         """,
         flags=["--ulfm"],  # without it mpirun ends the others at once
-        timeout_s=40,
+        timeout_s=80,
     )
     assert result.returncode == 1
     assert re.search(r"rank 1 (\(process \d+\) has ended|ended without)", reason(result))
-    assert seconds < 20
+    assert seconds < SOON_S
 
 
 # The end of a rank ---------------------------------------------------------------------------------------
@@ -566,9 +574,10 @@ def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_anothe
     assert result.returncode == 1
     assert result.stdout.count("still here") == 2
     assert re.search(r"rank 1 of 2:\n.*RuntimeError: a thread has a bad day", result.stderr, re.DOTALL)
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -588,9 +597,10 @@ def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
     )
     assert result.returncode == 1
     assert "RuntimeError: no more data" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -607,17 +617,20 @@ def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_pat
     assert result.returncode == 1
     assert "caught by the program: rank one has a bad day" in result.stdout
     assert "rank 1 of 2 ended with RuntimeError, and all ranks with it" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
-        "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
-        "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)",
+        pytest.param(
+            "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
+            marks=pytest.mark.slow,
+            id="sys.exit in with",
+        ),
+        pytest.param("with comm: (comm.allreduce(x) if comm.rank == 0 else None)", id="early end of with"),
+        pytest.param("comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", id="sys.exit"),
     ],
-    ids=["sys.exit in with", "early end of with", "sys.exit"],
 )
 def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
     result, seconds = launch(
@@ -632,7 +645,7 @@ def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
     assert result.returncode == 1
     assert "rank 0 of 2 on " in result.stderr
     assert "allreduce(float64[100000], op=sum)" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def runs(pid):
@@ -665,7 +678,7 @@ def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
     while any(map(runs, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(runs, children))
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
@@ -690,7 +703,7 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
     assert "cannot be a rank: start ranks with mpirun" in result.stderr
-    assert seconds < 30
+    assert seconds < SOON_S
 
 
 def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
@@ -701,7 +714,7 @@ def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
         import bagua_comm, time
         comm = bagua_comm.connect(timeout_s=1)
         if comm.rank == 1:
-            time.sleep(3)
+            time.sleep(5)
             print("evaluated", flush=True)
         """,
     )

@@ -49,6 +49,7 @@ def on_host(ranks, size, dtype, average, times=1):
     return run_ranks(ranks, body)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("kind", "ranks", "codec", "dtype"),
     [

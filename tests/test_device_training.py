@@ -107,6 +107,7 @@ def trained_on_host(algorithm):
 # The same bytes
 
 
+@pytest.mark.covering(1)
 @policies_in_turn(
     ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]
 )
@@ -180,6 +181,7 @@ def kept(value):
     return value
 
 
+@pytest.mark.covering(1)
 @policies_in_turn(("algorithm", "convert"), [(a, convert) for a in KEEPING for convert in (kept, moved)])
 def test_a_checkpoint_goes_on_with_the_same_bytes(device, algorithm, convert):
     import cupy

@@ -15,7 +15,7 @@ def imports(file, modules):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (4, 8))])
 def test_mpi_suite(ranks):
     # Importing PyTorch eight times takes longer than everything else together; Transformers, longer than PyTorch.
     unwanted = [] if ranks == 2 else ["transformers"] if ranks == 4 else ["transformers", "torch"]

@@ -33,6 +33,7 @@ def test_every_kind_of_call_is_made_and_checked(case):
     run_ranks(2, body)
 
 
+@pytest.mark.covering(1)
 @policies_in_turn(
     ("kind", "ranks", "numbers"),
     [

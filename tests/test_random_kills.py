@@ -8,8 +8,8 @@ from random_kills import run_once
     ("algorithm", "victim", "after_s"),
     [
         ("ByteGrad()", 0, 0.4),
-        ("Decentralized('one_peer_exponential')", 3, 0.3),
-        ("AsyncModelAverage(interval_s=0.01, warmup_steps=20)", 1, 0.2),
+        pytest.param("Decentralized('one_peer_exponential')", 3, 0.3, marks=pytest.mark.slow),
+        pytest.param("AsyncModelAverage(interval_s=0.01, warmup_steps=20)", 1, 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_the_others_train_to_the_end(algorithm, victim, after_s):

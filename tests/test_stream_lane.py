@@ -318,7 +318,7 @@ def test_a_device_that_has_met_an_error_makes_done_and_close_raise_it_at_once(de
         future.done()
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
         lane.close()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PATIENCE_S
 
 
 @each_lane
@@ -331,7 +331,7 @@ def test_a_device_that_breaks_while_close_waits_for_it_ends_the_wait(device, cup
     start = time.monotonic()
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="an illegal memory access was encountered"):
         lane.close()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < PATIENCE_S
 
 
 # Which lane a communicator makes

@@ -181,6 +181,7 @@ def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buc
             assert torch.equal(actual[name], value), f"{name} of rank {rank}"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
 @pytest.mark.parametrize(("ranks", "at"), [(1, 4), (2, 1), (4, 4)])
 def test_a_restart_changes_nothing(ranks, at, algorithm):
@@ -196,6 +197,7 @@ def test_a_restart_where_optimizers_alternate(algorithm):
     assert_restarts(2, algorithm, 4, optimizers=2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one rank", "all ranks"])
 def test_a_restart_after_a_step_was_skipped(algorithm, ranks):

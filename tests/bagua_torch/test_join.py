@@ -176,6 +176,7 @@ def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, di
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("batches", "parts", "synchronized"), [((3, 5), 1, "last"), ((4, 0), 2, "every"), ((1, 4, 2, 3), 2, "last")]
 )

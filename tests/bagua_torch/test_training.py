@@ -341,6 +341,7 @@ THEN = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_a_rank_may_skip_a_step_alone_where_weights_are_exchanged(algorithm, then):
@@ -448,6 +449,7 @@ def test_clipped_gradients_are_those_of_one_large_batch(ranks):
 # Compilation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("compiled", "algorithm"),
     [

@@ -243,6 +243,7 @@ needs_mpirun = pytest.mark.skipif(find_mpirun() is None, reason="there is no mpi
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_two_ranks_stand_beside_mpi4py(tmp_path):
     path = tmp_path / "two.json"
     lines = run(*cases.EXACT, "-e", 128, "-f", 16, "-n", 2, "-w", 1, "--json", path, ranks=2)
@@ -278,6 +279,7 @@ def test_two_ranks_quantized_say_what_travelled_and_how_far_off_it_was(tmp_path)
 
 
 @needs_mpirun
+@pytest.mark.slow
 def test_two_ranks_overhead_is_the_difference_to_mpi4py():
     lines = run("overhead", "--batches", 3, "--calls", 5, "-w", 1, ranks=2)
 

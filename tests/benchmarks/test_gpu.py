@@ -106,6 +106,7 @@ def test_codecs_are_timed_beside_copies_and_plain_operations(device):
     assert found == {"numpy": {"encode": 0, "decode": 0, "combine": 0}}
 
 
+@pytest.mark.slow
 @on_one_stream
 def test_two_passes_read_twice(device, monkeypatch):
     monkeypatch.setattr(gpu_codecs, "DRAWN", 4096)  # the numbers repeat
@@ -183,6 +184,7 @@ def test_what_a_rival_raises_is_recorded(device):
     assert row["beside"] == {"broken": {"left_out": "ZeroDivisionError: division by zero"}}
 
 
+@pytest.mark.slow
 @on_one_stream
 def test_costs_and_averages_over_nccl(device, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_ranks, "HOLD_S", 1e-4)
@@ -441,6 +443,7 @@ def test_lines_that_were_cut_off_are_left_out(tmp_path):
     assert gpu_lines.read(path) == {"a": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crashes", [False, True])
 def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
     folder = tmp_path / "tests"
@@ -667,6 +670,7 @@ def test_the_record_is_complete_whatever_sections_do(tmp_path):
     assert "last words" in (tmp_path / "gpu.log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "mpi"), [(signal.SIGTERM, False), (signal.SIGKILL, True)])
 def test_a_command_that_is_killed_leaves_a_record_and_no_process(tmp_path, number, mpi):
     slow = f"exec(open({str(launcher(tmp_path, mpi=mpi))!r}).read())"
@@ -721,6 +725,7 @@ def test_figures_of_the_stand_in_are_no_results(monkeypatch, capsys):
     assert list(RESULTS.glob("gpu.*")) == []
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_the_stand_in(tmp_path):
     sanitizer_that(tmp_path / "bin", "ERROR SUMMARY: 0 errors", 0)
     env = environment(tmp_path)

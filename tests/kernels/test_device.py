@@ -61,6 +61,7 @@ def twice(codec, x, shift=0):
 # MinMaxUInt8
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize(
@@ -90,6 +91,7 @@ def test_minmax(device, dtype, n, m, block, order):
 FINITE = {"float32": 3e38, "float16": 65504.0, "bfloat16": 3e38}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize(("m", "shift"), [(1024, 0), (1030, 0), (1030, 1), (1030, 3)])
 def test_minmax_of_special_values_in_whole_blocks_and_at_odd_addresses(device, dtype, m, shift):
@@ -250,6 +252,7 @@ def test_quantized_allreduce_is_three_launches_and_two_collectives(device):
 # Casts
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize(("n", "m", "shift"), [(1, 1, 0), (3, 999, 0), (3, 1000, 1), (2, 5000, 0)])
@@ -273,7 +276,16 @@ def test_cast_of_every_float16_and_bfloat16(device):
 # Sums and element-wise steps
 
 
-@pytest.mark.parametrize("dtype", [*FLOATING, *sorted(INTEGERS)])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *FLOATING,
+        *(
+            pytest.param(each, marks=() if each in ("int8", "uint64") else pytest.mark.slow)
+            for each in sorted(INTEGERS)
+        ),
+    ],
+)
 def test_reduce_rows(device, run, dtype):
     for m, shift in ((1, 0), (1001, 0), (400, 1)):
         rows = normal((5, m), "float32", seed=m, scale=1e3).astype(dtype_named(dtype))
@@ -501,6 +513,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
     before, after, check = MUTANTS[mutant]

@@ -4,7 +4,6 @@ import functools
 import inspect
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 
 import pytest
@@ -32,23 +31,29 @@ def nvrtc():
 compiled = functools.cache(instructions.compiled)
 
 
-@pytest.mark.parametrize("file", MODULES)
-def test_every_file_compiles_for_every_architecture_without_spilling_registers(file):
-    with ThreadPoolExecutor(2) as pool:
-        results = pool.map(lambda sm: compiled(file, sm, *MODULES[file][0]), ARCHITECTURES)
-        for architecture, (cubin, log) in zip(ARCHITECTURES, results, strict=True):
-            check(cubin, log, architecture)
+def joined(value):
+    """A name for options."""
+    return value if isinstance(value, str) else "-".join(value)
 
 
-@pytest.mark.parametrize("file", MODULES)
-def test_every_file_compiles_for_every_dtype(file):
-    with ThreadPoolExecutor(2) as pool:
-        for options, (cubin, log) in zip(
-            MODULES[file],
-            pool.map(lambda options: compiled(file, "75", *options), MODULES[file]),
-            strict=True,
-        ):
-            check(cubin, log, options)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("file", "options"), [(file, each[0]) for file, each in MODULES.items()], ids=joined)
+def test_every_file_compiles_for_every_architecture_without_spilling_registers(file, options, architecture):
+    check(*compiled(file, architecture, *options), architecture)
+
+
+@pytest.mark.parametrize(
+    ("file", "options"),
+    [
+        pytest.param(file, each, marks=() if each in (options[0], options[-1]) else pytest.mark.slow)
+        for file, options in MODULES.items()
+        for each in options
+    ],
+    ids=joined,
+)
+def test_every_file_compiles_for_every_dtype(file, options):
+    check(*compiled(file, "75", *options), options)
 
 
 def check(cubin, log, what):
@@ -66,7 +71,10 @@ SLACK = 1.05
 """Another version of the compiler may differ by as much."""
 
 
-@pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=() if each == "90" else pytest.mark.slow) for each in instructions.ARCHITECTURES],
+)
 def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(architecture):
     cubin, _ = compiled("minmax.cu", architecture, "float32")
     counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]

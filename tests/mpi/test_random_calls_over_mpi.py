@@ -4,7 +4,7 @@ import pytest
 from random_calls import SMALL_SIZES, RandomCalls, shrink_thresholds
 
 import bagua_comm
-from bagua_comm.transports import shared
+from bagua_comm.transports.mpi import window as shared_memory
 
 pytestmark = pytest.mark.mpi
 
@@ -20,7 +20,7 @@ def test_random_calls_with_tiny_thresholds(comm, monkeypatch, window):
         return  # nothing has a threshold
     shrink_thresholds(monkeypatch.setattr)
     if not window:
-        monkeypatch.setattr(shared, "_map", lambda *place: None)
+        monkeypatch.setattr(shared_memory, "_map", lambda *place: None)
     with bagua_comm.connect(timeout_s=30) as small:
         assert (small.transports[0]._window is not None) == window
         with RandomCalls(small, seed=100 + comm.size, sizes=SMALL_SIZES) as calls:

@@ -23,7 +23,7 @@ one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
 @pytest.mark.parametrize(
     ("device", "ranks"),
-    [("lazy", 1), ("main-first", 2), ("side-first", 3), ("lazy", 4)],
+    [("lazy", 1), ("main-first", 2), ("side-first", 3), pytest.param("lazy", 4, marks=pytest.mark.slow)],
     indirect=["device"],
 )
 def test_conformance(device, ranks):
@@ -241,8 +241,8 @@ def test_the_watchdog_ends_no_capture_of_any_mode(device, monkeypatch):
 # Failure ------------------------------------------------------------------------------------------------
 
 
-def in_time(function, seconds=15):
-    """Run `function`, which must not take longer."""
+def in_time(function, seconds=25):
+    """Run `function`, which must not take as long as a call may wait for its peers."""
     start = time.monotonic()
     result = function()
     assert time.monotonic() - start < seconds
@@ -350,7 +350,7 @@ def test_an_error_of_the_device_is_raised_at_once_in_cudas_words(device):
             assert type(caught.value) is CommError
         comm.transports[0].barrier()
 
-    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+    in_time(lambda: run_over_nccl(device, 2, body=body))
 
 
 @one_policy
@@ -369,7 +369,7 @@ def test_a_call_that_a_broken_device_does_not_even_take_is_not_waited_for(device
             comm.close()
         comm.transports[0].barrier()
 
-    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=3)
+    in_time(lambda: run_over_nccl(device, 2, body=body))
 
 
 @one_policy
@@ -419,7 +419,7 @@ def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
                 with contextlib.suppress(CommError):
                     left.close()
 
-    in_time(lambda: run_over_nccl(device, 3, body=body), seconds=5)
+    in_time(lambda: run_over_nccl(device, 3, body=body))
 
 
 def leave_by_an_error(comm):
@@ -450,7 +450,7 @@ def test_ranks_that_wait_on_a_lane_learn_at_once_that_another_one_has_left(devic
         with contextlib.suppress(CommError):
             lane.comm.close()
 
-    in_time(lambda: run_over_nccl(device, 2, body=body), seconds=5)
+    in_time(lambda: run_over_nccl(device, 2, body=body))
 
 
 @one_policy
@@ -473,7 +473,7 @@ def test_ranks_that_wait_in_a_smaller_group_learn_at_once_that_another_one_has_l
         with contextlib.suppress(CommError):
             group.close()
 
-    in_time(lambda: run_over_nccl(device, 4, body=body), seconds=5)
+    in_time(lambda: run_over_nccl(device, 4, body=body))
 
 
 @one_policy

@@ -23,7 +23,12 @@ def piece_bytes(device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "ranks"),
-    [("lazy", 1), ("main-first", 2), ("side-first", 3), ("lazy", 4)],
+    [
+        ("lazy", 1),
+        ("main-first", 2),
+        pytest.param("side-first", 3, marks=pytest.mark.slow),
+        pytest.param("lazy", 4, marks=pytest.mark.slow),
+    ],
     indirect=["device"],
 )
 def test_conformance(device, ranks):
@@ -32,6 +37,7 @@ def test_conformance(device, ranks):
     run_staged(device, ranks, body=lambda comm: check_transport(comm, asarray=cupy.asarray))
 
 
+@pytest.mark.slow
 def test_conformance_in_many_pieces(device, monkeypatch):
     import cupy
 

@@ -1,0 +1,278 @@
+"""Breaks one line in each of many modules, and shows that tests of the default run notice.
+
+    python tests/support/mutants.py               # all of them, in about ten minutes on two cores
+    python tests/support/mutants.py topology      # those of files with this in their path
+    python tests/support/mutants.py --check       # only look whether each line is still there
+
+Each mutant is made in a copy of the repository, in a temporary folder, where the tests that concern it run as in
+the default run. A mutant that they pass with has survived: then a test is missing. The exit status is 1 if one
+has survived, or if its line is not in its file any more (so choose another one in `MUTANTS`).
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+COPIED = [
+    "bagua_comm",
+    "bagua_torch",
+    "benchmarks",
+    "examples",
+    "tests",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+]
+LIMIT_S = 400
+
+
+class Mutant(NamedTuple):
+    """One line, and how it is broken."""
+
+    file: str
+    before: str
+    after: str
+    tests: str
+    """Arguments of pytest."""
+
+
+MUTANTS = [
+    Mutant(
+        "bagua_comm/topology.py",
+        "return (rank - half - step) % half",
+        "return (rank - half + step) % half",
+        "tests/test_topology.py",
+    ),
+    Mutant(
+        "bagua_comm/files.py",
+        "not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)",
+        "not found.st_mode & stat.S_IWOTH",
+        "tests/test_files.py",
+    ),
+    Mutant(
+        "bagua_comm/bucket.py",
+        "return -(-sum(tensor.size for tensor in tensors) // alignment) * alignment",
+        "return sum(tensor.size for tensor in tensors)",
+        "tests/test_bucket.py",
+    ),
+    Mutant(
+        "bagua_comm/arrays.py",
+        'return x if is_contiguous(x) else x.copy(order="C")',
+        "return x",
+        "tests/test_arrays.py",
+    ),
+    Mutant(
+        "bagua_comm/cuda.py",
+        "return bool(status == 0)",
+        "return True",
+        "tests/test_stream_lane.py",
+    ),
+    Mutant(
+        "bagua_comm/kernels/host.py",
+        "np.subtract(x, np.fmod(x, x.dtype.type(divisor)), out=x)",
+        "pass",
+        "tests/kernels/test_host.py tests/test_comm.py",
+    ),
+    Mutant(
+        "bagua_comm/kernels/minmax.cu",
+        "decoders[lane] = own",
+        "decoders[rows - 1 - lane] = own",
+        "tests/kernels/test_device.py",
+    ),
+    Mutant(
+        "bagua_comm/codecs/minmax.py",
+        "return block, start, start + padded(count)",
+        "return block, start, start + count",
+        "tests/codecs/test_minmax.py",
+    ),
+    Mutant(
+        "bagua_comm/codecs/cast.py",
+        'return padded(2 * check_count("wire_nbytes", count))',
+        'return 2 * check_count("wire_nbytes", count)',
+        "tests/codecs/test_cast.py",
+    ),
+    Mutant(
+        "bagua_comm/transports/local.py",
+        "members.index(self.rank)",
+        "sorted(members).index(self.rank)",
+        "tests/transports/test_local.py tests/test_comm.py",
+    ),
+    Mutant(
+        "bagua_comm/transports/mpi/window.py",
+        "slot[: values.size] = values",
+        "slot[: values.size - 1] = values[:-1]",
+        "tests/transports/test_window.py",
+    ),
+    Mutant(
+        "bagua_comm/transports/mpi/transport.py",
+        "return not incoming",
+        "return True",
+        "tests/test_mpirun.py",
+    ),
+    Mutant(
+        "bagua_comm/transports/nccl/watchdog.py",
+        'raise CommAborted(f"{self.who}: this communicator is closed")',
+        "pass",
+        "tests/transports",
+    ),
+    Mutant(
+        "bagua_comm/transports/staged.py",
+        "np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in xs], dtype=int)",
+        "np.cumsum([x.nbytes for x in xs], dtype=int)",
+        "tests/transports/test_staged.py",
+    ),
+    Mutant(
+        "bagua_comm/algorithms/decentralized.py",
+        "bucket.flat[...] = state.average",
+        "pass",
+        "tests/algorithms/test_decentralized.py",
+    ),
+    Mutant(
+        "bagua_comm/algorithms/low_precision.py",
+        "state.round % _edges(comm.size)",
+        "0 % _edges(comm.size)",
+        "tests/algorithms/test_low_precision.py",
+    ),
+    Mutant(
+        "bagua_comm/algorithms/diloco.py",
+        "state.steps = (state.steps + 1) % self.local_steps",
+        "state.steps = (state.steps + 2) % self.local_steps",
+        "tests/algorithms/test_diloco.py",
+    ),
+    Mutant(
+        "bagua_comm/planning/costmodel.py",
+        "return self.step_s - self.compute_s",
+        "return self.step_s",
+        "tests/planning/test_costmodel.py",
+    ),
+    Mutant(
+        "bagua_comm/bootstrap.py",
+        'return f"rank {rank} cannot load NCCL ({gpu.problem})"',
+        "return None",
+        "tests/test_bootstrap.py -k nccl",
+    ),
+    Mutant(
+        "bagua_comm/__main__.py",
+        "str(max(1, cores // ranks))",
+        "str(max(1, cores))",
+        "tests/test_main.py",
+    ),
+    Mutant(
+        "bagua_torch/arrays.py",
+        'return from_dlpack(array.view("int16")).view(torch.bfloat16)',
+        'return from_dlpack(array.view("int16")).to(torch.bfloat16)',
+        "tests/bagua_torch -k arrays",
+    ),
+    Mutant(
+        "bagua_torch/torch_arguments.py",
+        "max(1, int(bucket_cap_mb * 2**20))",
+        "max(1, int(bucket_cap_mb * 10**6))",
+        "tests/bagua_torch/test_as_pytorch.py",
+    ),
+    Mutant(
+        "bagua_torch/broadcast.py",
+        "tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))",
+        "tensors.append(torch.empty(leaf.shape, device=device))",
+        "tests/bagua_torch bagua_torch/broadcast.py -k broadcast",
+    ),
+    Mutant(
+        "bagua_torch/process_group/transport.py",
+        "2 * x.nbytes * (self.size - 1) // self.size",
+        "x.nbytes * (self.size - 1) // self.size",
+        "tests/bagua_torch/test_process_group.py -k bytes",
+    ),
+]
+
+
+def copy_of(root, folder):
+    """A copy of what the tests need, without what was compiled."""
+    for name in COPIED:
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
+        else:
+            shutil.copy(source, folder / name)
+
+
+def missing(mutant, root):
+    """What is wrong with the place of a mutant; "" if it can be made."""
+    path = root / mutant.file
+    if not path.exists():
+        return "there is no such file"
+    count = path.read_text().count(mutant.before)
+    return "" if count == 1 else f"expected once, found {count} times: {mutant.before}"
+
+
+def fate_of(mutant, folder):
+    """What becomes of a mutant: a word for it, and what it was noticed by."""
+    if problem := missing(mutant, folder):
+        return "NOT FOUND", problem
+    path = folder / mutant.file
+    whole = path.read_text()
+    path.write_text(whole.replace(mutant.before, mutant.after))
+    try:
+        done = run(mutant, folder)
+    except subprocess.TimeoutExpired:
+        return "noticed", f"by a test that takes more than {LIMIT_S} s"
+    finally:
+        path.write_text(whole)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 1 and failed:
+        return "noticed", failed[1]
+    if done.returncode == 0:
+        return "SURVIVED", f"pytest {mutant.tests}"
+    return (
+        "NO RESULT",
+        f"pytest {mutant.tests} ended with {done.returncode}: {(done.stdout + done.stderr)[-300:]}",
+    )
+
+
+def run(mutant, folder):
+    """Pytest on the tests of a mutant, up to the first that fails."""
+    path = os.pathsep.join([str(folder), str(folder / "tests"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [*command, *mutant.tests.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("part", nargs="?", default="", help="of the path of a file")
+    parser.add_argument("--check", action="store_true", help="run no tests")
+    options = parser.parse_args(argv)
+    chosen = [mutant for mutant in MUTANTS if options.part in mutant.file]
+    if options.check:
+        problems = {mutant.file: problem for mutant in chosen if (problem := missing(mutant, ROOT))}
+        for file, problem in problems.items():
+            print(f"NOT FOUND  {file}: {problem}")
+        print(f"{len(chosen) - len(problems)} of {len(chosen)} are where they are expected")
+        return 1 if problems else 0
+    noticed = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        copy_of(ROOT, folder)
+        for mutant in chosen:
+            start = time.monotonic()
+            fate, by = fate_of(mutant, folder)
+            noticed += fate == "noticed"
+            print(f"{fate:9}  {mutant.file:45}  {time.monotonic() - start:5.0f} s  {by}", flush=True)
+    print(f"{noticed} of {len(chosen)} were noticed")
+    return 0 if noticed == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from support.selection import covering, left_out
+
+POLICIES = ("lazy", "main-first", "side-first")
+
+
+def case(marks=(), **values):
+    """A stand-in for a case of a test; each value is (its index, itself)."""
+    callspec = SimpleNamespace(
+        indices={name: index for name, (index, _) in values.items()},
+        params={name: value for name, (_, value) in values.items()},
+    )
+    found = {mark.name: mark for mark in marks}
+    return SimpleNamespace(callspec=callspec, get_closest_marker=found.get)
+
+
+def cases(*marks, **lists):
+    rows = itertools.product(*(enumerate(values) for values in lists.values()))
+    return [case([mark.mark for mark in marks], **dict(zip(lists, row, strict=True))) for row in rows]
+
+
+def stay(found):
+    out = [*left_out("test.py::test", found)]
+    return [each.callspec.params for each in found if each not in out]
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_all_combinations_of_so_many_values_occur_in_few_rows(strength):
+    rows = [*itertools.product("abcd", "123", "xy")]
+    chosen = [rows[place] for place in covering(rows, strength)]
+    for columns in itertools.combinations(range(3), strength):
+        of_all, of_chosen = ({tuple(row[c] for c in columns) for row in some} for some in (rows, chosen))
+        assert of_all == of_chosen
+    assert len(chosen) == {1: 4, 2: 12, 3: 24}[strength]
+
+
+def test_combinations_that_no_row_has_are_not_missed():
+    rows = [("a", 1), ("a", 2), ("b", 1)]
+    assert covering(rows, 2) == [0, 1, 2]
+
+
+def test_without_marks_only_policies_are_thinned_and_they_take_turns():
+    kept = stay(cases(device=POLICIES, ranks=(1, 2, 3), codec="ab"))
+    assert {(each["ranks"], each["codec"]) for each in kept} == {*itertools.product((1, 2, 3), "ab")}
+    assert len(kept) == 6
+    assert {each["device"] for each in kept} == {*POLICIES}
+    assert len(stay(cases(ranks=(1, 2, 3), codec="ab"))) == 6
+    assert len(stay(cases(device=("lazy", "real")))) == 2
+
+
+def test_marks_say_what_stays():
+    assert len(stay(cases(pytest.mark.every_policy, device=POLICIES, ranks=(1, 2)))) == 6
+    kept = stay(cases(pytest.mark.covering(1), device=POLICIES, ranks=(1, 2, 3), codec="ab"))
+    assert len(kept) == 3
+    assert {each["ranks"] for each in kept} == {1, 2, 3}
+    assert {each["codec"] for each in kept} == {"a", "b"}
+
+
+def test_values_are_compared_and_not_their_places_in_a_list():
+    """As where one list has all parameters of a test, the policy included."""
+    mark = pytest.mark.covering(1).mark
+    rows = enumerate(itertools.product(POLICIES, (1, 2), "ab"))
+    tied = [
+        case([mark], device=(n, policy), ranks=(n, ranks), codec=(n, codec)) for n, (policy, ranks, codec) in rows
+    ]
+    assert len(stay(tied)) == 2
