@@ -23,6 +23,8 @@ PROCESSES = 2
 def pytest_cmdline_main(config):
     if not config.pluginmanager.hasplugin("xdist") or config.option.numprocesses is not None:
         return
+    if hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
+        return  # this is one of those processes
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole and not config.option.collectonly and not config.option.usepdb:
         config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
