@@ -24,11 +24,11 @@ LAYERS = [
     {"codecs", "transports", "optim"},
     {"agreement", "objects"},
     {"call", "comm", "lane"},
-    {"averages"},
+    {"averages", "collectives"},
     {"algorithms", "bootstrap"},
     {"pace"},
     {"engine"},
-    {"planning"},
+    {"planning", "costmodel", "tuner"},
     {"testing", "__main__", "__init__"},
     {"bagua_torch"},
 ]
@@ -116,6 +116,29 @@ def test_events_are_asked_by_cuda_passed_for_done_of_cupy_hides_errors(path):
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # future.done()
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "done"]
     assert [node.lineno for node in found if id(node) not in called] == []
+
+
+def test_modules_of_bagua_torch_import_each_other_in_no_circle():
+    files = {path.stem: path for path in FILES if path.parent.name == "bagua_torch" and path.stem != "__init__"}
+    arrows = {name: set[str]() for name in files}
+    for name, path in files.items():
+        for module, _ in imports_of(path):
+            if module.startswith("bagua_torch."):
+                arrows[name] |= set(module.split(".")) & (files.keys() - {name})
+    while ground := [name for name in arrows if not arrows[name] & arrows.keys()]:
+        for name in ground:
+            del arrows[name]
+    assert not arrows
+
+
+FORMER = [("collectives", "Exact"), ("costmodel", "predict"), ("tuner", "Tuner")]
+
+
+@pytest.mark.parametrize(("former", "name"), FORMER)
+def test_a_former_name_of_a_module_warns_and_works(former, name):
+    module = importlib.import_module(f"bagua_comm.{former}")
+    with pytest.warns(DeprecationWarning, match=f"bagua_comm.{former} is now"):
+        assert getattr(module, name)
 
 
 def test_importing_the_library_imports_numpy_and_nothing_heavier():
