@@ -24,7 +24,7 @@ def pytest_cmdline_main(config):
     if not config.pluginmanager.hasplugin("xdist") or config.option.numprocesses is not None:
         return
     if hasattr(config, "workerinput") or "PYTEST_XDIST_WORKER" in os.environ:
-        return  # this is one of those processes
+        return  # this is one of the processes, or a pytest that a test started
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if whole and not config.option.collectonly and not config.option.usepdb:
         config.option.numprocesses, config.option.dist = PROCESSES, "worksteal"
@@ -49,7 +49,8 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     selection.mark_what_others_cover(items)
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)  # the longest first: see below
+    # What may take longest comes first, so that no process waits for it alone in the end.
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 @pytest.fixture(params=machine.POLICIES)
