@@ -9,9 +9,6 @@ from . import averages
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    warnings.warn(
-        "bagua_comm.collectives is now bagua_comm.averages; import it from there", DeprecationWarning, 2
-    )
-    return getattr(averages, name)
+    value = getattr(averages, name)
+    warnings.warn("bagua_comm.collectives is now bagua_comm.averages", DeprecationWarning, 2)
+    return value

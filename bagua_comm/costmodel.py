@@ -9,9 +9,6 @@ from .planning import costmodel
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    warnings.warn(
-        "bagua_comm.costmodel is now bagua_comm.planning.costmodel; import it from there", DeprecationWarning, 2
-    )
-    return getattr(costmodel, name)
+    value = getattr(costmodel, name)
+    warnings.warn("bagua_comm.costmodel is now bagua_comm.planning.costmodel", DeprecationWarning, 2)
+    return value

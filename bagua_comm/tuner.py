@@ -9,9 +9,6 @@ from .planning import tuner
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    warnings.warn(
-        "bagua_comm.tuner is now bagua_comm.planning.tuner; import it from there", DeprecationWarning, 2
-    )
-    return getattr(tuner, name)
+    value = getattr(tuner, name)
+    warnings.warn("bagua_comm.tuner is now bagua_comm.planning.tuner", DeprecationWarning, 2)
+    return value
