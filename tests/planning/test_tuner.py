@@ -68,7 +68,7 @@ def test_only_bucket_sizes_are_searched_for_without_blocks(algorithm):
             lambda codec: after(3, ByteGrad(), GradientAllReduce(Hierarchical(Quantized(codec)))),
         ),
     ],
-    ids=repr,
+    ids=["bytegrad", "low-precision", "qadam", "after"],
 )
 def test_blocks_are_searched_for_where_there_are_some(algorithm, of_block):
     (family,) = grid_of(algorithm).families
