@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -274,21 +274,10 @@ def quantized_allreduce(
     call.in_place()
     if call.x is not call.target:
         call.contiguous()
-    reduction = _reduction(comm, call.transport, codec, op, call.x)
+    reduction = _reduction(call, codec, op)
     reduction.check(call, residual)
     reduction.run(call, residual)
     return call.result
-
-
-def _reduction(comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> _Reduction:
-    """The reduction of arrays like this one, worked out at the first call and kept by the communicator."""
-    key = (codec, op, type(like), like.size, like.dtype, transport.name)
-    if key not in comm.settled:
-        if len(comm.settled) >= _SETTLED:
-            comm.settled.clear()
-        comm.settled[key] = _Reduction(comm, transport, codec, op, like)
-    reduction: _Reduction = comm.settled[key]
-    return reduction
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
@@ -298,6 +287,22 @@ def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
     return call
 
 
+def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
+    """The reduction of arrays like that of the call, worked out for the first and kept by the communicator."""
+    comm, x, transport = call.comm, call.x, call.transport
+    key = codec, op, type(x), x.size, x.dtype, transport, transport.piece_bytes, kernels.of(x)
+    try:
+        found = comm.settled.get(key)
+    except TypeError:  # a codec that is not frozen may change
+        return _Reduction(comm, transport, codec, op, x)
+    if found is not None:
+        return cast(_Reduction, found)
+    if len(comm.settled) >= _SETTLED:
+        comm.settled.clear()
+    comm.settled[key] = made = _Reduction(comm, transport, codec, op, x)
+    return made
+
+
 class _Mean:
     """A bound `Quantized`: what depends on an array's library, dtype and size is worked out once."""
 
@@ -305,23 +310,32 @@ class _Mean:
         self._comm, self._codec, self._min_bytes = comm, codec, min_bytes
         self._reduction: _Reduction | None = None
 
-    def settle(self, like: Array) -> _Reduction:
-        """Work out how arrays like this one are averaged; others than before may come."""
+    def settle(self, like: Array) -> None:
+        """Work out how arrays like this one are averaged; others may be averaged all the same."""
         call = _call(self._comm, like, self._codec, "avg")
-        self._reduction = _reduction(self._comm, call.transport, self._codec, "avg", call.x)
-        return self._reduction
+        if call.x.nbytes >= self._least(call.transport):
+            self._reduction = _reduction(call, self._codec, "avg")
+
+    def _least(self, transport: Transport) -> int:
+        """Bytes of the smallest array that is quantized."""
+        return transport.quantize_bytes if self._min_bytes is None else self._min_bytes
 
     def __call__(self, x: Array, residual: Array | None = None) -> Array:
-        comm, reduction = self._comm, self._reduction
-        if reduction is None or not reduction.fits(x):
-            reduction = self.settle(x)
-        least = reduction.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
-        if x.nbytes < least:
-            with comm.tracer.span("exact: small", bytes=x.nbytes, min_bytes=least):
+        comm, codec, reduction = self._comm, self._codec, self._reduction
+        if reduction is not None and reduction.fits(x):
+            call = Call.of(comm, "quantized_allreduce", x, reduction.transport, codec=codec, op="avg")
+        else:
+            call, reduction = _call(comm, x, codec, "avg"), None
+        least = self._least(call.transport)
+        if call.x.nbytes < least:
+            with comm.tracer.span("exact: small", bytes=call.x.nbytes, min_bytes=least):
                 return comm.allreduce(x, out=x, op="avg")
-        call = Call.of(comm, "quantized_allreduce", x, reduction.transport, codec=self._codec, op="avg")
-        call.into(x, x.shape)
+        if reduction is None:
+            reduction = self._reduction = _reduction(call, codec, "avg")
+        call.into(x, call.x.shape)
         call.in_place()
+        if call.x is not call.target:
+            call.contiguous()
         reduction.check(call, residual)
         reduction.run(call, residual)
         return call.result
@@ -350,6 +364,9 @@ class _Reduction:
         self._kind = type(like)
         self.chunk = -(-like.size // comm.size)
         """Elements of a chunk; rank r combines chunk r of all ranks."""
+        self._kernels = kernels.of(like)
+        if comm.size == 1 or like.size == 0:
+            return  # nothing is coded
         in_pieces = transport.piece_bytes is not None and codec.granule is not None
         wire_nbytes = codec.wire_nbytes(self.chunk, like.dtype)
         self.pieces = cut(self.chunk, wire_nbytes, CODED_PIECE_BYTES if in_pieces else None, codec.granule or 1)
@@ -363,7 +380,12 @@ class _Reduction:
 
     def fits(self, x: Array) -> bool:
         """Whether `x` is an array of this kind."""
-        return type(x) is self._kind and x.size == self.size and x.dtype == self.dtype
+        return (
+            type(x) is self._kind
+            and x.size == self.size
+            and x.dtype == self.dtype
+            and kernels.of(x) is self._kernels
+        )
 
     def check(self, call: Call, residual: Array | None) -> None:
         """Raise unless the arrays of the call are where kernels can read them, and `residual` is like `x`."""
@@ -375,7 +397,7 @@ class _Reduction:
                 f"{call.name}: residual is {residual.dtype}{residual.shape}, "
                 f"expected a contiguous {x.dtype}{x.shape}"
             )
-        if isinstance(x, np.ndarray):
+        if isinstance(x, np.ndarray) or self.p == 1 or self.size == 0:
             return
         check_aligned(call.name, "x", x)
         if x is not call.target:

@@ -1005,6 +1005,7 @@ class Communicator:
                 comm.close()
         with ExitStack() as ends:  # the last transport first: it may be set up over the first
             ends.callback(self.scratch.clear)
+            ends.callback(self.settled.clear)
             for transport in self.transports:
                 ends.callback(transport.close)
 

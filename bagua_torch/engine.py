@@ -90,7 +90,6 @@ class TorchEngine(Engine):
         """
         super().load_state_dict(map_leaves(state, self._to_array))
 
-    @property
     def lent(self) -> dict[str, torch.Tensor]:
         """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing."""
         name = complete(self.phase).lends

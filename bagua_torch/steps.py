@@ -33,13 +33,15 @@ class Stage(Enum):
 
         IDLE -> OPEN -> AVERAGED -> IDLE
 
-    Gradients may be averaged several times before the optimizers step: AVERAGED -> OPEN_AGAIN -> AVERAGED.
+    Gradients may be averaged several times before the optimizers step: AVERAGED -> OPEN_AGAIN -> AVERAGED. If the
+    optimizers step before that further backward pass, OPEN_AGAIN -> TOLD; the next forward pass opens the step.
     """
 
     IDLE = "no training forward pass since the optimizers stepped"
     OPEN = "the other ranks know of a forward pass; its backward pass has not ended"
     AVERAGED = "the backward pass has ended; the optimizers may step"
     OPEN_AGAIN = "averaged, and the other ranks know of a further forward pass"
+    TOLD = "the optimizers stepped; the other ranks know of a forward pass that this rank made before"
     CLOSED = "this wrapper exchanges nothing any more"
 
 
@@ -173,6 +175,8 @@ class TrainingSteps:
 
     def begin_forward(self) -> None:
         """A training forward pass begins. Collective."""
+        if self.stage is Stage.TOLD:
+            self.stage = Stage.OPEN
         self.lend()
         self.engine.at(Point.FORWARD)
         self.note_new_weights()
@@ -240,7 +244,7 @@ class TrainingSteps:
             self._end()
 
     def _end(self) -> None:
-        self.stage = Stage.OPEN if self.stage is Stage.OPEN_AGAIN else Stage.IDLE
+        self.stage = Stage.TOLD if self.stage in (Stage.OPEN_AGAIN, Stage.TOLD) else Stage.IDLE
         self._stepped.clear()
         self.engine.at(Point.STEP)
         self.note_new_weights()
@@ -293,7 +297,7 @@ class TrainingSteps:
         """Let optimizers use what the algorithm lends; from now on, or again after they have loaded a state."""
         lender = self.engine.phase
         lent = "" if self.stage is Stage.CLOSED else complete(lender).lends
-        tensors = {self._trained[name]: tensor for name, tensor in self.engine.lent.items()} if lent else {}
+        tensors = {self._trained[name]: tensor for name, tensor in self.engine.lent().items()} if lent else {}
         for optimizer in self._borrowers():
             if optimizer.borrows == lent:
                 step = self.engine.buckets[0].step
