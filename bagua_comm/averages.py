@@ -137,7 +137,9 @@ class ErrorFeedback:
         if not isinstance(self.inner, Quantized):
             raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec)")
         if self.inner.min_bytes is not None:
-            raise ArrayError(f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None")
+            raise ArrayError(
+                f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None to quantize all"
+            )
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""

@@ -1,6 +1,6 @@
 """The plumbing of one call: its arguments as a transport takes them, and the call while it runs.
 
-A method of the communicator makes a call so:
+A method of the communicator makes a call like this:
 
     call = Call(comm, "allreduce", x, op=op)      # `x` as an array, and the transport that moves it
     call.into(out, call.x.shape)                  # where the result goes; `out` and `x` may be one array

@@ -1056,7 +1056,7 @@ class Communicator:
     def _check_counts(
         self, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
     ) -> list[int]:
-        """`counts` as integers, one for each rank; checks the size of `x`: their sum or, if `own`, this rank's."""
+        """`counts` as integers, one for each rank. `x` must have their sum of elements or, if `own`, its own."""
         found = list(counts)
         if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
             raise ArrayError(f"{call}: {name} is {found}, expected {self.size} numbers of elements")

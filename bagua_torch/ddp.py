@@ -59,11 +59,11 @@ class DistributedDataParallel(nn.Module):
     buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
-    averaged if it belongs to a forward pass of this wrapper, and is the first to do so;
-    `ddp.module(x).backward()`, and a second backward pass through the same graph, stay on this rank. As with
-    PyTorch's own, gradients must be accumulated by `backward()`: `torch.autograd.grad` of parameters raises, and
-    what `torch.distributed.autograd` computes is not averaged. Every rank makes the same number of forward and
-    backward passes, or enters `join`. Reentrant checkpoints need all parameters used.
+    averaged if it is the first one through a forward pass of this wrapper; `ddp.module(x).backward()`, and a
+    second backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be
+    accumulated by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd`
+    computes is not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+    Reentrant checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -82,7 +82,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: What to train. Its parameters stay the same objects.
         optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
-            steps. For algorithms that exchange gradients, they complete a backward pass that reached no parameter
+            steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
             before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; if None, `bagua_comm.default()`, which connects if that was not done yet.

@@ -16,7 +16,7 @@ from bagua_comm import Float16, MinMaxUInt8
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 PROCESSES = 2
-"""The processes among which pytest-xdist deals the tests of the whole suite; `-n 0` runs all in one."""
+"""How many processes pytest-xdist deals the tests of the whole suite to; `-n 0` runs all in one."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -57,9 +57,9 @@ FAST_PIECE_BYTES = 1 << 20
 """Bytes that the derived collectives send to a peer at a time, on slow and on fast networks."""
 
 FAST_BYTES_S = 0.28e9
-"""A network is fast if a rank sends more bytes than this in a second. The table has the bus
-bandwidth of allreduce as a share of the link's (at 10 Gbit/s, where two cores are the limit, as a share of the
-faster one's); float32 of 64 MiB (32 at 1 Gbit/s), 4 emulated hosts:
+"""A network is fast if a rank sends more bytes than this in a second. The table has bus bandwidths of allreduce
+as shares of the link's (at 10 Gbit/s, where two cores are the limit, as shares of the faster one's); float32 of
+64 MiB (32 at 1 Gbit/s), 4 emulated hosts:
 
                             1 Gbit/s   2 Gbit/s   5 Gbit/s   10 Gbit/s
     pieces of 256 KiB       0.99       0.98       0.57       0.84
