@@ -287,7 +287,7 @@ def test_host_arrays_need_a_transport_that_moves_them():
             return False
 
     comm = Communicator([DeviceOnly()])
-    with pytest.raises(UnsupportedError, match=r"numpy array, which none of .* transports \(local\) moves"):
+    with pytest.raises(UnsupportedError, match=r"numpy array, but .* transports \(local\) do not move"):
         comm.allreduce(np.zeros(1))
 
 
