@@ -1,8 +1,8 @@
-"""Averages: what "combine the ranks' arrays" may mean, and the quantized allreduce.
+"""Averages: the ways to combine the ranks' arrays, and the quantized allreduce.
 
     Exact()                     the mean, in the array's own precision
     Quantized(codec)            the mean, through a lossy codec: fewer bytes on the wire
-    ErrorFeedback(inner)        `inner`, a quantized mean, with what it lost added to the next one
+    ErrorFeedback(inner)        `inner`, a quantized mean; what it loses is added to the next one
     Hierarchical(inner)         reduce inside each node, `inner` across nodes, gather inside each node
 
 They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only what crosses between nodes.
@@ -30,7 +30,7 @@ _SETTLED = 256
 """How many kinds of quantized reductions a communicator keeps."""
 
 CODED_PIECE_BYTES = 1 << 17
-"""What is coded, and sent to a peer, at a time, where a transport works in pieces."""
+"""Encoded bytes of a piece: how much is sent to a peer at a time, on transports that work in pieces."""
 
 InPlace: TypeAlias = Callable[[Array], Array]
 """Averages an array in place, over all ranks, and returns it. Collective."""
@@ -42,8 +42,8 @@ class Average(Protocol):
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """Prepare averaging over `comm`; the result averages a contiguous array in place.
 
-        Collective. With `like`, whatever depends on the library, dtype and size of the arrays is settled now, for
-        arrays like that one; others may still be averaged.
+        Collective. With `like`, everything that depends on the library, dtype and size of the arrays is prepared
+        now, for arrays like that one; other arrays may still be averaged.
         """
 
     def check(self, dtype: str) -> None:
@@ -68,9 +68,9 @@ class Exact:
         return lambda x: comm.allreduce(x, out=x, op="avg")
 
     def check(self, dtype: str) -> None:
-        """Every floating-point dtype will do."""
+        """Takes every floating-point dtype."""
         if dtype not in FLOATS:
-            raise UnsupportedError(f"{self} cannot average {dtype}")
+            raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point dtype")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Quantized:
     """The mean through a codec; see `quantized_allreduce`.
 
     Args:
-        codec: What travels.
+        codec: Encodes what travels.
         min_bytes: Smaller arrays are averaged exactly, on all ranks, and the trace says so; None for the size
             from which quantizing pays on the transport (`Transport.quantize_bytes`), 0 to quantize all.
 
@@ -112,9 +112,10 @@ class Quantized:
 class ErrorFeedback:
     """A quantized mean that makes up for what it lost: the error of one mean is added to the next.
 
-    Over time nothing is lost: the sum of the means and the mean of the ranks' residuals is the sum of the exact
-    means. Both quantizations are made up for, that of a rank's own array and that of the mean. Costs an array
-    like the averaged one, and two more decodings. An element whose error is not finite starts anew at zero.
+    Over time nothing is lost: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
+    exact means. This makes up for both quantizations: of a rank's own array, and of the mean. It costs one more
+    array like the averaged one, and two more decodings. If the error of an element is not finite, its residual
+    starts again at zero.
 
     Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals.
     Don't combine it with dynamic loss scaling, which changes the unit of the gradients.
@@ -136,7 +137,9 @@ class ErrorFeedback:
         if not isinstance(self.inner, Quantized):
             raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec)")
         if self.inner.min_bytes is not None:
-            raise ArrayError(f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}; it quantizes all sizes")
+            raise ArrayError(
+                f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None to quantize all"
+            )
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
@@ -154,10 +157,11 @@ class ErrorFeedback:
 class Hierarchical:
     """Average inside each node first, then across nodes through `inner`, then spread inside each node.
 
-    Each of the L owners in a node, L being the size of the smallest node, averages one chunk: reduce_scatter
-    within the node, `inner` among the owners of that chunk, allgather within the node. Node means are weighted
-    by the sizes of the nodes, so the result is the true mean on nodes of unequal size; there, where chunks and
-    ranks do not match, alltoallv and allgatherv take the place of the two.
+    The array is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk
+    each. The steps are: reduce_scatter within the node, `inner` among the owners of the same chunk, allgather
+    within the node. Node means are weighted by the sizes of the nodes, so the result is the true mean even if
+    nodes differ in size. Some nodes then have more ranks than chunks, so alltoallv and allgatherv replace
+    reduce_scatter and allgather.
     """
 
     inner: Average = field(default_factory=Exact)
@@ -172,12 +176,12 @@ class Hierarchical:
         return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
 
     def check(self, dtype: str) -> None:
-        """What `inner` takes."""
+        """Takes the dtypes of `inner`."""
         self.inner.check(dtype)
 
 
 class _Sizes(NamedTuple):
-    """Ranks in the smallest node, each of which owns a chunk there; ranks in the largest; number of nodes."""
+    """Ranks in the smallest node, as many as own a chunk in each node; ranks in the largest; number of nodes."""
 
     owners: int
     largest: int
@@ -212,8 +216,8 @@ class _Levels:
             counts = [chunks.shape[1] if r < owners else 0 for r in range(intra.size)]
             parts = _exchanged(intra, chunks, counts)
             if mine.size:
-                # The mean of the ranks is the mean of the nodes, each times its size by the mean size. Weights
-                # of at most 1 keep what is finite finite.
+                # The mean over ranks is the mean over nodes of: node mean x node size / mean node size. Weights
+                # of at most 1 keep finite numbers finite.
                 kernels.of(mine).reduce_rows(parts, mine, "avg")
                 kernels.of(mine).scale(mine, comm.local_size / largest)
                 self.across(mine)
@@ -241,9 +245,9 @@ def quantized_allreduce(
     Collective. `x` has the same shape and dtype on every rank, any size and shape. `out` may be `x`.
 
     Over p ranks: encode p chunks -> alltoall -> combine (decode p, add in rank order in float32, encode
-    one) -> allgather -> decode p; over a network in pieces, so that it does not wait for the codec. Every
-    element is quantized twice, whatever p; each rank sends 2 (p - 1) / p of the encoded size. The owner of a
-    chunk decodes its own wire bytes like everyone else. A single rank's array is returned as it is: nothing
+    one) -> allgather -> decode p; over a network in pieces, so that it does not wait for the codec. Every element
+    is quantized twice, however many ranks there are; each rank sends 2 (p - 1) / p of the encoded size. The owner
+    of a chunk decodes its own wire bytes like everyone else. A single rank's array is returned as it is: nothing
     is sent, so nothing is rounded.
 
     Source: the compressed scatter-gather of Bagua (Gan et al., arXiv 2107.01499).
@@ -252,14 +256,14 @@ def quantized_allreduce(
         comm: The ranks.
         x: The array of this rank.
         out: Where to put the result; a new array if None.
-        codec: What travels; `MinMaxUInt8()` if None.
+        codec: Encodes what travels; `MinMaxUInt8()` if None.
         op: "sum" or "avg".
-        residual: What earlier calls lost on this rank, a contiguous array like `x`: it is added to `x`, and
-            becomes what this call loses. See `ErrorFeedback`.
+        residual: What earlier calls lost on this rank, a contiguous array like `x`. It is added to `x`, and then
+            overwritten with what this call loses. See `ErrorFeedback`.
 
     Raises:
-        ArrayError: `out` or `residual` does not fit `x`, or `op` is something else; or one of them begins where a
-            device cannot read its elements.
+        ArrayError: `out` or `residual` does not fit `x`; `op` is not "sum" or "avg"; or an array begins at an
+            address from which a device cannot read its elements.
         UnsupportedError: The codec does not take this dtype, or no transport takes such an array.
 
     >>> from bagua_comm.testing import run_ranks
@@ -281,7 +285,7 @@ def quantized_allreduce(
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
-    """The call of a quantized allreduce of `x`, whose dtype is checked."""
+    """A `Call` of quantized_allreduce on `x`; checks that the codec takes its dtype."""
     call = Call(comm, "quantized_allreduce", x, codec=codec, op=op)
     check_codec_argument(call.name, codec, arrays.dtype_name(call.x.dtype))
     return call
@@ -388,7 +392,7 @@ class _Reduction:
         )
 
     def check(self, call: Call, residual: Array | None) -> None:
-        """Raise unless the arrays of the call are where kernels can read them, and `residual` is like `x`."""
+        """Raise unless kernels can read the arrays of the call where they lie, and `residual` is like `x`."""
         x = call.x
         if residual is not None and (
             residual.shape != x.shape or residual.dtype != x.dtype or not arrays.is_contiguous(residual)
@@ -424,8 +428,8 @@ class _Reduction:
 class _Coded(Stages):
     """A quantized reduction, with error feedback if there is a `residual`.
 
-    Each rank encodes the p chunks of its array, combines what came of its own chunk (decodes p, adds them in rank
-    order in float32, encodes one), and decodes everybody's results.
+    Each rank encodes the p chunks of its array, combines what it received of its own chunk (decodes p, adds them
+    in rank order in float32, encodes one), and decodes everybody's results.
     """
 
     def __init__(
@@ -451,7 +455,7 @@ class _Coded(Stages):
             self._results = target.reshape(p, chunk)
         else:
             self._padded_to = target.reshape(-1)
-        # The results of a piece come to where its encoded chunks were: from encoding to decoding it are two lags.
+        # The results of a piece take the place of its encoded chunks, so the memory is in use for two lags.
         width = p * max(reduction.wire_nbytes)
         self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
         self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
@@ -467,7 +471,7 @@ class _Coded(Stages):
                 self._keep_loss(i, sent)
             return sent, received
         rows, into = list(sent), list(received)
-        rows[r.rank] = into[r.rank]  # what this rank keeps lies with what it receives
+        rows[r.rank] = into[r.rank]  # this rank's own part goes straight to the parts that it receives
         for peer in range(r.p):
             encode(self._chunks[peer, None, piece], rows[peer][None])
         if self._residual is not None:
@@ -476,7 +480,7 @@ class _Coded(Stages):
         return rows, into
 
     def _begin(self, i: int) -> tuple[Array, Array]:
-        """Where piece i of each chunk is encoded, and where that of this rank's chunk comes: (p, bytes) each."""
+        """Memory for piece i, (p, bytes) each: for all encoded chunks, and for what all ranks send here."""
         p, nbytes = self._r.p, self._r.wire_nbytes[i]
         sent, received = self._sent[i % len(self._sent)], self._received[i % len(self._received)]
         self._under_way[i] = sent[: p * nbytes].reshape(p, nbytes), received[: p * nbytes].reshape(p, nbytes)
@@ -524,20 +528,20 @@ class _Coded(Stages):
         r.steps[i].decode(received, decoded)
         run.reduce_rows(decoded, total, r.op)
         r.steps[i].decode(encoded, kept)
-        # The next mean divides by p what this rank adds to it.
+        # The next mean divides what this rank adds by p, so p times the loss is kept.
         run.loss(total, kept[0], r.p if r.op == "avg" else 1, out=total)
         lost = self._place(slice(r.rank, r.rank + 1), piece)
         run.add(lost, total[: lost.size], out=lost)
 
     def _place(self, rows: slice, piece: slice) -> Array:
-        """Where the residual of these chunks' piece lies; the last chunk may end before its piece does."""
+        """The residual of a piece of these chunks; in the last chunk it may be shorter than the piece."""
         assert self._residual is not None
         start, end = rows.start * self._r.chunk + piece.start, (rows.stop - 1) * self._r.chunk + piece.stop
         return self._residual[start:end]
 
 
 def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
-    """Send chunk j to rank j, where counts[j] is not 0: this rank's own chunk from every rank, (p, m)."""
+    """Send chunk j to rank j, if counts[j] is not 0; returns this rank's own chunk from every rank, (p, m)."""
     incoming = [counts[comm.rank]] * comm.size
     parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
     comm.alltoallv(chunks, counts, parts, incoming)

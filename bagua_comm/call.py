@@ -1,10 +1,12 @@
 """The plumbing of one call: its arguments as a transport takes them, and the call while it runs.
 
-call = Call(comm, "allreduce", x, op=op)          # `x` as an array, and the transport that moves it
-call.into(out, call.x.shape)                      # where the result goes; `out` and `x` may be one array
-with call:                                        # one thread at a time, compared, timed, counted
-    call.transport.allreduce(call.x, call.target, op)
-return call.result                                # `out`, filled, whatever its layout
+A method of the communicator makes a call like this:
+
+    call = Call(comm, "allreduce", x, op=op)      # `x` as an array, and the transport that moves it
+    call.into(out, call.x.shape)                  # where the result goes; `out` and `x` may be one array
+    with call:                                    # one thread at a time, compared, timed, counted
+        call.transport.allreduce(call.x, call.target, op)
+    return call.result                            # `out`, filled, whatever its layout
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
     from .comm import Communicator
 
 NOTHING: Array = np.empty(0, np.uint8)
-"""What calls without an array move."""
+"""The array of calls that have none."""
 
 _POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Calls that two ranks make, and not all."""
+"""Calls between two ranks, which the other ranks do not make."""
 
 _RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
 """What a span says beyond the arguments of its call."""
@@ -72,7 +74,7 @@ class Call:
         self.x: Array = x if type(x) is np.ndarray else as_argument(name, argument, x)
         self.transport = carrier(comm.transports, name, argument, self.x)
         self.payload: int | None = None
-        """Bytes that the call counts; those of `x` if None."""
+        """Bytes to count for this call; those of `x` if None."""
         self._compared = True
         self.out: Any = None
         self.target: Array = NOTHING
@@ -86,7 +88,7 @@ class Call:
 
     @classmethod
     def of(cls, comm: Communicator, name: str, x: Array, transport: Transport, **detail: Any) -> Call:
-        """A call whose array is known to be one that `transport` moves."""
+        """A call on an array that `transport` is known to move."""
         call = cls.__new__(cls)
         call.comm, call.name, call.detail, call.x, call.transport = comm, name, detail, x, transport
         call.payload, call._compared, call.out, call.target = None, True, None, NOTHING
@@ -124,7 +126,7 @@ class Call:
         """Raise if `x` and `target` overlap, unless one of them is `own`, its part of the other."""
         x, target = self.x, self.target
         if arrays.overlap(x, target) and not (arrays.same_memory(x, own) or arrays.same_memory(target, own)):
-            raise ArrayError(f"{self.name}: out overlaps x other than in this rank's own chunk")
+            raise ArrayError(f"{self.name}: out overlaps x outside of this rank's own chunk")
 
     @property
     def result(self) -> Any:
@@ -134,7 +136,7 @@ class Call:
     # The call while it runs -------------------------------------------------------------------------
 
     def uncompared(self) -> Call:
-        """This call, which compares what it needs to by itself, or has done so."""
+        """This call, not compared when it begins: its method compares what is needed."""
         self._compared = False
         return self
 
@@ -181,7 +183,7 @@ class Call:
         compare_calls(self.comm.host, str(self))
 
     def signature(self) -> str:
-        """What must be alike on all ranks, if they all make this call."""
+        """What must be the same on all ranks if they all make this call."""
         parts = [arrays.dtype_name(self.x.dtype)] if self.x is not NOTHING else [""]
         parts += [f"{key}={self.detail[key]}" for key in ("codec", "op", "root") if key in self.detail]
         return f"{self.name}({', '.join(parts)})"
@@ -200,7 +202,7 @@ class Turn:
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._user = 0
-        """The thread that makes a call, by its number; 0 if there is none."""
+        """The number of the thread that is in a call; 0 if there is none."""
         self._rank = transports[0].rank
         self.closed = False
         self.calls = 0
@@ -208,14 +210,14 @@ class Turn:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether the communicator was made in this process, and not in the one that it was forked off."""
+        """Whether the communicator was made in this process, and not in a parent before a fork."""
         return self._process == os.getpid()
 
     def take(self, name: str, describe: Callable[[], str]) -> bool:
         """Begin a call, or a call within one; True if it is the outermost, which `end` must be told.
 
         Raises:
-            CommError: Another thread is in a call, the communicator is closed, or it is a parent process's.
+            CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
         """
         if self.closed or self._process != os.getpid():
             raise CommError(f"{name}: {self._why_unusable()}")
@@ -224,12 +226,12 @@ class Turn:
             return False
         if not self._busy.acquire(blocking=False):
             raise CommError(
-                f"{name}: another thread is in a call of this communicator; give each thread one of its own, by "
+                f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
                 "dup() on all ranks, or submit the call to a lane()"
             )
         self._user = me
         collective = name not in _POINT_TO_POINT
-        compared = None if self._checked else describe  # what is checked is compared before, and in full
+        compared = None if self._checked else describe  # checked calls are compared before, in full
         for transport in self._transports:
             transport.begin_call(name, collective=collective, describe=compared)
         return True
@@ -275,15 +277,15 @@ def carrier(transports: Sequence[Transport], call: str, name: str, x: Array) -> 
             return transport
     names = ", ".join(transport.name for transport in transports)
     raise UnsupportedError(
-        f"{call}: {name} is a {arrays.library(x)} array, which none of this communicator's transports ({names}) "
-        "moves"
+        f"{call}: {name} is a {arrays.library(x)} array, but this communicator's transports ({names}) do not "
+        "move such arrays"
     )
 
 
 def landing(
     call: str, name: str, out: Any | None, shape: tuple[int, ...], like: Array, *, any_shape: bool = False
 ) -> tuple[Any, Array]:
-    """What `call` returns, and the contiguous array that it fills; `finished` makes one of the two."""
+    """What `call` returns, and the contiguous array that it fills; `finished` copies the second to the first."""
     if out is None:
         target = arrays.empty(shape, like.dtype, like=like)
         return target, target
@@ -303,7 +305,7 @@ def landing(
 
 
 def finished(out: Any, target: Array) -> Any:
-    """Copy the result to where it was wanted, unless it is there already."""
+    """Copy the result into `out`, unless it is there already; returns `out`."""
     if target is not out:
         value = as_array(out)
         if not arrays.same_memory(value, target):
@@ -320,7 +322,7 @@ def check_writable(call: str, name: str, x: object, value: Array) -> None:
 
 
 def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:
-    """Raise `ArrayError` if what is written overlaps anything else."""
+    """Raise `ArrayError` if an array that is written to overlaps another array."""
     extents = [(*arrays.extent(x), True) for x in written if x.size]
     extents += [(*arrays.extent(x), False) for x in read if x.size]
     end_of_all = end_of_written = 0

@@ -30,7 +30,7 @@ from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
 
 _POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Calls that two ranks make, and not all."""
+"""Calls between two ranks, which the other ranks do not make."""
 
 
 class Nodes(NamedTuple):
@@ -48,14 +48,15 @@ class Communicator:
     * "Collective." means that all ranks call it, in the same order.
     * Arrays are NumPy or CuPy arrays, or anything with `__dlpack__` (a torch tensor), of any shape and
       of integer, floating-point (float16 and bfloat16 too), bool or complex dtype.
-    * An input that is not C-contiguous, or not aligned, is copied once; into such an `out` the result is copied.
+    * An input that is not C-contiguous, or not aligned, is copied once. If `out` is not, the result is copied
+      into it.
     * `out=None` makes a new array. Where `out` may be the input itself, or lie in it, the method says
       so; any other overlap is refused. The result is returned, `out` itself if it was given.
     * A host array's result is there when the call returns. A device array is read and written in the order of
       CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
       waits neither for the device nor for peers.
-    * A wait that lasts longer than `timeout_s` raises `CommTimeout`. What NCCL has in flight for longer is given
-      up, and the next call raises it, or `close`.
+    * A wait that lasts longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer is
+      given up; the next call or `close` raises the error.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
     for work beside it. A process that was forked off cannot use its parent's communicator.
@@ -95,11 +96,11 @@ class Communicator:
         self.counters = Counters()
         self.scratch = Scratch()
         self.settled: dict[Hashable, Any] = {}
-        """What calls have worked out once, for those of the same kind that come."""
+        """What calls have prepared once, for later calls of the same kind."""
         self._nodes: Nodes | None = None
         self._messages = Messages()
         self.turn = Turn(self.transports, checked=check)
-        """The plumbing of calls: who makes one now."""
+        """The plumbing of calls: which thread is in one."""
 
     # Collectives ------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class Communicator:
         may be `x`. For `op` see `allreduce`.
 
         Raises:
-            ArrayError: `out` does not fit `x`, `root` is no rank, or `op` is unknown.
+            ArrayError: `out` does not fit `x`, `root` is not a rank, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
         """
         call = Call(self, "reduce", x, op=op, root=root)
@@ -160,7 +161,7 @@ class Communicator:
         Collective. `x` has the same shape and dtype on every rank.
 
         Raises:
-            ArrayError: `root` is no rank, or `x` cannot be written to.
+            ArrayError: `root` is not a rank, or `x` cannot be written to.
             UnsupportedError: No transport takes such an array.
         """
         call = Call(self, "broadcast", x, root=root)
@@ -242,7 +243,7 @@ class Communicator:
         return call.result
 
     def scan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
-        """Reduce `x` of ranks 0 to `rank`: each rank gets what the ranks up to itself come to.
+        """Reduce `x` of ranks 0 to `rank`: each rank gets the reduction up to and including itself.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
         "avg" is the average of rank + 1 arrays.
@@ -262,7 +263,7 @@ class Communicator:
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
         "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` as it is, None if
-        none is given. An `out` of zeros, as below, makes a sum of nothing zero.
+        none is given. With an `out` of zeros, as below, the sum of no arrays is zero.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
@@ -291,8 +292,8 @@ class Communicator:
         """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype: for many small arrays.
 
         Collective. The results have the bytes that `allreduce` of each array would give; over NCCL, which adds
-        in an order that depends on the size, sums of floats may be rounded otherwise, alike on all ranks. Every
-        array is copied to the message and back.
+        in an order that depends on the size, sums of floats may be rounded differently, but the same on all
+        ranks. Every array is copied to the message and back.
 
         Args:
             xs: Arrays of the same shapes and dtypes, in the same order, on every rank. They may have several
@@ -301,8 +302,8 @@ class Communicator:
             op: See `allreduce`.
 
         Raises:
-            ArrayError: There are more or fewer `outs` than `xs`, one does not fit or overlaps another array than
-                its own, or `op` is unknown.
+            ArrayError: There are more or fewer `outs` than `xs`, one does not fit or overlaps an array other than
+                its own input, or `op` is unknown.
             UnsupportedError: No such reduction for a dtype, or no transport takes such an array.
 
         >>> from bagua_comm.testing import run_ranks
@@ -330,14 +331,14 @@ class Communicator:
         return [out for out, _ in landings]
 
     def broadcast_many(self, xs: Sequence[Array], *, root: int) -> list[Array]:
-        """Copy each of `xs` of `root` into that of every other rank, in one message for all arrays of a dtype.
+        """Copy each of root's `xs` to every other rank, in one message for all arrays of a dtype.
 
-        Collective. The same as `broadcast` of each, for many small arrays, which are copied to the message and
-        back; returns them. `xs` have the same shapes and dtypes, in the same order, on every rank. They may have
-        several dtypes, and some may be host arrays and some device arrays.
+        Collective. Does the same as `broadcast` of each array. Meant for many small arrays: they are copied to
+        the message and back. Returns them. `xs` have the same shapes and dtypes, in the same order, on every
+        rank. They may have several dtypes, and some may be host arrays and some device arrays.
 
         Raises:
-            ArrayError: `root` is no rank, or an array cannot be written to or overlaps another one.
+            ArrayError: `root` is not a rank, or an array cannot be written to or overlaps another one.
             UnsupportedError: No transport takes such an array.
 
         >>> from bagua_comm.testing import run_ranks
@@ -368,7 +369,7 @@ class Communicator:
         `out` matters on `root` alone; any shape with as many elements will do. `x` may be its row of `out`.
 
         Raises:
-            ArrayError: `out` does not fit, or `root` is no rank.
+            ArrayError: `out` does not fit, or `root` is not a rank.
             UnsupportedError: No transport takes such an array.
         """
         call = Call(self, "gather", x, root=root)
@@ -384,7 +385,7 @@ class Communicator:
         will do. `x` may be its own part of `out`.
 
         Raises:
-            ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`, or `root` is no rank.
+            ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`, or `root` is not a rank.
             CommMismatch: A rank gives another number of elements than `counts` says.
             UnsupportedError: No transport takes such an array.
 
@@ -426,7 +427,7 @@ class Communicator:
         shape and dtype to expect. On `root`, `out` may be None or that row of `x`.
 
         Raises:
-            ArrayError: `x` does not have p rows, `out` is missing or does not fit, `root` is no rank.
+            ArrayError: `x` does not have p rows, `out` is missing or does not fit, `root` is not a rank.
             UnsupportedError: No transport takes such an array.
         """
         return self._scatter("scatter", x, None, out, root)
@@ -442,7 +443,7 @@ class Communicator:
 
         Raises:
             ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`; `x` or `out` is missing;
-                `root` is no rank.
+                `root` is not a rank.
             CommMismatch: A rank expects another number of elements than `counts` says.
             UnsupportedError: No transport takes such an array.
 
@@ -498,7 +499,7 @@ class Communicator:
     def alltoall(self, x: Array, out: Array | None = None) -> Array:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
 
-        Collective. `x` has shape (p * m, ...) on every rank, and the result the same. `out` may be `x`.
+        Collective. `x` has shape (p * m, ...) on every rank, and so has the result. `out` may be `x`.
 
         Raises:
             ArrayError: `x` does not split evenly, or `out` does not fit.
@@ -588,8 +589,8 @@ class Communicator:
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
         Raises:
-            ArrayError: `root` is no rank.
-            UnsupportedError: The object cannot be pickled; on all ranks.
+            ArrayError: `root` is not a rank.
+            UnsupportedError: The object cannot be pickled; raised on all ranks.
         """
         name = "broadcast_object"
         self._check_peer(name, "root", root)
@@ -604,7 +605,7 @@ class Communicator:
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
         Raises:
-            UnsupportedError: An object cannot be pickled; on all ranks.
+            UnsupportedError: An object cannot be pickled; raised on all ranks.
         """
         mine = objects.pack("allgather_object", obj)
         with Call.on_host(self, "allgather_object", payload=mine.data.nbytes):
@@ -618,8 +619,8 @@ class Communicator:
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
         Raises:
-            ArrayError: `root` is no rank.
-            UnsupportedError: An object cannot be pickled; on all ranks.
+            ArrayError: `root` is not a rank.
+            UnsupportedError: An object cannot be pickled; raised on all ranks.
 
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.gather_object({"rank": comm.rank}, root=0))
@@ -634,14 +635,14 @@ class Communicator:
         return found if self.rank == root else None
 
     def scatter_object(self, objs: Iterable[Any] | None, *, root: int) -> Any:
-        """Deal the objects of `root` to the ranks, by pickle: the result is the one of number `rank`.
+        """Deal the objects of `root` to the ranks, by pickle: the result is object number `rank`.
 
-        Collective. There are p of them; they matter on `root` alone and are None elsewhere. Unpickling runs
-        code chosen by the sender: ranks trust each other.
+        Collective. `objs` are p objects; they matter on `root` alone and are None elsewhere. Unpickling runs code
+        chosen by the sender: ranks trust each other.
 
         Raises:
-            ArrayError: `root` is no rank, or gives more or fewer than p objects; the latter on all ranks.
-            UnsupportedError: An object cannot be pickled; on all ranks.
+            ArrayError: `root` is not a rank, or it gives more or fewer than p objects, which raises on all ranks.
+            UnsupportedError: An object cannot be pickled; raised on all ranks.
 
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.scatter_object(["a", 2.5] if comm.rank == 0 else None, root=0))
@@ -662,7 +663,7 @@ class Communicator:
         the arrays of `send` and `recv`; receive both in the order in which they are sent.
 
         Raises:
-            ArrayError: `dest` is no rank.
+            ArrayError: `dest` is not a rank.
             UnsupportedError: The object cannot be pickled; nothing is sent then.
         """
         name = "send_object"
@@ -681,7 +682,7 @@ class Communicator:
         Unpickling runs code chosen by the sender: ranks trust each other.
 
         Raises:
-            ArrayError: `source` is no rank.
+            ArrayError: `source` is not a rank.
 
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
@@ -696,7 +697,7 @@ class Communicator:
             if self.check:
                 (wrong,) = self._messages.compare(host, name, [], [(source, None)])
                 if wrong is not None:
-                    # Taken all the same, so that the next message is the next.
+                    # Received anyway, so that the next receive gets the next message.
                     if wrong.kind == arrays.library(NOTHING):
                         host.exchange([], [(source, np.empty(wrong.nbytes, np.uint8))])
                     raise wrong.error
@@ -713,7 +714,7 @@ class Communicator:
         long send waits there for its recv: where two ranks send to each other, submit `sendrecv` or `exchange`.
 
         Raises:
-            ArrayError: `dest` is no rank.
+            ArrayError: `dest` is not a rank.
             UnsupportedError: No transport takes such an array.
 
         >>> from bagua_comm.testing import run_ranks
@@ -737,7 +738,7 @@ class Communicator:
         On a lane it goes on while the caller works; see `send`.
 
         Raises:
-            ArrayError: `source` is no rank, or `out` cannot be written to.
+            ArrayError: `source` is not a rank, or `out` cannot be written to.
             CommMismatch: The message has another size than `out`.
             UnsupportedError: No transport takes such an array.
         """
@@ -751,7 +752,7 @@ class Communicator:
         at the ends of a row of ranks, say.
 
         Raises:
-            ArrayError: `dest` or `source` is no rank, or `out` cannot be written to or overlaps `x`.
+            ArrayError: `dest` or `source` is not a rank, or `out` cannot be written to or overlaps `x`.
             CommMismatch: The message has another size than `out`.
             UnsupportedError: No transport takes such an array.
 
@@ -773,8 +774,8 @@ class Communicator:
         is None nothing is sent or received, and the array is left as it is.
 
         Raises:
-            ArrayError: A peer is no rank, an array to receive into cannot be written to or overlaps
-                another one.
+            ArrayError: A peer is not a rank, or an array to receive into cannot be written to or overlaps another
+                one.
             CommMismatch: A message has another size than the array it should fill.
             UnsupportedError: No transport takes such arrays.
         """
@@ -804,7 +805,7 @@ class Communicator:
             return
         first = calls[0]
         if any(call.transport is not first.transport for call in calls):
-            raise UnsupportedError(f"{name}: host and device arrays in one call")
+            raise UnsupportedError(f"{name}: some arrays are host and some device arrays; make a call for each")
         first.payload = sum(x.nbytes for _, x in outgoing)
         with first:
             if self.check:
@@ -819,7 +820,7 @@ class Communicator:
     ) -> None:
         """Exchange, and raise if a message is not what was expected.
 
-        Such a message is taken all the same, so that the next one is the next.
+        Such a message is received anyway, so that the next receive gets the next message.
         """
         host = self.host
         unfit = self._messages.compare(host, call, sends, recvs)
@@ -840,7 +841,7 @@ class Communicator:
     # Groups and lanes -------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """Group the ranks that give the same `color` >= 0, ordered by `key`, else by rank.
+        """Group the ranks that give the same `color` >= 0, ordered by `key`, or by rank if it is None.
 
         Collective.
 
@@ -928,7 +929,7 @@ class Communicator:
         Collective. Compares 128-bit BLAKE2 hashes.
 
         Raises:
-            CommMismatch: They don't; the message says which ranks agree.
+            CommMismatch: The ranks' arrays differ; the message says which ranks agree.
         """
         value = Call(self, "check_consistency", x).x
         digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
@@ -944,16 +945,17 @@ class Communicator:
     def trace(self, path: str | Path) -> None:
         """Write what all ranks did lately to `path`, as a Chrome trace that Perfetto opens.
 
-        Collective. Rank 0 writes; a process in the picture is a rank, a row one of its threads.
+        Collective. Rank 0 writes the file. In the picture, each process is a rank, and each row one of its
+        threads.
 
         Raises:
-            ArrayError: `path` is no path, or a rank has a span that JSON cannot hold; on all ranks alike.
+            ArrayError: `path` is not a path, or a rank has a span that JSON cannot hold; on all ranks alike.
             OSError: The file cannot be written; on all ranks alike.
         """
         mine: tuple[list[trace.Span], str | None] = ([], None)
         try:
             mine = (trace.plain(self.tracer.spans() if isinstance(self.tracer, Recorder) else []), None)
-        except Exception as exc:  # the others are on their way here
+        except Exception as exc:  # the other ranks wait for this one
             mine = ([], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
         rows = self.allgather_object(mine)
         failure: ArrayError | OSError | None = None
@@ -1039,10 +1041,11 @@ class Communicator:
     # Checks -----------------------------------------------------------------------------------------
 
     def carrier(self, x: Array, *, call: str = "carrier", name: str = "x") -> Transport:
-        """The transport that moves arrays like `x`, which stands in errors as argument `name` of `call`.
+        """The transport that moves arrays like `x`; errors call `x` argument `name` of `call`.
 
         Raises:
-            UnsupportedError: There is none: `x` is not an array, or of a dtype or a library that none moves.
+            UnsupportedError: No transport moves `x`: it is not an array, or its dtype or its library is not
+                supported.
         """
         return carrier(self.transports, call, name, as_argument(call, name, x))
 
@@ -1054,7 +1057,7 @@ class Communicator:
     def _check_counts(
         self, call: str, name: str, counts: Sequence[int], x: Array | None = None, *, own: bool = False
     ) -> list[int]:
-        """`counts` as integers, one for each rank; `x` has as many elements as all of them, or as its `own`."""
+        """`counts` as integers, one for each rank. `x` must have their sum of elements or, if `own`, its own."""
         found = list(counts)
         if len(found) != self.size or not all(isinstance(n, (int, np.integer)) and n >= 0 for n in found):
             raise ArrayError(f"{call}: {name} is {found}, expected {self.size} numbers of elements")
@@ -1063,7 +1066,7 @@ class Communicator:
                 f"{call}: x has {x.size} elements, expected {name}[{self.rank}] = {found[self.rank]}"
             )
         if not own and x is not None and x.size != sum(found):
-            raise ArrayError(f"{call}: x has {x.size} elements, {name} add up to {sum(found)}")
+            raise ArrayError(f"{call}: x has {x.size} elements, expected {sum(found)}, the sum of {name}")
         return [int(n) for n in found]
 
     def _even_chunk(self, call: str, x: Array) -> int:
@@ -1079,7 +1082,7 @@ class Communicator:
         return [r for r in range(self.size) if r != self.rank]
 
     def _compare_counts(self, call: Call, sends: Sequence[int], recvs: Sequence[int]) -> None:
-        """With `check`, compare a call whose arrays differ among the ranks, and their sizes. Collective.
+        """With `check`, compare a call whose arrays differ among ranks, and its message sizes. Collective.
 
         `sends` and `recvs` say how many elements go to each rank and come from each; nothing if empty.
         """
@@ -1097,7 +1100,7 @@ class Communicator:
 
     @contextmanager
     def _together(self, calls: Sequence[Call]) -> Iterator[Call]:
-        """One call on the arrays of several, all of one dtype, copied into one array."""
+        """One call in place of several: their arrays, all of one dtype, are copied into one."""
         call, xs = calls[0], [call.x for call in calls]
         outermost = self.turn.take(call.name, call.signature)  # from here on, scratch is in use
         try:
@@ -1125,7 +1128,7 @@ class Communicator:
 
 
 MaybeMessage: TypeAlias = tuple[int | None, Array]
-"""A message, or none if the peer is None."""
+"""A message; nothing is sent or received if the peer is None."""
 
 
 def _is_same(a: Array, b: Array) -> bool:

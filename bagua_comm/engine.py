@@ -53,7 +53,8 @@ from .trace import Counter, Tracer
 __all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
-"""Memory of the buckets: one flat array for each; by payload, if an algorithm exchanges both in turn."""
+"""Memory of the buckets: one flat array for each; by payload, if an algorithm exchanges gradients and weights in
+turn."""
 
 T = TypeVar("T")
 
@@ -138,7 +139,7 @@ class Engine:
         self._pace.ready(name)
 
     def at(self, point: Point) -> None:
-        """Say that training has reached a point: what opens or closes there does so.
+        """Say that training has reached a point: the window opens or closes, if it does so there.
 
         Collective. At `BACKWARD`, tensors that did not become ready are sent as zeros, so that no rank waits for
         ever for a tensor that another rank does not use. If the algorithm exchanges in `Rounds`, ranks do not
@@ -161,7 +162,7 @@ class Engine:
         self._pace.settle()
 
     def flush(self) -> None:
-        """Wait for everything that was submitted; raises the first error among it."""
+        """Wait for all exchanges that were submitted; raises the first error among them."""
         self._exchanges.wait()
 
     def stop(self) -> None:
@@ -218,7 +219,7 @@ class Engine:
         algorithm = self.algorithm if algorithm is None else algorithm
         check_algorithm_argument("replan", "algorithm", algorithm)
         if _kinds(algorithm) != _kinds(self.algorithm):
-            raise ArrayError(f"replan: {algorithm} is another algorithm than {self.algorithm}")
+            raise ArrayError(f"replan: algorithm is {algorithm}, expected {self.algorithm} with other settings")
         check_fit(algorithm, plan, self._comm.size)
         self._pace.finish()
         if _tensors_of(plan) != _tensors_of(self.plan):
@@ -376,7 +377,7 @@ class Engine:
                 )
 
     def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
-        """A stream if exchanges only enqueue work; in `Rounds`, the host waits for all ranks."""
+        """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
         flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
         moved_by = [comm.carrier(flat, call="Engine", name="storage") for flat in flats]
         streamed = flats and not runs_in_rounds(self.algorithm) and all(t.enqueues for t in moved_by)

@@ -1,15 +1,15 @@
 """Lanes: the one place where work runs beside the caller's thread, or beside the caller's CUDA stream.
 
-A lane runs what it is given one after another, in order, on its own duplicate of a communicator, so
-that its messages never meet the caller's.
+A lane runs its tasks one after another, in order, on its own duplicate of a communicator, so that its messages
+never match the caller's.
 
     ThreadLane    on a thread of its own; where there is a device, that thread works on a side stream
-    StreamLane    for tasks that do no more than enqueue: they run at once, but on a side stream
+    StreamLane    for tasks that only enqueue work: they run at once, but on a side stream
     InlineLane    for libraries that only one thread may call: tasks run at once, on the caller's stream
 
 A side stream waits for the caller's stream when a task is submitted, and the caller's waits for it when the lane
 is joined. Both are events between streams: the host waits for neither. Lanes ask events whether they have passed,
-so what is submitted to one cannot be captured in a CUDA graph.
+so work that is submitted to a lane cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ if TYPE_CHECKING:
     from .comm import Communicator
 
 SLACK_S = 5.0
-"""How much longer than a call may take `wait` waits, at most: the call itself should say what is wrong."""
+"""How much longer than the timeout of a call `wait` waits, at most, so that the call itself can say what is
+wrong."""
 
 
 class Lane(ABC):
     """Runs tasks in order, beside the caller.
 
-    `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that
-    fails stops the lane: the ones behind it fail with `CommAborted`, since its peers' calls no longer
-    match, or with `RankFailed`, if that was why.
+    `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that fails stops
+    the lane. The tasks behind it fail with `RankFailed` if that was the error, else with `CommAborted`, because
+    the other ranks' calls no longer match.
 
-    On a lane with a side stream, a future is done when the device is; for its `result` the caller's current
-    stream waits, and not the host. The arguments of a task are kept until the lane is joined. What a task
-    allocates is memory of the side stream: give it an `out` to fill, if the lane runs on a thread.
+    On a lane with a side stream, a future is done when the device has done the work. `result` makes the caller's
+    current stream wait for it, not the host. The arguments of a task are kept until the lane is joined. Memory
+    that a task allocates belongs to the side stream: on a `ThreadLane`, pass `out=` instead.
     """
 
     _numbers: ClassVar = itertools.count()
@@ -66,9 +67,10 @@ class Lane(ABC):
         """Run `task(*args, **kwargs)` after everything submitted before; returns at once."""
 
     def wait(self) -> None:
-        """Return when everything submitted is done; raises the first error among it.
+        """Wait until all tasks are done; raises the first error among them.
 
-        With a side stream: when everything is enqueued. What the caller enqueues from then on comes after it.
+        With a side stream, wait until all tasks are enqueued. What the caller enqueues from then on runs after
+        them.
 
         Raises:
             CommTimeout: No task and no call of the lane's communicator has ended for longer than its `timeout_s`.
@@ -90,7 +92,7 @@ class Lane(ABC):
                 self._pending.popleft()
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
-        """What `future` failed with, if it did, once it is done."""
+        """Wait until `future` is done; returns its error, or None."""
         limit_s = self._limit_s()
         while True:
             calls = self.comm.counters.total().calls
@@ -99,7 +101,7 @@ class Lane(ABC):
             except FutureTimeout as exc:
                 if self.comm.counters.total().calls == calls:
                     raise CommTimeout(
-                        f"a task on this lane has run for more than {limit_s:g} s, and ended no call meanwhile"
+                        f"a task on this lane has run for more than {limit_s:g} s without ending a call"
                     ) from exc
 
     def _limit_s(self) -> float:
@@ -107,7 +109,7 @@ class Lane(ABC):
         return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:
-        """Called by a task: what to write beside it in the timeline of the device."""
+        """Called by a task, to show these values with its span in the timeline of the device."""
         self._note.update(args)
 
     def close(self) -> None:
@@ -130,7 +132,7 @@ class Lane(ABC):
                     self._side.free()
 
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
-        """Free the thread, once it has done what it is doing."""
+        """Free the thread, once it has run what was submitted."""
 
     def _remember(self, future: Future[Any], kept: object = None) -> None:
         while self._pending and self._pending[0][0].done() and self._pending[0][0].exception() is None:
@@ -155,7 +157,7 @@ class Lane(ABC):
     def _run_beside(
         self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
-        """Run a task on the side stream, behind what was enqueued where it was submitted."""
+        """Run a task on the side stream, after what the caller's stream held when the task was submitted."""
         name = getattr(task, "__name__", type(task).__name__).strip("_")
         self._note = {}
         try:
@@ -255,5 +257,5 @@ class InlineLane(Lane):
 
 
 def _device_of(comm: Communicator) -> int | None:
-    """The device that `comm` works on; None if no array can have come from there."""
+    """The device that `comm` works on; None if CuPy is not loaded, since there are no device arrays then."""
     return comm.device if "cupy" in sys.modules else None

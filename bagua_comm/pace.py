@@ -21,7 +21,7 @@ from .trace import Counter, Tracer
 
 
 class Exchanges:
-    """Sends buckets off on the lane, waits for them, and writes back what came of them.
+    """Sends buckets on the lane, waits for them, and writes back the results.
 
     Args:
         lane: Where exchanges run, and the communicator that they use.
@@ -55,7 +55,7 @@ class Exchanges:
         if self.stopped:
             return Future()
         state, bucket.step = self.states[bucket.index], self.step - self.began
-        bucket.padding[...] = 0  # a block that held a NaN has left it there
+        bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
         self.algorithm.begin(bucket, state)
         return self.lane.submit(self._exchange, self.algorithm, bucket, state)
 
@@ -72,12 +72,12 @@ class Exchanges:
             self.counter.add(bucket.nbytes, after.wire_bytes - before.wire_bytes)
 
     def wait(self) -> None:
-        """Wait for everything on the lane; raises the first error among it."""
+        """Wait for all tasks on the lane; raises the first error among them."""
         with self.tracer.span("wait for exchanges"):
             self.lane.wait()
 
     def commit(self) -> None:
-        """Write back what came of the buckets that were sent."""
+        """Write back the results of the buckets that were sent."""
         if self.algorithm.commits and not self.stopped:
             for bucket in self.sent:
                 self.algorithm.commit(bucket, self.states[bucket.index])
@@ -167,7 +167,7 @@ class InRounds:
     def __init__(self, rounds: Rounds, exchanges: Exchanges) -> None:
         self._interval_s, self._exchanges = rounds.interval_s, exchanges
         self._under_way: list[Future[Any]] = []
-        """Whether all ranks were stopping, then the exchanges of the buckets."""
+        """The future of whether all ranks are stopping, then those of the buckets' exchanges."""
         self._began_s = float("-inf")
 
     def ready(self, name: str) -> None:

@@ -64,7 +64,7 @@ class BackwardWatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def arm_at(self, output: Any) -> None:
-        """If armed, arm once more when a backward pass comes by `output`: what a module returned.
+        """If armed, arm once more when a backward pass goes through `output`, which a module returned.
 
         Passes of other outputs may come first, and disarm the watch.
         """

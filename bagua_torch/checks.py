@@ -91,8 +91,8 @@ def check_optimizers(
     for number, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArrayError(
-                f"DistributedDataParallel: optimizers is {optimizers!r}, expected those of torch.optim; "
-                "all arguments of PyTorch's own but the module are given by name"
+                f"DistributedDataParallel: optimizers is {optimizers!r}, expected optimizers of "
+                "torch.optim; give all further arguments of PyTorch's own wrapper by name"
             )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not mine & wanted:
@@ -110,7 +110,7 @@ def check_optimizers(
     phases = phases_of(algorithm)
     counting = len(phases) > 1 or any(p.payload == "weight" or isinstance(p, Every) for p in phases)
     if counting and not optimizers:
-        raise ArrayError(f"DistributedDataParallel: {algorithm} needs to know of steps: give the optimizers")
+        raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
     for phase in phases:
         if complete(phase).lends:
             _check_borrowers(optimizers, phase)
@@ -176,8 +176,8 @@ def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> 
         if contents.all.get(name, parameter) is not parameter:
             raise ArrayError(
                 f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
-                "close this one and wrap the module again. To torch.func.functional_call give tensors that "
-                "are no nn.Parameter; their gradients stay on this rank"
+                "close this one and wrap the module again. Give torch.func.functional_call tensors that are "
+                "not nn.Parameter; their gradients stay on this rank"
             )
         raise ArrayError(
             f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "

@@ -1,4 +1,4 @@
-"""What of a module the ranks have in common."""
+"""The parts of a module that all ranks share."""
 
 from __future__ import annotations
 

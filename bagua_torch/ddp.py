@@ -8,9 +8,8 @@ bucket (`memory`). Hooks tell when the gradient is complete (`backward`). The bu
 lane while the backward pass goes on (`engine`). When the backward pass ends, the lane is joined (`steps`), and
 the optimizer reads `p.grad`, which never left.
 
-Beside these files, `contents` is what of the module the ranks have in common, `checks` is what is refused,
-`join` is uneven data, `unused` is parameters without a gradient, and `wrapping` ends older wrappers of a
-module.
+Beside these files, `contents` has the parts of the module that all ranks share, `checks` has what is refused,
+`join` uneven data, `unused` parameters without a gradient, and `wrapping` ends older wrappers of a module.
 """
 
 from __future__ import annotations
@@ -60,11 +59,11 @@ class DistributedDataParallel(nn.Module):
     buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
-    averaged if it is that of a forward pass of this wrapper, once; `ddp.module(x).backward()`, and a second
-    backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be accumulated
-    by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd` computes is
-    not averaged. Every rank makes the same number of forward and backward passes, or enters `join`. Reentrant
-    checkpoints need all parameters used.
+    averaged if it is the first one through a forward pass of this wrapper; `ddp.module(x).backward()`, and a
+    second backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be
+    accumulated by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd`
+    computes is not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+    Reentrant checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -75,14 +74,16 @@ class DistributedDataParallel(nn.Module):
     gradients cross from one to the other in every step; PyTorch warns of that once, from 2.10 on.
 
     `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank. An
-    algorithm that keeps nothing (GradientAllReduce but with ErrorFeedback) adds nothing: all is tensors then, and
-    state dicts of PyTorch's own load. `module.state_dict()` is that of the plain module. Where an algorithm
-    exchanges weights after the optimizer's step, they are written back when the module next runs, saves or loads.
+    algorithm that keeps nothing (GradientAllReduce, except with ErrorFeedback) adds nothing: then the state dict
+    holds only tensors, and one of PyTorch's own wrapper loads here. `module.state_dict()` is that of the plain
+    module. Where an algorithm exchanges weights after the optimizer's step, they are written back when the module
+    next runs, saves or loads.
 
     Args:
         module: What to train. Its parameters stay the same objects.
         optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
-            steps; for gradients, so that a backward pass which reached no parameter is completed before a step.
+            steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
+            before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
         comm: The ranks; if None, `bagua_comm.default()`, which connects if that was not done yet.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
@@ -93,8 +94,8 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
             Without it PyTorch's own raises in the next forward pass; here unused parameters do no harm.
-        static_graph: In every step the same parameters get a gradient on this rank, which is checked; ranks agree
-            in the first step alone on those that none used. Nothing else needs it here.
+        static_graph: Say that in every step the same parameters get a gradient on this rank, which is checked.
+            The ranks then agree on unused parameters in the first step only. Nothing else needs it here.
         params_and_buffers_to_ignore: Names of parameters and buffers that stay this rank's own: neither compared
             nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
             own has, are ignored as well.
@@ -246,11 +247,11 @@ class DistributedDataParallel(nn.Module):
 
         Collective: all ranks enter it around their training loops. In it every training step begins with one
         small allgather. A rank that has ended sends zeros for gradients, and keeps what is in `p.grad`; at the
-        end all ranks get the weights, buffers and optimizer states of one that trained to the last. With
+        end all ranks get the weights, buffers and optimizer states of a rank that trained to the end. With
         algorithms that exchange weights, it goes on exchanging its own, and keeps them.
 
         Args:
-            enable: If False, do nothing: all ranks have as many batches.
+            enable: If False, do nothing: all ranks have equally many batches.
             throw_on_early_termination: As soon as a rank has no more batches, raise on all ranks: on this one at
                 the end, on the others in their next forward pass.
             divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
@@ -294,7 +295,7 @@ class DistributedDataParallel(nn.Module):
             hook: An Average such as `Quantized(MinMaxUInt8())`. Or a function that PyTorch's own would take,
                 called with `state` and a bucket that has the methods of `torch.distributed.GradBucket`: on the
                 thread of the backward pass, for bucket after bucket in the same order on all ranks. It returns a
-                `torch.futures.Future` of the averaged tensor; the sum over ranks is for the hook to divide.
+                `torch.futures.Future` of the averaged tensor; the hook itself divides the sum over ranks.
 
         Raises:
             ArrayError: A hook was registered before, or it is too late (a RuntimeError as well); the algorithm is
@@ -324,8 +325,8 @@ class DistributedDataParallel(nn.Module):
         """Go on with another algorithm; the model stays the same.
 
         Collective. Call it between steps. If weights were exchanged until now, so that ranks' weights differ,
-        they become the mean of all ranks, and the states of the optimizers rank 0's. The new algorithm counts
-        its steps from here.
+        they become the mean of all ranks, and the optimizer states become rank 0's. The new algorithm counts its
+        steps from here.
 
         Raises:
             ArrayError: The optimizers do not fit the algorithm.

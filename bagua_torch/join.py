@@ -41,7 +41,7 @@ class Join:
     """The training forward passes that this rank made here."""
 
     def announce(self, engine: TorchEngine, *, active: bool) -> None:
-        """Tell the other ranks whether this one has data, and hear it of them.
+        """Tell the other ranks whether this one has data, and learn which of them have.
 
         Collective.
 

@@ -193,7 +193,7 @@ class TrainingSteps:
         self.engine.ready(name)
 
     def _scale(self, name: str) -> None:
-        """In `join`, let the mean over all ranks be that over those that have data.
+        """In `join`, turn the mean over all ranks into the mean over those that have data.
 
         That is done before the gradient is sent: an algorithm may average more than the gradient.
         """
@@ -201,7 +201,7 @@ class TrainingSteps:
             self.memory.gradients[name].mul_(self.join.scale)
 
     def _end_backward(self, complete: set[str], inner: bool) -> None:
-        """Send what is left, and wait for the averages, on a device without the host. Collective.
+        """Send what is left, and wait for the averages; on a device, the host does not wait. Collective.
 
         Args:
             complete: The parameters that got a gradient.
@@ -323,7 +323,7 @@ class TrainingSteps:
             self.contents.module.register_load_state_dict_pre_hook,
         ):
             self._hooks.append(register(hook(self._settle)))
-        # What a wrapper that nobody has any more must undo by itself, whenever that may be on this rank.
+        # What must be undone once nobody holds the wrapper, whenever that happens on this rank.
         borrowers = [weakref.ref(optimizer) for optimizer in self._borrowers()]
         parameters = [weakref.ref(parameter) for parameter in self._trained.values()]
         self._release = weakref.finalize(self, release, self.watch, borrowers, parameters)

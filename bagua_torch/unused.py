@@ -1,4 +1,4 @@
-"""Parameters that get no gradient: on any rank, or unlike in the first step of a static graph."""
+"""Parameters that get no gradient on any rank, or that break the promise of a static graph."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def release(
     """Undo what a wrapper has left on parameters and optimizers. It sends nothing, so it may run anywhere.
 
     The hooks of modules and optimizers are idle and stay: one of them may be running now, and PyTorch does not
-    allow to remove it then.
+    allow removing it then.
 
     Args:
         watch: The watch of the wrapper.

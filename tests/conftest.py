@@ -16,7 +16,7 @@ from bagua_comm import Float16, MinMaxUInt8
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 PROCESSES = 2
-"""Among which pytest-xdist deals the tests of a run of the whole suite; `-n 0` is one."""
+"""How many processes pytest-xdist deals the tests of the whole suite to; `-n 0` runs all in one."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,10 +31,10 @@ def pytest_cmdline_main(config):
 
 
 def pytest_sessionstart(session):
-    """Have kernels compiled once, and before tests with time limits start: for the CPU those of Numba."""
+    """Compile kernels once, before tests with time limits start: for the CPU, those of Numba."""
     if hasattr(session.config, "workerinput"):
         return  # the process that started this one has done it
-    os.environ[build.FOLDER] = str(build.folder())  # and those of the stand-in for a GPU are found by all
+    os.environ[build.FOLDER] = str(build.folder())  # all processes find those of the stand-in here
     x = np.zeros((1, 1), np.float32)
     for codec in (MinMaxUInt8(), Float16()):
         codec.decode(codec.combine(codec.encode(x), op="sum", count=1, dtype=x.dtype), x)
@@ -49,7 +49,7 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     selection.mark_what_others_cover(items)
-    # What may take longest comes first, so that no process waits for it alone in the end.
+    # What may take longest comes first, so that at the end no process is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 

@@ -459,7 +459,7 @@ def test_repeated_calls_keep_no_memory_and_take_none_but_for_messages(average, w
 
 def test_averages_refuse_dtypes_by_name():
     for average, dtype, message in (
-        (Exact(), "int32", "Exact() cannot average int32"),
+        (Exact(), "int32", "Exact() cannot average int32; expected a floating-point dtype"),
         (
             Quantized(),
             "float64",
@@ -470,7 +470,7 @@ def test_averages_refuse_dtypes_by_name():
             "float64",
             f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
         ),
-        (Hierarchical(), "complex64", "Exact() cannot average complex64"),
+        (Hierarchical(), "complex64", "Exact() cannot average complex64; expected a floating-point dtype"),
     ):
         with pytest.raises(UnsupportedError) as caught:
             average.check(dtype)

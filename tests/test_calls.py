@@ -122,10 +122,10 @@ def test_wrong_arguments_of_new_calls_are_named():
         (
             lambda comm: comm.scatterv(x, [1, 1], root=comm.rank),
             ArrayError,
-            "x has 3 elements, counts add up to 2",
+            "x has 3 elements, expected 2, the sum of counts",
         ),
         (lambda comm: comm.scatterv(x, [1, 2], root=1 - comm.rank), ArrayError, "out is None; ranks other than"),
-        (lambda comm: comm.reduce_scatter(x, counts=[1, 1]), ArrayError, "x has 3 elements, counts add up to 2"),
+        (lambda comm: comm.reduce_scatter(x, counts=[1, 1]), ArrayError, "x has 3 elements, expected 2, the sum"),
         (
             lambda comm: comm.reduce_scatter(x, counts=[1.5, 1.5]),
             ArrayError,

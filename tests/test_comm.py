@@ -163,7 +163,7 @@ def test_overlapping_arrays_are_refused():
         x = np.zeros(10)
         with pytest.raises(ArrayError, match="out overlaps x; pass out=x"):
             comm.allreduce(x[:8], out=x[2:])
-        with pytest.raises(ArrayError, match="out overlaps x other than in this rank's own chunk"):
+        with pytest.raises(ArrayError, match="out overlaps x outside of this rank's own chunk"):
             comm.reduce_scatter(x, out=x[1:6])
         with pytest.raises(ArrayError, match="overlaps another array"):
             comm.sendrecv(x, x, dest=0, source=0)
@@ -287,7 +287,7 @@ def test_host_arrays_need_a_transport_that_moves_them():
             return False
 
     comm = Communicator([DeviceOnly()])
-    with pytest.raises(UnsupportedError, match=r"numpy array, which none of .* transports \(local\) moves"):
+    with pytest.raises(UnsupportedError, match=r"numpy array, but .* transports \(local\) do not move"):
         comm.allreduce(np.zeros(1))
 
 

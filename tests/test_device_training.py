@@ -254,7 +254,7 @@ def test_device_arrays_that_no_transport_moves_are_refused_at_once(device):
     import cupy
 
     def body(comm):
-        with pytest.raises(UnsupportedError, match="Engine: storage is a cupy array, which none of this"):
+        with pytest.raises(UnsupportedError, match="Engine: storage is a cupy array, but this communicator's"):
             Training(comm, GradientAllReduce(), cupy.asarray)
 
     run_ranks(2, body, wrap=HostOnly)

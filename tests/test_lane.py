@@ -162,7 +162,7 @@ def test_a_stuck_task_makes_wait_raise_a_timeout():
             lane.wait()
     finally:
         release.set()
-    assert str(caught.value) == "a task on this lane has run for more than 0.002 s, and ended no call meanwhile"
+    assert str(caught.value) == "a task on this lane has run for more than 0.002 s without ending a call"
 
 
 def test_a_task_of_many_calls_may_take_longer_than_one_call():

@@ -1,6 +1,6 @@
 """Averaging weights beside training, without ever waiting for other ranks.
 
-    s <- x        r <- mean of s over the ranks (takes as long as it takes)        x <- x + r - s
+    s <- x        r <- mean of s over the ranks (however long that takes)        x <- x + r - s
 
 What training added to x meanwhile is kept. A round begins and ends at the optimizer's steps, on the thread that
 trains, so that weights never change under a forward or backward pass, and no lock is needed.

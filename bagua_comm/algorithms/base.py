@@ -24,7 +24,7 @@ State: TypeAlias = Any
 """A dataclass. A checkpoint holds its arrays and numbers, except those that are `TRANSIENT`."""
 
 TRANSIENT = {"transient": True}
-"""Metadata of a state's field that holds nothing from one step to the next: no checkpoint has it."""
+"""Metadata of a field of a state that keeps nothing from one step to the next: checkpoints leave it out."""
 
 ALIKE = {"alike": True}
 """Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
@@ -34,7 +34,7 @@ number of ranks. An array without this mark belongs to its rank."""
 class Point(Enum):
     """Points of a training step, in order.
 
-    ALWAYS and NEVER are no points of a step: `Window(Point.ALWAYS, Point.NEVER, interval_s)` is how earlier
+    ALWAYS and NEVER are not points of a step: `Window(Point.ALWAYS, Point.NEVER, interval_s)` is how earlier
     versions wrote `Rounds(interval_s)`, and still means it in this release.
     """
 
@@ -103,12 +103,12 @@ class Algorithm(Protocol):
 
 
 class Complete:
-    """An algorithm with all of its methods, those that it leaves out included: their defaults are here.
+    """An algorithm with all methods: this class has defaults for those that it leaves out.
 
-    Made by `complete`. Whoever runs an algorithm asks this one, and never asks whether a method exists.
+    Made by `complete`. Code that runs an algorithm calls this object, and never asks whether a method exists.
 
     Args:
-        algorithm: What is completed.
+        algorithm: The algorithm to complete.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
@@ -121,7 +121,7 @@ class Complete:
 
     @property
     def window(self) -> Window | Rounds:
-        """See `Algorithm.window`; what earlier versions wrote for `Rounds` is `Rounds` here."""
+        """See `Algorithm.window`. Here, the form that earlier versions used for `Rounds` becomes `Rounds`."""
         window = self.algorithm.window
         if isinstance(window, Window) and window.closes is Point.NEVER:
             return Rounds(window.interval_s)
@@ -138,9 +138,9 @@ class Complete:
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Optional: all algorithms that this one is in the course of training, in order.
+        """Optional: all algorithms that this one uses in the course of training, in order.
 
-        Default: itself, always.
+        Default: itself alone.
         """
         return tuple(getattr(self.algorithm, "phases", (self.algorithm,)))
 
@@ -194,12 +194,12 @@ def complete(algorithm: Algorithm | Complete) -> Complete:
 
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
-    """The algorithm that `algorithm` is in this training step."""
+    """The algorithm that `algorithm` uses in this training step."""
     return complete(algorithm).phase(step)
 
 
 def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """All algorithms that `algorithm` is in the course of training, in order."""
+    """All algorithms that `algorithm` uses in the course of training, in order."""
     return complete(algorithm).phases
 
 
@@ -258,6 +258,6 @@ def check_average(average: Average, dtype: str) -> None:
 
 
 def check_floating(algorithm: object, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `dtype` is a floating-point one."""
+    """Raise `UnsupportedError` unless `dtype` is a floating-point dtype."""
     if dtype not in FLOATS:
-        raise UnsupportedError(f"{algorithm} cannot average {dtype}")
+        raise UnsupportedError(f"{algorithm} cannot average {dtype}; expected a floating-point dtype")

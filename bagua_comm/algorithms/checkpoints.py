@@ -30,12 +30,12 @@ Saved = dict[str, dict[str, Any]]
 """By the name of the tensor, then by the path in the state: pieces of arrays, and numbers."""
 
 # ---------------------------------------------------------------------------------------------------
-# What a checkpoint says of itself
+# What a checkpoint says about itself
 # ---------------------------------------------------------------------------------------------------
 
 
 class Facts(NamedTuple):
-    """What a checkpoint says of itself."""
+    """What a checkpoint says about itself."""
 
     algorithm: str
     step: int
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts:
-    """What a checkpoint says of itself.
+    """What a checkpoint says about itself.
 
     Raises:
         ArrayError: It is not a checkpoint, it is damaged, or it is not of this algorithm and of tensors of these
@@ -97,7 +97,7 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> N
     """Raise unless ranks saved their checkpoints together.
 
     Args:
-        algorithm: That of the checkpoints.
+        algorithm: The algorithm of the checkpoints.
         rows: The facts and the digest of every rank.
 
     Raises:
@@ -118,7 +118,7 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> N
         if digest != their_digest:
             raise ArrayError(
                 "load_state_dict: ranks have states that were not saved together: those of rank 0 and rank "
-                f"{rank} are of two trainings"
+                f"{rank} are from two different trainings"
             )
 
 
@@ -136,7 +136,7 @@ def check_tensors(
     Args:
         algorithm: The phase to go on with.
         pairs: Its buckets, each with its state.
-        facts: What the checkpoint says of itself.
+        facts: What the checkpoint says about itself.
         saved: The checkpoint.
         rank: This rank.
         size: Number of ranks.
@@ -275,7 +275,7 @@ def _check_number(path: str, mine: object, found: Mapping[str, Any]) -> None:
 
 
 def _check_array(path: str, tensor: str, piece: Any, like: Array, shape: tuple[int, ...] | None) -> None:
-    """Raise unless `piece` has the dtype of `like` and this shape; any if None."""
+    """Raise unless `piece` has the dtype of `like` and this shape, or any shape if None."""
     wanted = f"{like.dtype}" if shape is None else f"{like.dtype}{shape}"
     try:
         arrays.library(piece)

@@ -62,21 +62,21 @@ class Every:
 
     @property
     def payload(self) -> Payload:
-        """That of its algorithm."""
+        """The payload of its algorithm."""
         return self._inner.payload
 
     @property
     def window(self) -> Window | Rounds:
-        """That of its algorithm."""
+        """The window of its algorithm."""
         return self._inner.window
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Those of its algorithm, each in one of `n` steps."""
+        """The phases of its algorithm, each in one of `n` steps."""
         return tuple(Every(self.n, phase) for phase in phases_of(self.algorithm))
 
     def phase(self, step: int) -> Algorithm:
-        """That of its algorithm, in one of `n` steps."""
+        """The phase of its algorithm, in one of `n` steps."""
         return Every(self.n, phase_of(self.algorithm, step))
 
     def check(self, dtype: str) -> None:
@@ -126,21 +126,21 @@ class After:
 
     @property
     def payload(self) -> Payload:
-        """That of the first step."""
+        """The payload of the first step."""
         return self.phase(0).payload
 
     @property
     def window(self) -> Window | Rounds:
-        """That of the first step."""
+        """The window of the first step."""
         return self.phase(0).window
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Those of `first`, then those of `then`."""
+        """The phases of `first`, then the phases of `then`."""
         return (*(phases_of(self.first) if self.steps else ()), *phases_of(self.then))
 
     def phase(self, step: int) -> Algorithm:
-        """That of `first`, or that of `then`, which counts steps from its own beginning."""
+        """The phase of `first`, or of `then`, which counts steps from its own beginning."""
         if step < self.steps:
             return phase_of(self.first, step)
         return phase_of(self.then, step - self.steps)

@@ -14,7 +14,7 @@ from .base import Payload, Point, Window, bind_average, check_average, check_ave
 
 @dataclass
 class _Bound:
-    """What `GradientAllReduce` keeps: what its average keeps, such as residuals."""
+    """What `GradientAllReduce` keeps: its bound average, which may keep residuals."""
 
     average: InPlace
 
@@ -24,7 +24,7 @@ class GradientAllReduce:
     """Average the gradients of each bucket as soon as they are complete.
 
     Args:
-        average: How: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)` or `Hierarchical(inner)`.
+        average: How to average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)` or `Hierarchical(inner)`.
     """
 
     average: Average = field(default_factory=Exact)

@@ -69,7 +69,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "warm-up": _warm_up,
     }
 )
-"""What makes an algorithm, by the name of the algorithm; the arguments are its settings."""
+"""For each name, the function that makes the algorithm; its arguments are the settings."""
 
 AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
     {
@@ -79,7 +79,7 @@ AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
         "hierarchical": Hierarchical,
     }
 )
-"""What makes an average, by name."""
+"""For each name, the function that makes the average."""
 
 CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
     {
@@ -89,7 +89,7 @@ CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
         "bfloat16": BFloat16,
     }
 )
-"""What makes a codec, by name."""
+"""For each name, the function that makes the codec."""
 
 _MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
@@ -101,7 +101,7 @@ _MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
         "codec": ("codec", CODECS),
     }
 )
-"""Settings that are algorithms, averages or codecs themselves, and the names of these."""
+"""Settings that are algorithms, averages or codecs themselves, and the tables with their names."""
 
 
 def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
@@ -130,7 +130,7 @@ def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
 
 
 def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, settings: Mapping[str, Any]) -> Any:
-    """Call what `table` has under this name with these settings."""
+    """Make the entry of `table` that has this name, with these settings."""
     known = name.lower().replace("_", "-") if isinstance(name, str) else name
     if not isinstance(known, str) or known not in table:
         raise ArrayError(f"from_name: there is no {kind} {shown(name)}{_instead(name, table)}")
@@ -153,7 +153,7 @@ def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, sett
 
 
 def _made_of(setting: str, value: Any) -> Any:
-    """The value of a setting: an object, if it is the name of one or a mapping with its name."""
+    """The value of a setting. A name, or a mapping with a name, becomes the object of that name."""
     if setting not in _MADE_OF or not isinstance(value, (str, Mapping)):
         return value
     given = {"name": value} if isinstance(value, str) else dict(value)
@@ -161,7 +161,7 @@ def _made_of(setting: str, value: Any) -> Any:
 
 
 def _instead(found: object, names: Iterable[str]) -> str:
-    """The end of a message about a wrong name: what was meant, perhaps, and what exists."""
+    """The end of a message about a wrong name: a similar name, if there is one, and all names that exist."""
     names = sorted(names)
     close = difflib.get_close_matches(str(found).lower().replace("_", "-"), names) or difflib.get_close_matches(
         str(found), names

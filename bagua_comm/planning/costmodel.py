@@ -10,8 +10,8 @@ A rank has `cores_per_rank` cores. Computation uses all of them while it is alon
 to one core, and at most half of them, and computation loses what the lane takes. So a step is never shorter than
 all its work divided by the cores. With infinitely many cores, as for training on a GPU, both go on side by side.
 
-The model knows no chance: ranks are alike, and nobody waits for a slow one. Bytes are those that each rank sends
-in a training step after warm-up, as `Communicator.counters` counts them.
+The model leaves out chance: all ranks are equally fast, and none waits for a slow one. Bytes are those that each
+rank sends in a training step after warm-up, as `Communicator.counters` counts them.
 
 Source: messages as in the alpha-beta model of Hockney, "The communication challenge for MPP" (1994), and Thakur
 et al., "Optimization of Collective Communication Operations in MPICH" (2005); comparing algorithms under network
@@ -56,7 +56,7 @@ SMALLEST, LARGEST = 1e-18, 1e18
 """The range of rates and sizes, in any unit, so that nothing overflows; a rate may also be infinite."""
 
 # ---------------------------------------------------------------------------------------------------
-# The givens
+# What is given
 # ---------------------------------------------------------------------------------------------------
 
 
@@ -312,8 +312,8 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
 
     Raises:
         ArrayError: The algorithm does not support this number of ranks.
-        UnsupportedError: Nothing is known of what the algorithm, or its average, exchanges; or it does not take
-            the dtype of the job.
+        UnsupportedError: The model does not know what the algorithm, or its average, exchanges; or the algorithm
+            does not take the dtype of the job.
 
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
     >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))

@@ -1,8 +1,8 @@
 """The contract of a transport, and every collective derived from its one primitive.
 
-A transport must have `exchange`, `moves` and `split`; whatever else the library below does better, it
-overrides. Arrays that arrive here are checked, C-contiguous and aligned. Unless a method says otherwise,
-`out` and `x` do not overlap. A transport is used by one thread at a time.
+A transport must have `exchange`, `moves` and `split`; it overrides whatever the library below does better. Arrays
+that arrive here are checked, C-contiguous and aligned. Unless a method says otherwise, `out` and `x` do not
+overlap. A transport is used by one thread at a time.
 
 A call on host arrays returns when the result is there. Device arrays are read and written in the order of CuPy's
 current stream, and the result is there for what is enqueued on it after the call.
@@ -30,8 +30,8 @@ from .pipeline import Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
 
 POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
-"""Tags: messages never match those of another tag. Arrays of `send` and `recv`, what collectives send, pickled
-objects, and the descriptions that `agreement` sends ahead of messages."""
+"""Tags: a message never matches one of another tag. In this order: arrays of `send` and `recv`, arrays of
+collectives, pickled objects, and the descriptions that `agreement` sends ahead of messages."""
 
 
 class Transport(ABC):
@@ -41,21 +41,21 @@ class Transport(ABC):
     rank: int
     size: int
     sent_bytes: int = 0
-    """Bytes handed over for other ranks so far. Where the library below chooses the algorithm, what a
-    bandwidth-optimal one sends."""
+    """Bytes sent to other ranks so far. Where the library below chooses the algorithm, these are the bytes that a
+    bandwidth-optimal algorithm sends."""
     concurrent: bool = True
     """Whether another transport over the same ranks may be used by another thread meanwhile."""
     piece_bytes: int | None = None
-    """How much a collective sends to a peer at a time, so that what is done with one piece happens while others
-    are on their way; None where that gains nothing, and all goes at once."""
+    """Bytes that a collective sends to a peer at a time, so that one piece is worked on while others are on their
+    way; None to send all at once, where pieces gain nothing."""
     quantize_bytes: int = 0
-    """From which size on sending an array through a codec takes less time than sending it exactly."""
+    """The size in bytes from which an array takes less time through a codec than exactly."""
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
 
     adds_in_rank_order: bool = True
-    """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as those of the derived
-    collectives have; False where the library below adds in an order of its own, be it only from some size on."""
+    """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
+    collectives; False if the library below adds in an order of its own, even if only above some size."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
@@ -67,18 +67,19 @@ class Transport(ABC):
         """Why no call can be made any more; None as long as calls can."""
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
-        """A call of the user begins: all its waits together may take `timeout_s`, from the first on.
+        """A call of the user begins: from its first wait on, all its waits together may take `timeout_s`.
 
         Args:
-            name: Of the call.
+            name: The name of the call.
             collective: Whether all ranks make it, in the same order.
-            describe: Says all that must be alike on all ranks then: its dtype, op and root, say.
+            describe: Says what must be the same on all ranks in a collective call: dtype, op and root, for
+                example.
         """
         self._call, self._in_collective, self._deadline_s = name, collective, None
         self._describe = describe
 
     def end_call(self) -> None:
-        """The call has ended. What is done outside of calls may take `timeout_s` a wait."""
+        """The call has ended. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False
 
     def signature(self) -> str:
@@ -88,7 +89,7 @@ class Transport(ABC):
         return self._describe()
 
     def deadline_s(self) -> float:
-        """Until when a wait that begins now may last, by `time.monotonic`."""
+        """When a wait that begins now must end, by `time.monotonic`."""
         if self._call is None:
             return time.monotonic() + self.timeout_s
         if self._deadline_s is None:
@@ -106,7 +107,7 @@ class Transport(ABC):
 
     @abstractmethod
     def moves(self, x: Array) -> bool:
-        """Whether arrays like `x` can be taken as they are."""
+        """Whether this transport takes arrays like `x` as they are."""
 
     @abstractmethod
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
@@ -122,8 +123,9 @@ class Transport(ABC):
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
 
-        `call` names all that must be alike: the operation, its op and its root. The result carries the call's
-        exchanges, which may rely on it. This default compares nothing: its messages bring their own sizes.
+        `call` names everything that must be the same: the operation, its op and its root. The result makes the
+        exchanges of the call, which may rely on the agreement. This default compares nothing: its messages carry
+        their own sizes.
 
         Collective.
         """
@@ -173,10 +175,10 @@ class Transport(ABC):
         self.reduce_scatter_over(flow, arrays.parts(x, counts), out, op)
 
     def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
-        """Reduce `x` of all ranks up to this one into `out`, which may be `x`; of those before it if `exclusive`.
+        """Reduce `x` of all ranks up to this one, or before it if `exclusive`, into `out`, which may be `x`.
 
-        Collective. Every rank reduces its chunk of the array for all of them. Rank 0, before which there is no
-        rank, then leaves `out` as it is.
+        Collective. Every rank reduces one chunk of the array for all ranks. If `exclusive`, rank 0 leaves `out`
+        as it is, since no rank comes before it.
         """
         # (p, m) each: chunk r of this rank's array, and this rank's chunk of rank r's.
         chunks, mine = self._scratch.take("scan", (2, self.size, -(-x.size // self.size)), x.dtype, like=x)
@@ -191,7 +193,7 @@ class Transport(ABC):
             out.reshape(-1)[...] = chunks.reshape(-1)[: x.size]
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
-        """Reduce `x` over all ranks into `out` on `root`, where `out` may be `x`; None elsewhere.
+        """Reduce `x` over all ranks into `out` of `root`, which may be `x`; on other ranks, `out` is None.
 
         Collective.
         """
@@ -294,7 +296,7 @@ class Transport(ABC):
         Collective among the survivors.
 
         Args:
-            host: One over the survivors, for a transport that has to be set up anew over it.
+            host: A transport over the survivors, for a transport that has to be set up again with its help.
 
         Raises:
             UnsupportedError: The library below cannot go on after a rank has died.
@@ -306,10 +308,10 @@ class Transport(ABC):
         """Give up: calls of this transport fail on all ranks, where they can still be told."""
 
     def leave(self, reason: str | None = None) -> bool:
-        """Say that this rank makes no more calls, so that none waits for it in vain; the last call but `close`.
+        """Say that this rank makes no more calls but `close`, so that no rank waits for it in vain.
 
-        Collective, unless there is a `reason` why this rank alone leaves, in the middle: then it does not wait.
-        Otherwise it returns when all ranks have left; at the latest after `timeout_s`.
+        Collective, unless this rank alone leaves in the middle, for a `reason`: then it does not wait. Otherwise
+        it returns when all ranks have left, at the latest after `timeout_s`.
 
         Returns:
             Whether all ranks have left in order.
@@ -317,13 +319,13 @@ class Transport(ABC):
         return True
 
     def tell(self, group: str, error: CommError) -> None:  # noqa: B027 - not every transport can tell
-        """Say to the other ranks that this one gives up a group of ranks that is no transport's own.
+        """Tell the other ranks that this one gives up a group of ranks that belongs to no transport.
 
         Any thread may call this and `heard`, also while another one is in a call. Neither waits.
         """
 
     def heard(self, groups: Collection[str]) -> CommError | None:
-        """What to raise if another rank has given up one of these groups, as `tell` says."""
+        """The error to raise if another rank has given up one of these groups by `tell`; None if none has."""
         return None
 
     def close(self) -> None:
@@ -364,8 +366,9 @@ class Transport(ABC):
 class Flow:
     """The exchanges of one collective call on which the ranks have agreed; `Transport.agree_on_call` makes it.
 
-    Exchanges match in the order in which they are begun, and are waited for in that order. Neither side's arrays
-    may be touched until the returned `Wait` was called. Messages are as long as their receivers expect.
+    Exchanges match in the order in which they are begun, and are waited for in that order. The arrays on either
+    side may not be touched until the returned `Wait` has been called. Messages are as long as their receivers
+    expect.
     """
 
     def __init__(self, transport: Transport, piece_bytes: int | None) -> None:
@@ -405,7 +408,7 @@ class Flow:
 
 
 def ended() -> None:
-    """Wait for what has ended."""
+    """The `Wait` of an exchange that has ended; it does nothing."""
 
 
 MAX_TIMEOUT_S = 1e9
@@ -424,7 +427,7 @@ def check_timeout(call: str, timeout_s: object) -> float:
 
 
 def _accumulate(table: Array, op: str) -> None:
-    """Reduce in place, so that row r becomes what rows 0 to r come to."""
+    """Reduce in place, so that row r becomes the reduction of rows 0 to r."""
     reduce_rows = kernels.of(table).reduce_rows
     if op == "avg" or arrays.dtype_name(table.dtype) in REDUCED_PRECISION:
         for r in reversed(range(1, len(table))):  # each from the rows themselves, so that it is rounded once

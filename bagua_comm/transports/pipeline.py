@@ -40,14 +40,14 @@ class Stages(ABC):
 
     @abstractmethod
     def encode(self, i: int) -> tuple[Rows, Rows]:
-        """Prepare piece i: what goes to each rank, and where the parts that this rank combines come from each."""
+        """Prepare piece i; returns what to send to each rank, and where to receive the part from each rank."""
 
     @abstractmethod
     def combine(self, i: int) -> tuple[Array, Rows]:
-        """Reduce what came of piece i: this rank's result, and where everybody's results come."""
+        """Reduce the parts of piece i; returns this rank's result, and where to receive the results of all."""
 
-    def decode(self, i: int) -> None:  # noqa: B027 - exact results come to their places
-        """Take everybody's results of piece i."""
+    def decode(self, i: int) -> None:  # noqa: B027 - exact results need no decoding
+        """Decode the results of all ranks for piece i."""
 
 
 def reduce_through(flow: Flow, stages: Stages, *, gather: bool = True) -> None:
@@ -77,10 +77,10 @@ class Exact(Stages):
     """The elements themselves, added in rank order, in float32 where the dtype is narrower.
 
     Args:
-        chunks: Of this rank's array; rank r reduces chunk r of all ranks. Their sizes may differ.
-        mine: Where the reduced chunk of this rank comes to.
-        results: Where the reduced chunks of all ranks come to, `mine` among them; empty if they stay with their
-            ranks.
+        chunks: The chunks of this rank's array, which may differ in size; rank r reduces chunk r of all ranks.
+        mine: Where to put the chunk that this rank reduces.
+        results: Where to put the reduced chunks of all ranks, `mine` among them; empty if each rank keeps only
+            its own.
         piece_bytes: How much to send to a peer at a time; None to send all at once.
     """
 
@@ -102,7 +102,7 @@ class Exact(Stages):
         self._tables = scratch.take("parts", shape, like.dtype, like=like)
 
     def _parts(self, i: int) -> Array:
-        """Where the parts of piece i come from all ranks, (p, m)."""
+        """Where all ranks' parts of piece i are received, (p, m)."""
         length = self._mine[self._pieces[i]].size
         table: Array = self._tables[i % len(self._tables), : self._size * length]
         return table.reshape(self._size, length)

@@ -1,6 +1,6 @@
 """What our collectives are timed beside: mpi4py's calls, PyTorch's gloo, and two textbook algorithms.
 
-The textbook algorithms are those that transports/mpi was chosen over.
+The textbook algorithms are the alternatives to those that transports/mpi uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Rival:
     """
 
     dtypes = INTEGERS | {"float32", "float64"}
-    """Whose elements it can add up."""
+    """The dtypes whose elements it can add up."""
 
     only_apart: frozenset[str] = frozenset()
     """Operations that it does not have in place."""

@@ -183,7 +183,7 @@ def _moves(texts: Sequence[str]) -> Moves:
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
-    """Where a block may lead that ends so: no calls, and no ways for a warp whose threads are apart (BRA.DIV)."""
+    """Where a block that ends so may lead, without calls and ways for a warp with threads apart (BRA.DIV)."""
     conditional = re.match(r"@!?U?P\w+ ", text) is not None
     jump = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", text)  # ptxas also writes CALL for a jump
     if re.search(r"\b(RET|BRX)\b|\bBRA\.DIV\b", text) or ("CALL" in text and not jump):

@@ -308,7 +308,7 @@ def compared(comm: Communicator, nbytes: int, iterations: int) -> dict[str, Any]
 
 
 def rounds(ranks: int, nbytes: int, iterations: int) -> tuple[int, int]:
-    """How often ranks make each call without timing it, and then how often with.
+    """How often ranks make each call untimed, and then how often timed.
 
     Every result is compared in float64 on the host, which takes far longer than the call. Where more than two
     processes take turns on the GPU, a large call may take a second.

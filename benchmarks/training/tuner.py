@@ -1,4 +1,4 @@
-"""What the tuner finds, beside all that it could have found.
+"""What the tuner finds, compared with all settings that it could have found.
 
     python -m bagua_comm run -n 2 -m benchmarks.training.tuner --image-size 32 --algorithm bytegrad
     python -m bagua_comm run -n 4 -m benchmarks.training.tuner --model resnet50 --averages exact,float16,bytegrad

@@ -173,7 +173,7 @@ def test_files_of_two_steps_are_not_mixed(algorithm):
 @pytest.mark.parametrize("algorithm", [*OWN, *ALIKE, AsyncModelAverage()], ids=repr)
 def test_files_of_two_trainings_are_not_mixed_though_both_are_of_one_step(algorithm):
     first, second = (saved_by(2, algorithm) for _ in range(2))
-    assert_refused(algorithm, [first[0], second[1]], "of two trainings")
+    assert_refused(algorithm, [first[0], second[1]], "from two different trainings")
 
 
 def test_files_of_a_training_and_of_one_that_began_from_its_checkpoint_are_not_mixed():
@@ -190,7 +190,7 @@ def test_files_of_a_training_and_of_one_that_began_from_its_checkpoint_are_not_m
             return first, engine.state_dict()
 
     saved = run_ranks(2, body, timeout_s=5)
-    assert_refused(LowPrecisionOnePeer(), [saved[0][1], saved[1][0]], "of two trainings")
+    assert_refused(LowPrecisionOnePeer(), [saved[0][1], saved[1][0]], "from two different trainings")
 
 
 def test_ranks_that_train_at_their_own_pace_save_at_different_steps():

@@ -144,7 +144,7 @@ def test_gradients_need_no_optimizer(algorithm):
 def test_algorithms_that_count_steps_need_optimizers(algorithm):
     parameters = trained()
     checks.check_optimizers(sgd(parameters), parameters, algorithm)
-    with pytest.raises(ArrayError, match="needs to know of steps: give the optimizers"):
+    with pytest.raises(ArrayError, match="depends on steps: give the optimizers"):
         checks.check_optimizers([], parameters, algorithm)
 
 
@@ -189,7 +189,7 @@ def test_an_algorithm_that_lends_needs_optimizers_that_borrow(optimizers, messag
     checks.check_optimizers([QAdamOptimizer(parameters.values(), warmup_steps=5)], parameters, algorithm)
     for each in (algorithm, after(3, GradientAllReduce(), algorithm)):
         if each is not algorithm and not optimizers(parameters):
-            continue  # it needs to know of steps, which is told first
+            continue  # it depends on steps, which is told first
         with pytest.raises(ArrayError, match=message):
             checks.check_optimizers(optimizers(parameters), parameters, each)
 

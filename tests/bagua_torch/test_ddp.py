@@ -664,7 +664,7 @@ def test_gradients_of_a_function_of_the_weights(lend):
 def test_parameters_of_another_module_lent_are_refused_with_what_to_do():
     def body(comm, ddp):
         lent = {"module.weight": nn.Parameter(torch.ones(1, 1))}
-        with pytest.raises(ArrayError, match=r"functional_call give tensors that are no nn.Parameter"):
+        with pytest.raises(ArrayError, match=r"functional_call tensors that are not nn.Parameter"):
             torch.func.functional_call(ddp, lent, (mine(comm),))
 
     averaged_calls(body)

@@ -24,7 +24,7 @@ POLICY = "device"
 
 
 def mark_what_others_cover(items):
-    """Mark those cases of `items` as slow that the default run can do without."""
+    """Mark as slow the cases of `items` that the default run can do without."""
     tests = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):
@@ -36,7 +36,7 @@ def mark_what_others_cover(items):
 
 def left_out(name, cases):
     """The cases of the test `name` that others cover."""
-    groups = defaultdict(list)  # of cases that differ in nothing but the policy
+    groups = defaultdict(list)  # cases that differ only in the policy
     for case in cases:
         indices = {**case.callspec.indices}
         if case.callspec.params.get(POLICY) in POLICIES and not case.get_closest_marker("every_policy"):
@@ -62,10 +62,10 @@ def values_of(case):
 
 
 def covering(rows, strength):
-    """Where `rows` are in which any `strength` things occur together that do so in one of all rows.
+    """Choose rows, by their places: any `strength` things that occur together in a row do so in a chosen one.
 
-    Greedy: next comes the row with the most combinations that are new; of several, the one whose things have
-    occurred least.
+    Greedy: the next row is the one with the most new combinations; of several, the one whose things have occurred
+    least.
     """
     together = [{*itertools.combinations(row, min(strength, len(row)))} for row in rows]
     wanted, occurred, chosen = set().union(*together), Counter(), []

@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 class BlockedCall(threading.Thread):
-    """A thread that is inside of MPI, which cannot end meanwhile."""
+    """A thread that is inside a call of MPI; MPI cannot be shut down meanwhile."""
 
 
 def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
     """Make a call of MPI that blocks, and that nothing can interrupt.
 
     Raises:
-        CommTimeout: It does not return within `limit_s`. It goes on, on a thread of its own, until all ends.
+        CommTimeout: The call has not returned within `limit_s`. It goes on, on a thread of its own, until the
+            process ends.
     """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         return call()

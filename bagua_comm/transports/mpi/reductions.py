@@ -20,8 +20,8 @@ OPS = {
 }
 
 REDUCTIONS = [(f"{sign}int{bits}", op) for sign in ("", "u") for bits in (32, 64) for op in OPS]
-"""Those that MPI may be asked for. It is not asked to add shorter numbers: Open MPI's vector code saturates them,
-and its scalar code, which has the rest of an array, does not."""
+"""The reductions that MPI may be asked for. Shorter integers are not among them: Open MPI's vector code saturates
+sums of these, and its scalar code, which adds the rest of an array, does not."""
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def is_sound(dtype: str, op: str) -> bool:
     """Whether this process' MPI reduces as NumPy does, numbers of any size and overflows included."""
     random = np.random.default_rng(0)
     limits = np.iinfo(dtype)
-    for count in (1, 7, 67):  # less than a vector, and vectors with a rest
+    for count in (1, 7, 67):  # less than a vector, and vectors and a rest
         x, y = (random.integers(limits.min, limits.max, count, dtype, endpoint=True) for _ in range(2))
         expected = np.empty_like(x)
         kernels.host.reduce_rows([x, y], expected, op)

@@ -1,16 +1,16 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype does. Small arrays are gathered by MPI, whose latency is low, each with
-a number for its call, dtype and size, and reduced here; integers of middle size are reduced by MPI, where it
-computes as NumPy does; large reductions among ranks on one host go through memory that all of them map
-(`shared`); other large ones are those derived from `begin`. Floats are added in rank order whatever their number,
-so a sum does not depend on what else was in its bucket.
+Messages travel as bytes, so every dtype can be sent. Small arrays are gathered by MPI, whose latency is low, each
+with a number for its call, dtype and size, and are reduced here. Integers of middle size are reduced by MPI, if
+it computes as NumPy does. Large reductions among ranks on one host go through memory that all of them map
+(`window`). All other large collectives are derived from `Flow.begin`. Floats are added in rank order, however
+many there are, so a sum does not depend on what else was in its bucket.
 
 Every wait polls, with a deadline: a rank that waits long sleeps between polls, and leaves its core to the
 backward pass. It listens as well to what other ranks say beside their calls (`notices`): a rank that leaves, or
-gives up, says so, and those that wait for it learn of it at once. Calls of MPI that block are made `in_time`.
-Where MPI can go on after a rank has died (ULFM), the first rank that notices revokes all communicators that the
-dead one was part of, so that all ranks notice.
+gives up, says so, and those that wait for it learn of it at once. Calls of MPI that block are made through
+`in_time`, which limits them. If MPI can go on after a rank has died (ULFM), the first rank that notices the death
+revokes all communicators that the dead rank was part of, so that all ranks notice it.
 """
 
 from __future__ import annotations
@@ -47,31 +47,32 @@ from .window import open_window
 from .world import Place, World
 
 NATIVE_BYTES = 1 << 16
-"""Up to this size of what each rank receives MPI's own collectives are used, beyond it the derived ones."""
+"""If each rank receives at most this many bytes, MPI's own collectives are used; above it, the derived ones."""
 
 MAX_COMMUNICATORS = 65_000
 """About how many communicators Open MPI can have at a time."""
 
 PIECE_BYTES = 1 << 17
 FAST_PIECE_BYTES = 1 << 20
-"""What the derived ones send to a peer at a time, on slow and on fast networks."""
+"""Bytes that the derived collectives send to a peer at a time, on slow and on fast networks."""
 
 FAST_BYTES_S = 0.28e9
-"""A network on which a rank sends more in a second is fast. Bus bandwidth of allreduce over that of the link (of
-the faster at 10 Gbit/s, where two cores are the limit), float32 of 64 MiB (32 at 1 Gbit/s), 4 emulated hosts:
+"""A network is fast if a rank sends more bytes than this in a second. The table has bus bandwidths of allreduce
+as shares of the link's (at 10 Gbit/s, where two cores are the limit, as shares of the faster one's); float32 of
+64 MiB (32 at 1 Gbit/s), 4 emulated hosts:
 
                             1 Gbit/s   2 Gbit/s   5 Gbit/s   10 Gbit/s
     pieces of 256 KiB       0.99       0.98       0.57       0.84
     pieces of 1 MiB         0.85       0.86       0.63       1
 
-Pieces of 128 KiB, five at a time, were as fast as those of 256 at 1 Gbit/s, and faster for 8 MiB. A larger piece
-waits until its receiver says that it is there, and on a busy link this answer waits behind the data; but it is
-copied less often.
+At 1 Gbit/s, pieces of 128 KiB, five at a time, were as fast as pieces of 256 KiB, and faster for arrays of 8 MiB.
+A larger piece waits until its receiver says that it is there, and on a busy link this answer waits behind the
+data; but a larger piece is copied less often.
 """
 
 SHARED_BYTES = 1 << 20
-"""From this size on, ranks of one host reduce through memory that they share. How many times as long MPI's own
-allreduce takes, in place, in float32, on two cores:
+"""From this size on, ranks of one host reduce through memory that they share. The table has the time of MPI's own
+allreduce as a multiple of that, in place, in float32, on two cores:
 
                4 MiB   8 MiB   16 MiB   32 MiB
     2 ranks    0.8     1.0     1.1      2.7
@@ -81,8 +82,9 @@ Below 4 MiB, MPI's own is faster, but adds in an order of its own.
 """
 
 QUANTIZE_BYTES = 1 << 17
-"""Below, eight bits an element take longer than all of them, between four emulated hosts at 1 Gbit/s: the cost of
-a call is what counts there. Between ranks that share memory they always do; what to send is left to the user."""
+"""Below this size, averaging in eight bits takes longer than exact averaging, between four emulated hosts at 1
+Gbit/s, because the cost of a call dominates. Between ranks that share memory it always takes longer; there the
+user decides what to send."""
 
 EAGER_BYTES = 2048
 """Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
@@ -95,35 +97,36 @@ _BUSY_S = 0.00003
 """How long a wait polls without offering its core to others."""
 
 _SPIN_S = 0.0005
-"""How long it polls without sleeping."""
+"""How long a wait polls without sleeping."""
 
 _NAPS_S = 0.00005, 0.0003
-"""How long it sleeps between polls then, at least and at most: a tenth of what it has waited."""
+"""How long a wait then sleeps between polls, at least and at most: a tenth of the time that it has waited."""
 
 _LISTEN_S = 0.02
 """How often a rank that waits listens to notices."""
 
 _GRACE_S = 0.5
-"""How long it still waits after it heard that a rank has left: what that rank sent before may be on its way."""
+"""How long a rank still waits after it heard that another one has left, whose last messages may be on their
+way."""
 
 _ROLL_CALL_S = 1.0
-"""How long a rank whose time is over waits, at most, for others to say that they wait as well."""
+"""How long a rank that has timed out waits, at most, for others to say that they wait as well."""
 
 _OBITUARY_S = 3.0
-"""How long a rank to which MPI gives an error waits, at most, to hear whether a rank has died, and which."""
+"""How long a rank waits, at most, after an error of MPI, to learn whether a rank has died, and which one."""
 
 _LEAVE_QUIETLY_S = 1.0
 """How long a rank that leaves waits for the others before it says so."""
 
 _TABLES = 64
-"""How many kinds of small calls keep a table."""
+"""The largest number of kinds of small calls for which tables are kept."""
 
 _MEMBERS_TOLD = 8
 """How many ranks a message names one by one."""
 
 
 class _Table:
-    """Room for small arrays of all ranks, (p, m), each behind the number of the call that it is for."""
+    """Memory for small arrays of all ranks, (p, m), each after the number of the call that it belongs to."""
 
     def __init__(self, call: str, size: int, rank: int, count: int, dtype: DType) -> None:
         nbytes = count * dtype.itemsize
@@ -165,11 +168,11 @@ class MPITransport(Transport):
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._is_fast = False
         self._begun: dict[int, object] = {}
-        """What the exchanges that were begun, and not yet waited for, read and write."""
+        """The arrays and requests of exchanges that were begun and not yet waited for."""
         self._tables: dict[tuple[str, int, DType], _Table] = {}
         self._group = group
         self.members = list(range(self.size)) if members is None else list(members)
-        """Their ranks in the world."""
+        """The members' ranks in the world."""
         self._completed = [0]
         self._history: deque[str] = deque(maxlen=64)
         """Names of the latest collective calls."""
@@ -177,7 +180,7 @@ class MPITransport(Transport):
         self._told = False
         self._window = None
         self._calls: memoryview | None = None
-        """How many collective calls each rank has begun, where all share memory."""
+        """How many collective calls each rank has begun; None unless all share memory."""
         self._world = world if world is not None else self._new_world()
         self._world.transports.add(self)
         self._world.open += 1
@@ -188,7 +191,7 @@ class MPITransport(Transport):
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
 
     def _new_world(self) -> World:
-        """Find out where the ranks are, and which reductions MPI computes as NumPy does on all. Collective."""
+        """Find out where the ranks are, and which reductions all their MPIs compute as NumPy does. Collective."""
         facts = np.zeros((self.size, 10), np.int64)
         facts[self.rank, 0] = os.getpid()
         facts[self.rank, 1] = sum(1 << i for i, reduction in enumerate(REDUCTIONS) if is_sound(*reduction))
@@ -256,7 +259,7 @@ class MPITransport(Transport):
             if not incoming[peer]:
                 del incoming[peer]
             if nbytes != out.nbytes:
-                # Take it all the same, so that the next message is the next.
+                # Receive it anyway, so that the next receive gets the next message.
                 self._poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
                 raise CommMismatch(
                     f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
@@ -299,7 +302,7 @@ class MPITransport(Transport):
         return _MPIFlow(self, FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES)
 
     def _mismatch(self, call: str, x: Array) -> CommMismatch:
-        """What to raise where all ranks know that their calls differ. Collective."""
+        """The error to raise when all ranks know that their calls differ. Collective."""
         table = np.zeros((self.size, 256), np.uint8)
         text = f"{call} of {x.size} x {dtype_name(x.dtype)} ({x.nbytes} bytes)".encode()[:256]
         table[self.rank, : len(text)] = np.frombuffer(text, np.uint8)
@@ -313,14 +316,14 @@ class MPITransport(Transport):
     # Collectives ------------------------------------------------------------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
+        """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
         call = f"allreduce {op}"
         if self._is_small(x):
             kernels.on_host().reduce_rows(self._gather_small(call, x), out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
-            # MPI wants IN_PLACE on all ranks or on none, whatever each of ours passes as `out`.
+            # MPI wants IN_PLACE on all ranks or on none, but only some of our ranks may pass `x` as `out`.
             if x is not out:
                 out[...] = x
             self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, OPS[op]), out)
@@ -336,7 +339,7 @@ class MPITransport(Transport):
             self._watched(self.allreduce_over, flow, x, out, op)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
-        """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
+        """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
         call = f"reduce {op} to {root}"
         if self._is_small(x):
             table = self._gather_small(call, x)
@@ -352,7 +355,7 @@ class MPITransport(Transport):
             self.reduce_over(flow, x, out, root, op)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
-        """Small arrays gathered and reduced here, integers of middle size by MPI; see `Transport`."""
+        """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
         call = f"reduce_scatter {op}"
         if self._is_small(x):
             chunks = self._gather_small(call, x).reshape(self.size, self.size, out.size)
@@ -374,7 +377,7 @@ class MPITransport(Transport):
             self._watched(self.reduce_scatter_over, flow, list(rows(x, self.size)), out, op)
 
     def reduce_scatterv(self, x: Array, out: Array, counts: Sequence[int], op: str) -> None:
-        """Small arrays gathered and reduced here; see `Transport`."""
+        """Small arrays are gathered and reduced here; see `Transport`."""
         call = f"reduce_scatter {op} by {list(counts)}"
         if self._is_small(x):
             table = self._gather_small(call, x)
@@ -384,7 +387,7 @@ class MPITransport(Transport):
         self._watched(self.reduce_scatter_over, flow, parts(x, counts), out, op)
 
     def scan(self, x: Array, out: Array, op: str, *, exclusive: bool = False) -> None:
-        """Small arrays gathered and reduced here; see `Transport`."""
+        """Small arrays are gathered and reduced here; see `Transport`."""
         call = f"{'exscan' if exclusive else 'scan'} {op}"
         if self._is_small(x):
             before = self._gather_small(call, x)[: self.rank + (not exclusive)]
@@ -395,7 +398,7 @@ class MPITransport(Transport):
         super().scan(x, out, op, exclusive=exclusive)
 
     def allgather(self, x: Array, out: Array) -> None:
-        """Small arrays behind the number of their call, others by MPI up to a size; see `Transport`."""
+        """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
         if self._is_small(x):
             rows(out, self.size)[...] = self._gather_small("allgather", x)
             return
@@ -406,7 +409,7 @@ class MPITransport(Transport):
             self._watched(self.allgather_over, flow, x, out)
 
     def alltoall(self, x: Array, out: Array) -> None:
-        """Small arrays behind the number of their call, others by MPI up to a size; see `Transport`."""
+        """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
         if self._is_small(x):
             chunks = self._gather_small("alltoall", x).reshape(self.size, self.size, x.size // self.size)
             rows(out, self.size)[...] = chunks[:, self.rank]
@@ -418,11 +421,11 @@ class MPITransport(Transport):
             self._watched(self.alltoall_over, flow, x, out)
 
     def _is_small(self, x: Array) -> bool:
-        """Whether ranks give so little that all of it goes to all of them, with a number that tells the call."""
+        """Whether `x` is so small that all ranks' arrays go to all ranks, each with the number of its call."""
         return bool(x.nbytes <= EAGER_BYTES and x.nbytes * self.size <= NATIVE_BYTES)
 
     def _gather_small(self, call: str, x: Array) -> Array:
-        """The arrays of all ranks, (p, m), valid until the next such call; raises on all of them if calls differ.
+        """The arrays of all ranks, (p, m), valid until the next such call; raises on all ranks if calls differ.
 
         Collective.
         """
@@ -443,7 +446,7 @@ class MPITransport(Transport):
         return table.values
 
     def _watched(self, call: Callable[..., None], *arguments: object) -> None:
-        """Make a call, and see how fast the network is."""
+        """Make a call, and note how fast the network was."""
         sent, start = self.sent_bytes, time.monotonic()
         call(*arguments)
         sent, elapsed_s = self.sent_bytes - sent, time.monotonic() - start
@@ -467,7 +470,7 @@ class MPITransport(Transport):
             return
         call = f"broadcast from {root}"
         if self._is_small(x):
-            # As much latency as a broadcast of MPI's, which would not notice that ranks have other roots.
+            # This has the latency of MPI's own broadcast, which would not notice that ranks give different roots.
             values = self._gather_small(call, x)
             if self.rank != root:
                 x.reshape(-1)[...] = values[root]
@@ -485,7 +488,7 @@ class MPITransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
-        self.barrier()  # where a rank is missing, it is named here
+        self.barrier()  # if a rank is missing, it is named here
         left_s = max(self.deadline_s() - time.monotonic(), 0.0)
         comm = self._make(lambda: in_time(lambda: self._comm.Split(color, key), left_s, "MPI_Comm_split"))
         members = comm.Get_group()
@@ -501,7 +504,7 @@ class MPITransport(Transport):
         try:
             self._poll(request.Test)
         except BaseException:
-            # MPI may still write the new communicator to where it was told to: never free that.
+            # MPI may still write the new communicator into this memory: never free it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
             raise
         return comm
@@ -552,7 +555,7 @@ class MPITransport(Transport):
         self._comm.Abort(exit_code)
 
     def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`: the world alone is left, not a group of it."""
+        """See `Transport.leave`. Only the world can be left, not a group of it."""
         world = self._world
         if self._group != "world" or world.orderly is not None:
             return world.orderly is not False
@@ -592,7 +595,7 @@ class MPITransport(Transport):
         return True
 
     def tell(self, group: str, error: CommError) -> None:
-        """See `Transport.tell`. Where MPI is one thread's alone, nothing is told, nor heard."""
+        """See `Transport.tell`. If MPI cannot be called by several threads, nothing is told or heard."""
         if self.concurrent and not MPI.Is_finalized():
             self._world.is_quiet = False
             self._world.tell([self.members[rank] for rank in self.others()], GAVE_UP, error, [group])
@@ -644,7 +647,7 @@ class MPITransport(Transport):
             raise self._give_up(exc, (request, buffers)) from exc
 
     def _share(self, call: Callable[..., None], x: Array, *arguments: object, sent_bytes: int) -> None:
-        """Make a call of the window."""
+        """Make a call through the window."""
         self._check_usable()
         try:
             call(x, *arguments)
@@ -658,10 +661,10 @@ class MPITransport(Transport):
         between: Callable[[], object] | None = None,
         peers: Collection[int] | None = None,
     ) -> None:
-        """Wait until `done`, calling `between` after naps; first without sleeping: most answers come at once.
+        """Wait until `done`. It polls first without sleeping, since most answers come at once.
 
         Args:
-            done: Asks MPI.
+            done: Asks MPI whether the wait is over.
             between: Called after naps.
             peers: The ranks that this one waits for; None if all others.
         """
@@ -710,7 +713,7 @@ class MPITransport(Transport):
         return not hasattr(self, "_world")
 
     def _deserted(self, rank: int, notice: Notice) -> CommError:
-        """What to raise where `rank` will not come."""
+        """The error to raise if `rank` will not come."""
         who = f"rank {rank} ({self._world.places[self.members[rank]]})"
         if notice.error:
             doing = "left" if notice.kind == LEFT else f"gave up, by {notice.error}"
@@ -721,7 +724,7 @@ class MPITransport(Transport):
         )
 
     def _overdue(self, peers: Collection[int] | None, first: int | None) -> CommError:
-        """What to raise where a wait took too long, here or on rank `first`: who is missing, if that shows."""
+        """The error to raise if a wait took too long, here or on rank `first`; names missing ranks, if known."""
         dead = self._failed()
         if dead:
             return self._rank_failed(dead)
@@ -753,7 +756,7 @@ class MPITransport(Transport):
         """Which of these ranks are not in the call that this one is in, as far as that can be known."""
         if self._calls is not None and self._in_collective:
             return [rank for rank in awaited if self._calls[rank] <= self._completed[0]]
-        # Those that wait as well have heard that this rank gives up, and say that they do.
+        # Ranks that wait as well hear that this rank gives up, and say that they give up, too.
         notices, until = self._world.notices, time.monotonic() + min(_ROLL_CALL_S, self.timeout_s / 2)
         absent = list(awaited)
         while absent and time.monotonic() < until:
@@ -767,11 +770,11 @@ class MPITransport(Transport):
         return absent
 
     def _last_call_of(self, rank: int) -> str:
-        """The last collective call that a rank has begun, where memory is shared and this rank remembers it."""
+        """Words about the last collective call that a rank has begun; none unless all ranks share memory."""
         if self._calls is None:
             return ""
         begun = self._calls[rank]
-        number = self._completed[0] + self._in_collective  # of the last in the history
+        number = self._completed[0] + self._in_collective  # of the last call in the history
         behind = number - begun
         if begun == 0:
             return ", which has made no call yet"
@@ -780,14 +783,14 @@ class MPITransport(Transport):
         return f", whose last call was {self._history[-1 - behind]}, its collective number {begun}"
 
     def _tell(self, error: BaseException) -> None:
-        """Say to the other ranks that this one gives up this communicator, once."""
+        """Tell the other ranks, once, that this one gives up this communicator."""
         if self._told or self._world_is_new():
             return
         self._told = True
         self._world.tell([self.members[rank] for rank in self.others()], GAVE_UP, error, [self._group])
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait for what MPI does not see; asked meanwhile, it raises if a rank died or gave up."""
+        """Wait for something that MPI does not see; asks MPI meanwhile, to raise if a rank died or gave up."""
         self._poll(done, lambda: self._comm.Iprobe(MPI.ANY_SOURCE, COLLECTIVE))
 
     def _check_idle(self) -> None:
@@ -799,7 +802,7 @@ class MPITransport(Transport):
     def _give_up(
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
-        """What to raise for `exc`, in the middle of a call: nothing can be sent after it."""
+        """Give up this communicator after `exc`, raised in the middle of a call; returns the error to raise."""
         # MPI may write to the arrays of an unfinished call until the process ends: never free them.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self._begun)))
         self._break(f"a call failed earlier ({type(exc).__name__})")
@@ -821,8 +824,8 @@ class MPITransport(Transport):
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
             return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
-        # A communicator is revoked by ranks that noticed a death; this news may be ahead of who has died. And
-        # where a rank dies in the middle of a collective, Open MPI sometimes has no name for the error.
+        # Ranks that notice a death revoke the communicator; this may become known before the name of the dead
+        # rank. And if a rank dies in the middle of a collective, Open MPI sometimes gives an unspecific error.
         until = time.monotonic() + _OBITUARY_S
         while not (dead := self._failed()) and time.monotonic() < until:
             time.sleep(0.01)
@@ -838,7 +841,7 @@ class MPITransport(Transport):
             names = ", ".join(self._name_rank(rank) for rank in dead[:_MEMBERS_TOLD])
             if len(dead) > _MEMBERS_TOLD:
                 names += f" and {len(dead) - _MEMBERS_TOLD} more"
-        who = f"{names} died" if dead else "another rank noticed that one died, or that one is missing"
+        who = f"{names} died" if dead else "another rank noticed that a rank died or is missing"
         return RankFailed(f"rank {self.rank} of {self.size}: {who}", dead)
 
     def _is_revoked(self) -> bool:
@@ -852,11 +855,11 @@ class MPITransport(Transport):
         try:
             dead = self._comm.Get_failed()
         except (MPI.Exception, NotImplementedError):
-            return []  # this MPI ends the job where a rank dies
+            return []  # this MPI ends the job when a rank dies
         return self._ranks_of(dead)
 
     def _ranks_of(self, members: MPI.Group) -> list[int]:
-        """The ranks here of a group of MPI, which is freed."""
+        """The ranks that the members of an MPI group have here; frees the group."""
         everyone = self._comm.Get_group()
         try:
             return list(members.Translate_ranks(range(members.Get_size()), everyone))
@@ -866,7 +869,7 @@ class MPITransport(Transport):
 
 
 class _MPIFlow(Flow):
-    """Messages that were announced: receivers wait for them, so nobody asks for their sizes."""
+    """Exchanges whose sizes are agreed on: receivers wait for them without asking for the sizes."""
 
     transport: MPITransport
 

@@ -31,8 +31,9 @@ from ...arrays import Array, DType, rows
 from ..base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
-"""How much a rank writes in a round; a window has twice as much for each rank. A smaller slot is as fast on idle
-cores, but up to twice as slow on busy ones, where a wait may cost a time slice. A larger one is no faster."""
+"""Bytes that a rank writes in a round; a window has twice as many for each rank. A smaller slot is as fast on
+idle cores, but up to twice as slow on busy ones, where a wait may cost a time slice. A larger one is no
+faster."""
 
 _LINE = 64
 """Bytes of a cache line. Each counter has a line of its own, and each part of a slot begins at a line."""
@@ -82,7 +83,7 @@ class SharedWindow:
         rank, count = self.rank, len(chunks[0])
         slots = self._slots(mine.dtype)
         length = slots.shape[-1]
-        # The sums of a piece pass one round after its parts, so a last round has sums alone.
+        # The sums of a piece pass one round after its parts, so the last round passes only sums.
         for piece in _pieces(count + length if results else count, length):
             now, later = slots[self._round % 2], slots[1 - self._round % 2]
             for peer in self._others:
@@ -114,7 +115,7 @@ class SharedWindow:
         self._synchronize_memory()
 
     def _synchronize_memory(self) -> None:
-        """Order all reads and writes before this call before all those after it, as POSIX has it for locks."""
+        """Order all reads and writes before this call before all those after it, as POSIX promises for locks."""
         with self._fence:
             pass
 
@@ -148,13 +149,13 @@ def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
         file = os.memfd_create(_NAME.format(number))
         files.callback(os.close, file)
         os.ftruncate(file, nbytes)
-    except (AttributeError, OSError):  # AttributeError: only Linux has it
+    except (AttributeError, OSError):  # AttributeError: only Linux has memfd_create
         return 0, 0, 0
     return os.getpid(), file, number
 
 
 def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
-    """Map the memory at this place; None if it cannot be seen from here, for instance from another host."""
+    """Map the memory at this place; None if it cannot be reached from here, for instance on another host."""
     path = f"/proc/{process}/fd/{file}"
     try:
         # On another host, or in another container, the path may lead to something else.

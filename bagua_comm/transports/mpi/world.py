@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .transport import MPITransport
 
 _GROUPS_TOLD = 64
-"""How many groups a notice lists. What is longer would wait for its receiver."""
+"""How many groups a notice lists. Sending a longer message would wait for its receiver."""
 
 
 class Place(NamedTuple):
@@ -44,7 +44,7 @@ class World:
         self.notices = Notices(self._post, self._take)
         self.transports: WeakSet[MPITransport] = WeakSet()
         self.completed: dict[str, list[int]] = {}
-        """How many collective calls this rank has completed, by group; a list of one number."""
+        """By group, a list of one number: how many collective calls this rank has completed."""
         self.open = 0
         """How many communicators of this rank were made, and not closed."""
         self.orderly: bool | None = None
@@ -56,11 +56,11 @@ class World:
         """A notice that is being received, and who sent it."""
 
     def latest_groups(self) -> list[str]:
-        """Those that were made last, as many as fit a short message."""
+        """The groups that were made last, as many as fit into a short message."""
         return list(self.completed)[-_GROUPS_TOLD:]
 
     def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
-        """Say to these ranks of the world that this one leaves, or gives up the calls of some groups."""
+        """Tell these ranks of the world that this one leaves, or gives up the calls of some groups."""
         name = type(error).__name__ if error is not None else ""
         reason = str(error) if error is not None else ""
         completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
@@ -86,12 +86,12 @@ class World:
             if not request.Test():
                 return None
         except MPI.Exception:
-            return None  # a rank has died: who waits for it learns by its own call
+            return None  # a rank has died: the calls that wait for it will say so
         self._arriving = None
         return source, data.tobytes()
 
     def revoke(self, dead: Collection[int]) -> None:
-        """Wake all ranks that are in a call together with a dead one, given by their ranks in this world."""
+        """Wake all ranks that are in a call with a dead one; `dead` are ranks of this world."""
         for transport in list(self.transports):
             if not set(dead).isdisjoint(transport.members):
                 transport.revoke()
