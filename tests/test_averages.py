@@ -1,5 +1,6 @@
 """Quantized allreduce and the averages, over ranks that are threads."""
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -18,9 +19,10 @@ from bagua_comm import (
     MinMaxUInt8,
     Quantized,
     UnsupportedError,
+    kernels,
     quantized_allreduce,
 )
-from bagua_comm.arrays import FLOATS, dtype_named
+from bagua_comm.arrays import FLOATS, as_array, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import Recording, run_ranks
 
@@ -587,3 +589,75 @@ def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, cou
         return at_once.tobytes() == getattr(comm, call)(x).tobytes()
 
     assert run_ranks(3, body) == [True] * 3
+
+
+# Bound averages
+
+
+def settled_and_direct(average, make):
+    """What an average that was settled for other arrays makes of one, and what the call makes of a copy."""
+
+    def body(comm):
+        mean = average.bind(comm, np.zeros(1000, np.float32))
+        mean(normal(2, 1000)[comm.rank])
+        x = make(comm.rank)
+        copy = as_array(x).copy()
+        assert mean(x) is x
+        quantized_allreduce(comm, copy, out=copy, op="avg")
+        return as_array(x), copy
+
+    return run_ranks(2, body)
+
+
+@pytest.mark.parametrize("step", [2, -1, -3])
+def test_a_bound_average_takes_arrays_with_gaps(step):
+    for mean, expected in settled_and_direct(Quantized(min_bytes=0), lambda r: normal(2, 3000)[r][::step]):
+        assert mean.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (7, 3), (1000,)])
+def test_a_bound_average_takes_arrays_of_other_sizes_and_dtypes(shape):
+    def make(rank):
+        return np.asarray(np.random.default_rng(rank).standard_normal(shape)).astype(np.float16)
+
+    for mean, expected in settled_and_direct(Quantized(min_bytes=0), make):
+        assert mean.tobytes() == expected.tobytes()
+
+
+def test_a_bound_average_takes_tensors():
+    torch = pytest.importorskip("torch")
+    for mean, expected in settled_and_direct(
+        Quantized(min_bytes=0), lambda r: torch.from_numpy(normal(2, 1000)[r].copy())
+    ):
+        assert mean.tobytes() == expected.tobytes()
+
+
+class Unfrozen(MinMaxUInt8):
+    __hash__ = None
+
+
+def test_a_codec_that_has_no_hash_is_taken_all_the_same():
+    x = normal(2, 1000)
+    results = run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank], codec=Unfrozen()).tobytes())
+    assert results == run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank]).tobytes())
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_the_kernels_chosen_now_work_though_others_did_before(bound, monkeypatch):
+    encoded, encode = [], host.minmax_encode
+    monkeypatch.setattr(
+        host, "minmax_encode", lambda *args, **more: (encoded.append(1), encode(*args, **more))[1]
+    )
+
+    def body(comm):
+        mean = Quantized(min_bytes=0).bind(comm) if bound else functools.partial(quantized_allreduce, comm)
+        x = normal(2, 1000)[comm.rank]
+        with kernels.use("compiled"):
+            mean(x)
+        before = len(encoded)
+        comm.barrier()
+        with kernels.use("host"):
+            mean(x)
+        return before, len(encoded)
+
+    assert all(before == 0 < after for before, after in run_ranks(2, body))

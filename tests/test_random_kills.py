@@ -4,6 +4,7 @@ import pytest
 from random_kills import run_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "victim", "after_s"),
     [

@@ -533,6 +533,7 @@ def script(tmp_path, text):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
     path = script(
@@ -562,6 +563,7 @@ def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
         assert f"rank {rank} of {ranks} is done" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_named_within_seconds(tmp_path):
     path = script(
         tmp_path,

@@ -58,6 +58,7 @@ def row_of(record, name, task="digits"):
 # Two ranks, under mpirun ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["digits", "text"])
 def test_exact_averaging_ends_where_torch_does(results, task):
     record = json.loads((results / "algorithms.json").read_text())
@@ -68,6 +69,7 @@ def test_exact_averaging_ends_where_torch_does(results, task):
     assert exact["steps"] == torch["steps"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "parameters"), [("digits", 85066), ("text", 248737)])
 def test_the_json_file_has_bytes_and_settings(results, task, parameters):
     record = json.loads((results / "algorithms.json").read_text())
@@ -86,6 +88,7 @@ def test_the_json_file_has_bytes_and_settings(results, task, parameters):
         assert len(result["train_loss"]) == 4
 
 
+@pytest.mark.slow
 def test_the_report_has_a_table_for_each_task_and_says_how_it_was_made(results):
     text = (results / "algorithms.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| ") and "`" in line]
@@ -96,6 +99,7 @@ def test_the_report_has_a_table_for_each_task_and_says_how_it_was_made(results):
     assert str(results.parent) not in text + (results / "algorithms.json").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_is_made_of_the_json_file_alone(results):
     before = (results / "algorithms.md").read_text()
     (results / "algorithms.md").unlink()

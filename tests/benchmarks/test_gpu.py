@@ -202,7 +202,7 @@ def test_costs_and_averages_over_nccl(device, tmp_path, monkeypatch):
     assert gpu_lines.read(tmp_path / "results.jsonl") == results
     enqueued = results["enqueued, 1024 KiB"]
     assert enqueued["kernels"] == ["encode", "combine", "decode"]
-    assert enqueued["collectives"] == {"alltoall": 1, "allgather": 1}
+    assert enqueued["collectives"] == {"quantized_allreduce": 1}
     assert enqueued["left_out"] == "profile: RuntimeError: there is no PyTorch with CUDA"
     graph = results["graph, 1024 KiB"]
     assert (graph["wrong"], graph["differs_from_other_values"]) == (0, True)

@@ -29,6 +29,7 @@ def left_over():
     return [line for line in spaces.splitlines() if line.startswith(f"{netlab.PREFIX}{os.getpid()}")]
 
 
+@pytest.mark.slow
 def test_ranks_meet_across_hosts_and_nothing_is_left_behind(tmp_path):
     refusal = ""
     try:

@@ -71,6 +71,7 @@ def record_of(*rows):
 # Two ranks, under mpirun ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_algorithm_has_a_row_with_its_steps_and_labels(record, rows):
     assert record["ranks"] == 2
     assert {"torch", "MPI"} <= set(record["versions"])
@@ -83,6 +84,7 @@ def test_each_algorithm_has_a_row_with_its_steps_and_labels(record, rows):
         assert row["model_bytes"] == 4 * row["parameters"]
 
 
+@pytest.mark.slow
 def test_bytes_are_those_that_the_algorithms_send(rows):
     # On two ranks exact averages send as much as there is.
     assert rows["exact"]["wire_bytes"] == pytest.approx(rows["exact"]["model_bytes"], rel=0.01)
@@ -92,6 +94,7 @@ def test_bytes_are_those_that_the_algorithms_send(rows):
     assert all(rows[name]["wire_bytes"] is None for name in ("alone", "ddp", "ddp-fp16"))
 
 
+@pytest.mark.slow
 def test_overlap_is_of_gradients_only_and_computing_is_told_apart(rows):
     for name in ("exact", "bytegrad", "qadam"):
         assert 0 <= rows[name]["overlap"] <= 1

@@ -36,6 +36,7 @@ def results(tmp_path_factory):
     return json.loads(stem.with_suffix(".json").read_text()), stem.with_suffix(".md").read_text()
 
 
+@pytest.mark.slow
 def test_the_whole_grid_is_measured_and_what_was_tuned_is_compared_to_its_best(results):
     record, _ = results
     found = record["results"]

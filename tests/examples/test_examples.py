@@ -51,7 +51,10 @@ def test_one_rank_needs_no_mpirun():
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
-@pytest.mark.parametrize(("ranks", "algorithm"), [(1, "low_precision_one_peer"), (3, "hierarchical")])
+@pytest.mark.parametrize(
+    ("ranks", "algorithm"),
+    [(1, "low_precision_one_peer"), pytest.param(3, "hierarchical", marks=pytest.mark.slow)],
+)
 def test_training_without_a_framework(ranks, algorithm):
     result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm))
     assert (result["algorithm"], result["ranks"]) == (algorithm, ranks)
@@ -105,6 +108,7 @@ def test_without_a_gpu_the_cupy_example_says_so(ranks):
     assert process.stdout == says
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "transport"), [pytest.param(1, "nccl", marks=pytest.mark.slow), (2, "staged")])
 def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
     process = run_python(ranks, CUPY, env=environment(tmp_path))

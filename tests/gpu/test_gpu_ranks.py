@@ -124,6 +124,7 @@ def test_over_nccl(device, ranks, body):
         run_ranks(ranks, lambda comm: body(comm.transports[0]), wrap=HostOnly)
 
 
+@pytest.mark.slow
 def test_bodies_run_in_a_process(device):
     """The way that they go on a GPU; processes of the stand-in have no NCCL between them, so it is one."""
     found, printed = run_processes(1, env=device.environment, mpi=False)
