@@ -29,9 +29,6 @@ from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
 
-_POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Calls between two ranks, which the other ranks do not make."""
-
 
 class Nodes(NamedTuple):
     """The communicators inside a node and across nodes; see `Communicator.by_node`."""
