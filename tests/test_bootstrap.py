@@ -706,6 +706,7 @@ def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(t
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
     result, _ = launch(
         tmp_path,

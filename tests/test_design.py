@@ -247,7 +247,9 @@ def test_the_wheel_is_pure_and_holds_both_packages(tmp_path):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
+@pytest.mark.parametrize(
+    "command", ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=pytest.mark.slow)]
+)
 def test_ruff_and_mypy_are_clean(command):
     """Without mypy's cache from the last run, `.mypy_cache`, this takes half a minute."""
     result = subprocess.run(

@@ -291,6 +291,7 @@ def test_two_ranks_overhead_is_the_difference_to_mpi4py():
         assert wrong == 0
 
 
+@pytest.mark.slow
 @needs_mpirun
 @pytest.mark.parametrize(("ranks", "expected"), [(3, {"mpi4py", "gloo", "ring"}), (2, set(rivals.RIVALS))])
 def test_all_rivals_are_right_and_have_their_place_in_the_report(tmp_path, ranks, expected):

@@ -50,6 +50,7 @@ def test_the_whole_grid_is_measured_and_what_was_tuned_is_compared_to_its_best(r
     assert found["tuned_by_fastest"] > 0
 
 
+@pytest.mark.slow
 def test_the_report_has_a_row_for_every_choice_and_every_trial(results):
     record, text = results
     assert text == tuner.markdown(record)

@@ -45,6 +45,7 @@ def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
     assert any(e["ts"] < start < e["ts"] + e["dur"] for e in passes for start in first)
 
 
+@pytest.mark.slow
 def test_one_rank_needs_no_mpirun():
     command = [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "1"]
     result = result_of(subprocess.run(command, capture_output=True, text=True, timeout=100))

@@ -31,6 +31,7 @@ def real(*values):
 # Threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "ranks"), [("lazy", 2), *map(real, (1, 2, 4))], indirect=["device"])
 def test_conformance_of_threads(device, ranks):
     import cupy

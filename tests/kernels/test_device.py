@@ -117,7 +117,13 @@ def special_values(m, dtype):
     return x
 
 
-@pytest.mark.parametrize("case", json.loads((GOLDEN / "minmax.json").read_text()), ids=lambda case: case["name"])
+GOLDEN_CASES = [
+    pytest.param(case, id=case["name"], marks=pytest.mark.slow if i % 4 else ())
+    for i, case in enumerate(json.loads((GOLDEN / "minmax.json").read_text()))
+]
+
+
+@pytest.mark.parametrize("case", GOLDEN_CASES)
 def test_golden_bytes(device, case):
     n, m, dtype = case["n"], case["m"], dtype_named(case["dtype"])
     codec = MinMaxUInt8(case["block"], case["eps"])
@@ -187,6 +193,7 @@ def quotients_beside_the_middle_of_two_floats(scales):
                 yield near[few], scales[few]
 
 
+@pytest.mark.slow
 def test_one_correction_makes_every_quotient_exact(run):
     random = np.random.default_rng(0)
     scales = np.concatenate(
@@ -317,6 +324,7 @@ STEPS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("step", STEPS)
 def test_element_wise_steps(device, run, step, dtype):
@@ -529,6 +537,7 @@ def test_a_broken_kernel_is_noticed(device, run, mutant, monkeypatch):
     assert any(noticed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", dict.fromkeys(check for _, _, check in MUTANTS.values()))
 def test_a_whole_kernel_passes(device, run, check):
     for device.order in ("forward", "backward"):

@@ -23,7 +23,11 @@ one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 
 @pytest.mark.parametrize(
     ("device", "ranks"),
-    [("lazy", 1), ("main-first", 2), ("side-first", 3), pytest.param("lazy", 4, marks=pytest.mark.slow)],
+    [
+        ("lazy", 1),
+        ("main-first", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("side-first", 3), ("lazy", 4)]),
+    ],
     indirect=["device"],
 )
 def test_conformance(device, ranks):
