@@ -482,6 +482,7 @@ def test_connect_names_a_rank_that_runs_but_does_not_come(tmp_path, first):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_connect_names_a_rank_that_died_while_mpi_started(tmp_path):
     """MPI starts on the others. (A rank that is killed inside of MPI_Init may end them by MPI's own abort.)"""
     result, seconds = launch(
@@ -681,6 +682,7 @@ def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
     result, seconds = launch(
         tmp_path,

@@ -31,6 +31,7 @@ def test_conformance_with_every_call_checked(ranks):
     run_ranks(ranks, check_transport, check=True)
 
 
+@pytest.mark.slow
 def test_conformance_on_emulated_nodes():
     run_ranks(4, check_transport, nodes=["a", "b", "a", "a"])
 

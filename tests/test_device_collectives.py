@@ -147,7 +147,11 @@ def test_one_rank_copies_no_array_onto_itself(device, kind, average):
     assert "copy" not in names
 
 
-@pytest.mark.parametrize("codec", [MinMaxUInt8(), MinMaxUInt8(None), Float16()], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [MinMaxUInt8(), *(pytest.param(each, marks=pytest.mark.slow) for each in (MinMaxUInt8(None), Float16()))],
+    ids=repr,
+)
 def test_a_quantized_allreduce_can_be_captured_and_replayed(device, codec):
     first, second = ([values(10 * k + rank, 20000) for rank in range(2)] for k in (1, 2))
     expected = [

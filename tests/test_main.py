@@ -133,6 +133,7 @@ def test_who_has_chosen_how_ranks_talk_is_obeyed(open_mpi):
     assert not uses_shared_memory_alone()
 
 
+@pytest.mark.slow
 def test_ranks_on_one_host_listen_on_no_port(tmp_path):
     script = """
         import bagua_comm, os

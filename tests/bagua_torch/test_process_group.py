@@ -76,7 +76,8 @@ def error_of(call, *arguments, **options):
 
 
 @pytest.mark.parametrize(
-    ("size", "check"), [(1, True), (2, True), (3, False), pytest.param(4, False, marks=pytest.mark.slow)]
+    ("size", "check"),
+    [(1, True), (2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (3, 4))],
 )
 def test_it_keeps_the_contract(size, check):
     run_threads(size, lambda transport: check_transport(Communicator([transport], check=check)))

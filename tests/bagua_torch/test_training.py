@@ -455,8 +455,8 @@ def test_clipped_gradients_are_those_of_one_large_batch(ranks):
     [
         ("module", GradientAllReduce()),
         ("ddp", GradientAllReduce()),
-        ("module", QADAM),
-        ("ddp", LowPrecisionDecentralized()),
+        pytest.param("module", QADAM, marks=pytest.mark.slow),
+        pytest.param("ddp", LowPrecisionDecentralized(), marks=pytest.mark.slow),
     ],
     ids=str,
 )

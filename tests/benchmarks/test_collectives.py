@@ -259,6 +259,7 @@ def test_two_ranks_stand_beside_mpi4py(tmp_path):
         assert ratio["q1"] <= ratio["median"] <= ratio["q3"]
 
 
+@pytest.mark.slow
 @needs_mpirun
 def test_two_ranks_quantized_say_what_travelled_and_how_far_off_it_was(tmp_path):
     path = tmp_path / "quantized.json"
@@ -315,6 +316,7 @@ def test_all_rivals_are_right_and_have_their_place_in_the_report(tmp_path, ranks
     assert ["-" in cell for cell in row[2:7]] == [False, False, False, True, True]
 
 
+@pytest.mark.slow
 def test_the_report_of_slow_networks_is_that_of_its_records(tmp_path):
     records = sorted(str(path) for path in bench.RESULTS.glob("network-*.json"))
     assert reports.main([*records, "--out", str(tmp_path / "network")]) == 0

@@ -217,6 +217,7 @@ def test_costs_and_averages_over_nccl(device, tmp_path, monkeypatch):
         assert 0 < row["exact float32"]["error"] < 1e-6 < row["quantized minmax"]["error"] < 0.02
 
 
+@pytest.mark.slow
 @on_one_stream
 def test_averages_between_threads(device, tmp_path):
     results = gpu_part.Results(tmp_path / "results.jsonl")

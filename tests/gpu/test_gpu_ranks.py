@@ -43,6 +43,7 @@ def test_conformance_of_threads(device, ranks):
     run_ranks(ranks, body)
 
 
+@pytest.mark.slow
 def test_conformance_by_way_of_the_host(device):
     import cupy
 

@@ -88,7 +88,10 @@ def test_ranks_agree_only_if_all_do(dissenter):
 
 @pytest.mark.parametrize(
     ("device", "ranks"),
-    [("lazy", 1), ("main-first", 2), pytest.param("side-first", 3, marks=pytest.mark.slow)],
+    [
+        ("lazy", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("main-first", 2), ("side-first", 3)]),
+    ],
     indirect=["device"],
 )
 def test_conformance_on_device_arrays(device, ranks):
