@@ -47,8 +47,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     selection.mark_what_others_cover(items)
+    if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     # What may take longest comes first, so that at the end no process is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
