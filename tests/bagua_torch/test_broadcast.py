@@ -144,3 +144,17 @@ def test_leaves_are_mapped_through_dicts_lists_and_tuples():
         "c": (),
         "d": (None,),
     }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_state_that_a_rank_has_not_yet_gets_the_roots_dtype(dtype):
+    def body(comm):
+        parameter = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        if comm.rank == 0:
+            optimizer.state[parameter] = {"kept": torch.ones(3, dtype=dtype)}
+        broadcast_optimizer(comm, optimizer)
+        return optimizer.state[parameter]["kept"]
+
+    for kept in run_ranks(2, body):
+        assert (kept.dtype, kept.tolist()) == (dtype, torch.ones(3, dtype=dtype).tolist())

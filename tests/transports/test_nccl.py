@@ -719,6 +719,19 @@ def test_a_unique_id_that_cannot_be_had_fails_everywhere(device, monkeypatch):
     assert str(results[1]) == "rank 1 of 2: NCCL could not be set up on another rank"
 
 
+@one_policy
+def test_a_transport_that_is_closed_says_so(device):
+    import cupy
+
+    def body(comm):
+        transport = comm.carrier(cupy.zeros(1))
+        transport.close()
+        with pytest.raises(CommAborted, match="this communicator is closed"):
+            transport.broadcast(cupy.zeros(3), 0)
+
+    run_over_nccl(device, 1, body=body)
+
+
 def test_without_nccl_importing_says_what_brings_it(device, monkeypatch):
     from cupy.cuda import nccl
 
