@@ -32,6 +32,17 @@ _NAMES = {np.dtype(name): name for name in sorted(MOVABLE - {"bfloat16"})}
 
 ARITHMETIC_OPS = ("sum", "avg", "prod", "min", "max")
 BITWISE_OPS = ("band", "bor", "bxor")
+UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+"""What reduces two arrays; an average is divided afterwards."""
 
 
 def bfloat16() -> DType:

@@ -18,7 +18,7 @@ import numpy as np
 
 from . import arrays, kernels
 from .arrays import FLOATS, Array, Scratch
-from .call import Call
+from .call import Call, finished
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
 from .comm import Communicator
@@ -274,14 +274,7 @@ def quantized_allreduce(
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
     call = _call(comm, x, codec, op)
-    call.into(out, call.x.shape)
-    call.in_place()
-    if call.x is not call.target:
-        call.contiguous()
-    reduction = _reduction(call, codec, op)
-    reduction.check(call, residual)
-    reduction.run(call, residual)
-    return call.result
+    return _reduction(call, codec, op).reduce(call, out, residual)
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
@@ -336,13 +329,7 @@ class _Mean:
                 return comm.allreduce(x, out=x, op="avg")
         if reduction is None:
             reduction = self._reduction = _reduction(call, codec, "avg")
-        call.into(x, call.x.shape)
-        call.in_place()
-        if call.x is not call.target:
-            call.contiguous()
-        reduction.check(call, residual)
-        reduction.run(call, residual)
-        return call.result
+        return reduction.reduce(call, x, residual)
 
 
 @dataclass
@@ -391,6 +378,27 @@ class _Reduction:
             and kernels.of(x) is self._kernels
         )
 
+    def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:
+        """Reduce the array of the call into `out`, which may be that array; returns it. Collective."""
+        call.into(out, call.x.shape)
+        call.in_place()
+        if call.x is not call.target:
+            call.contiguous()
+        self.check(call, residual)
+        comm, x, target = call.comm, call.x, call.target
+        if self.p == 1 or self.size == 0:
+            if comm.check:
+                call.compare()
+            if not arrays.same_memory(x, target):
+                target[...] = x
+            return finished(call.out, target)
+        if len(self.pieces) > 1:
+            call.detail["pieces"] = len(self.pieces)
+        with call:
+            flow = self.transport.agree_on_call(self._call_text, x)
+            reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
+        return finished(call.out, target)
+
     def check(self, call: Call, residual: Array | None) -> None:
         """Raise unless kernels can read the arrays of the call where they lie, and `residual` is like `x`."""
         x = call.x
@@ -408,21 +416,6 @@ class _Reduction:
             check_aligned(call.name, "out", call.target)
         if residual is not None:
             check_aligned(call.name, "residual", residual)
-
-    def run(self, call: Call, residual: Array | None) -> None:
-        """Reduce `x` of the call to its `target`. Collective."""
-        comm, x, target = call.comm, call.x, call.target
-        if self.p == 1 or self.size == 0:
-            if comm.check:
-                call.compare()
-            if not arrays.same_memory(x, target):
-                target[...] = x
-            return
-        if len(self.pieces) > 1:
-            call.detail["pieces"] = len(self.pieces)
-        with call:
-            flow = self.transport.agree_on_call(self._call_text, x)
-            reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
 
 
 class _Coded(Stages):

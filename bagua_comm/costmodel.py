@@ -1,14 +1,6 @@
 """The former name of `bagua_comm.planning.costmodel`; it goes in the next release."""
 
-from __future__ import annotations
-
-import warnings
-from typing import Any
-
+from .former import former_name_of
 from .planning import costmodel
 
-
-def __getattr__(name: str) -> Any:
-    value = getattr(costmodel, name)
-    warnings.warn("bagua_comm.costmodel is now bagua_comm.planning.costmodel", DeprecationWarning, 2)
-    return value
+__getattr__ = former_name_of(costmodel, "bagua_comm.costmodel")

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import REDUCED_PRECISION, Array, DType, dtype_name
+from ..arrays import REDUCED_PRECISION, UFUNCS, Array, DType, dtype_name
 
 PIECE = 1 << 17
 """How many elements are worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
@@ -66,7 +66,7 @@ def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
             if grows_in_out:
                 acc = out[piece]
             if same and len(rows) > 1:
-                _UFUNCS[op](rows[0][piece], rows[1][piece], out=acc)
+                UFUNCS[op](rows[0][piece], rows[1][piece], out=acc)
             else:
                 widen(rows[0][piece], acc)
             for row in rows[2 if same else 1 :]:
@@ -74,23 +74,11 @@ def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
                 if not same:
                     widen(value, part)
                     value = part
-                _UFUNCS[op](acc, value, out=acc)
+                UFUNCS[op](acc, value, out=acc)
             if op == "avg":
                 divide(acc, len(rows))
             if not grows_in_out:
                 np.copyto(out[piece], acc, casting="unsafe")
-
-
-_UFUNCS: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "avg": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
 
 
 def divide(x: Array, divisor: int) -> None:

@@ -77,16 +77,7 @@ def reduced(values: Sequence[Array], op: str) -> Array:
         wide = np.dtype(np.float32)
     elif op == "avg" and dtype.name in INTEGERS:
         wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
-    function = {
-        "sum": np.add,
-        "avg": np.add,
-        "prod": np.multiply,
-        "min": np.minimum,
-        "max": np.maximum,
-        "band": np.bitwise_and,
-        "bor": np.bitwise_or,
-        "bxor": np.bitwise_xor,
-    }[op]
+    function = arrays.UFUNCS[op]
     with np.errstate(all="ignore"):
         total = values[0].astype(wide)
         for value in values[1:]:

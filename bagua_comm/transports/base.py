@@ -388,7 +388,7 @@ class Flow:
         Where rows[rank] and into[rank] are one object, this rank's own row stays where it is.
         """
         if not isinstance(rows, list):
-            self.transport.alltoall(rows, into)
+            self.alltoall_at_once(rows, into)
             return ended
         mine, own = rows[self.rank], into[self.rank]
         if mine is not own:
@@ -398,9 +398,17 @@ class Flow:
     def allgather(self, mine: Array, into: Rows) -> Wait:
         """Send `mine`, which is into[rank], to all ranks; receive into[r] from rank r."""
         if not isinstance(into, list):
-            self.transport.allgather(mine, into)
+            self.allgather_at_once(mine, into)
             return ended
         return self.begin(self.messages([mine] * self.size), self.messages(into))
+
+    def alltoall_at_once(self, table: Array, into: Array) -> None:
+        """`alltoall` of a contiguous table, (p, m), by the call of the transport."""
+        self.transport.alltoall(table, into)
+
+    def allgather_at_once(self, mine: Array, into: Array) -> None:
+        """`allgather` into a contiguous table, (p, m), by the call of the transport."""
+        self.transport.allgather(mine, into)
 
     def messages(self, rows: Rows) -> list[Message]:
         """A message for each of the other ranks, the next rank's first, so that not all send to rank 0 first."""

@@ -77,11 +77,13 @@ class Exact(Stages):
     """The elements themselves, added in rank order, in float32 where the dtype is narrower.
 
     Args:
+        flow: The exchanges of the call; its `piece_bytes` says how much goes to a peer at a time.
         chunks: The chunks of this rank's array, which may differ in size; rank r reduces chunk r of all ranks.
         mine: Where to put the chunk that this rank reduces.
         results: Where to put the reduced chunks of all ranks, `mine` among them; empty if each rank keeps only
             its own.
-        piece_bytes: How much to send to a peer at a time; None to send all at once.
+        op: The reduction; see `Communicator.allreduce`.
+        scratch: Where the parts of other ranks are kept.
     """
 
     def __init__(

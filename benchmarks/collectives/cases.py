@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bagua_comm import Codec, Communicator, quantized_allreduce
-from bagua_comm.arrays import FLOATS, Array, DType
+from bagua_comm.arrays import FLOATS, UFUNCS, Array, DType
 
 from ..bench.checking import ERROR, WRONG, Check
 from ..bench.timing import allreduce_factor, chunks_factor, root_factor
@@ -20,17 +20,6 @@ from ..bench.timing import allreduce_factor, chunks_factor, root_factor
 # ---------------------------------------------------------------------------------------------------
 
 _PERIOD = 13
-
-REDUCTIONS: dict[str, Any] = {
-    "sum": np.add,
-    "avg": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "band": np.bitwise_and,
-    "bor": np.bitwise_or,
-    "bxor": np.bitwise_xor,
-}
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ class Setting:
 
     def reduced(self, count: int) -> Array:
         """The exact reduction of all ranks' `values`."""
-        total = REDUCTIONS[self.op].reduce([self._period(rank) for rank in range(self.size)])
+        total = UFUNCS[self.op].reduce([self._period(rank) for rank in range(self.size)])
         if self.op == "avg":
             total = total / self.size if self.is_float else total // self.size
         return _repeated(total.astype(self.dtype), count)

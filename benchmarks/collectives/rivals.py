@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from bagua_comm import Communicator
-from bagua_comm.arrays import INTEGERS, Array
+from bagua_comm.arrays import INTEGERS, UFUNCS, Array
 
-from .cases import REDUCTIONS, Case, Setting
+from .cases import Case, Setting
 
 RIVALS = ("mpi4py", "gloo", "ring", "halving_doubling")
 
@@ -160,7 +160,7 @@ class Ring(OverMpi):
             mine = chunks[(s.rank - step - 1) % p]
             received = room[: mine.size]
             self._pass_on(s, chunks[(s.rank - step) % p], received)
-            REDUCTIONS[s.op](mine, received, out=mine)
+            UFUNCS[s.op](mine, received, out=mine)
         self._go_round(s, chunks, (s.rank + 1) % p)
         return averaged(s, out)
 
@@ -198,7 +198,7 @@ class HalvingDoubling(OverMpi):
             keep, give = (high, low) if s.rank & hop else (low, high)
             received = room[: keep.size]
             self.comm.Sendrecv(give, s.rank ^ hop, 0, received, s.rank ^ hop, 0)
-            REDUCTIONS[s.op](keep, received, out=keep)
+            UFUNCS[s.op](keep, received, out=keep)
             spans.append((keep, give, hop))
             start, stop = (middle, stop) if s.rank & hop else (start, middle)
             hop //= 2

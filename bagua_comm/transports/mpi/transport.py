@@ -38,9 +38,9 @@ from ...errors import (
     RankFailed,
     UnsupportedError,
 )
-from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, ended
+from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport
 from ..notices import GAVE_UP, LEFT, Notice, given_up
-from ..pipeline import Message, Rows, Wait, trade
+from ..pipeline import Message, Wait
 from .blocking import in_time
 from .reductions import OPS, REDUCTIONS, is_sound
 from .window import open_window
@@ -877,28 +877,15 @@ class _MPIFlow(Flow):
         """See `Flow.begin`."""
         return self.transport.start(sends, recvs)
 
-    def alltoall(self, rows: Rows, into: Rows) -> Wait:
-        """See `Flow.alltoall`."""
-        mine, own = rows[self.rank], into[self.rank]
-        if mine is not own:
-            own[...] = mine
-        if isinstance(rows, list):
-            others = self.others
-            return self.transport.start(
-                [*zip(others, map(rows.__getitem__, others), strict=True)],
-                [*zip(others, map(into.__getitem__, others), strict=True)],
-            )
-        trade(self, self.messages(rows), self.messages(into))
-        return ended
+    # The calls of the transport would have the ranks agree once more.
 
-    def allgather(self, mine: Array, into: Rows) -> Wait:
-        """See `Flow.allgather`."""
-        if isinstance(into, list):
-            others = self.others
-            recvs = [*zip(others, map(into.__getitem__, others), strict=True)]
-            return self.transport.start([(peer, mine) for peer in others], recvs)
-        trade(self, self.messages([mine] * self.size), self.messages(into))
-        return ended
+    def alltoall_at_once(self, table: Array, into: Array) -> None:
+        """See `Flow.alltoall_at_once`."""
+        self.transport.alltoall_over(self, table, into)
+
+    def allgather_at_once(self, mine: Array, into: Array) -> None:
+        """See `Flow.allgather_at_once`."""
+        self.transport.allgather_over(self, mine, into)
 
 
 def _listed(ranks: Sequence[int]) -> str:
