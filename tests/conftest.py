@@ -4,10 +4,12 @@ Tests in tests/mpi run under mpirun only; tests/test_mpirun.py starts them. `dev
 """
 
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.doctest import DoctestModule
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
 from support import selection
@@ -31,19 +33,39 @@ def pytest_cmdline_main(config):
 
 
 def pytest_sessionstart(session):
-    """Compile kernels once, before tests with time limits start: for the CPU, those of Numba."""
+    """Compile kernels once, before tests with time limits start, and while the processes collect."""
     if hasattr(session.config, "workerinput"):
-        return  # the process that started this one has done it
+        return  # the process that started this one does it
     os.environ[build.FOLDER] = str(build.folder())  # all processes find those of the stand-in here
+    _compiling.start()
+    if not session.config.option.numprocesses:
+        _compiling.join()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished():
+    _compiling.join()  # no process is dealt a test before
+
+
+def _compile():
     x = np.zeros((1, 1), np.float32)
     for codec in (MinMaxUInt8(), Float16()):
         codec.decode(codec.combine(codec.encode(x), op="sum", count=1, dtype=x.dtype), x)
+
+
+_compiling = threading.Thread(target=_compile, name="compile kernels")
 
 
 def pytest_ignore_collect(collection_path, config):
     if collection_path == MPI_TESTS and not config.getoption("--with-mpi"):
         return True
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Look for doctests in the packages alone: here there are none, and the search imports what tests share again."""
+    return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
 @pytest.hookimpl(tryfirst=True)

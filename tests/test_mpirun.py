@@ -34,8 +34,9 @@ def test_mpi_suite(ranks, part):
     if ranks == 8:  # four to a core: the transport alone
         files = [MPI_TESTS / "test_mpi.py"]
     plugins = ["--disable-plugin-autoload", "-p", "pytest_mpi", "-p", "pytest_timeout", "-p", "no:cacheprovider"]
+    which = ["-m", "not gpu and not slow" if part == "quick" else "not gpu"]
 
-    result = run_python(ranks, "-m", "pytest", *plugins, "--with-mpi", "-q", "-x", *files, timeout_s=280)
+    result = run_python(ranks, "-m", "pytest", *plugins, "--with-mpi", "-q", "-x", *which, *files, timeout_s=280)
 
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count(" passed") == ranks

@@ -21,7 +21,8 @@ COMPILER = "g++"
 FOLDER = "CUDA_ON_CPU_FOLDER"
 """The environment variable that names the folder of compiled kernels."""
 
-FLAGS = ("-std=c++20", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w", "-Wl,-Bsymbolic")
+FLAGS = ("-std=c++20", "-Og", "-fPIC", "-ffp-contract=off", "-fwrapv", "-w")
+LINK = ("-shared", "-Wl,-Bsymbolic")
 
 _one_at_a_time = threading.Lock()  # the header keeps a grid's state in globals
 _compiling = threading.Lock()  # of two threads with the same source, the second finds it compiled
@@ -63,16 +64,29 @@ class Kernels:
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> Path:
-    compiler = [COMPILER, *FLAGS, *defines, "-include", str(HEADER), "-x", "c++", "-"]
-    kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-E"], source))
+    compiler = [COMPILER, *FLAGS, *defines, "-x", "c++", "-"]
+    kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-include", str(HEADER), "-E"], source))
     code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
     key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
     library = folder() / f"{key}.so"
     if not library.exists():
         complete = library.with_suffix(f".{os.getpid()}")
-        _run([*compiler, "-o", str(complete)], code)
+        _run([*compiler, *LINK, "-include", str(_header()), "-o", str(complete)], code)
         complete.replace(library)  # atomically: other processes may be looking
     return library
+
+
+@functools.cache
+def _header() -> Path:
+    """A copy of the header, beside which the compiler finds what it once made of it."""
+    header, parts = folder() / HEADER.name, folder() / f"{os.getpid()}"
+    precompiled = header.with_suffix(".h.gch")
+    if not precompiled.exists():
+        parts.write_bytes(HEADER.read_bytes())
+        parts.replace(header)  # atomically: other processes may be looking
+        _run([COMPILER, *FLAGS, "-x", "c++-header", "-o", str(parts), str(header)], "")
+        parts.replace(precompiled)
+    return header
 
 
 def _run(command: list[str], code: str) -> str:

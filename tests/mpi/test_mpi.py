@@ -233,6 +233,7 @@ def test_trace_has_every_rank(comm, shared_folder):
     assert {event["pid"] for event in events if event["name"] == "allreduce"} == set(range(comm.size))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_more_than_two_to_the_31_elements(comm):
     if comm.size != 2:

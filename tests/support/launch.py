@@ -11,12 +11,18 @@ TESTS = Path(__file__).parents[1]
 
 def with_tests(env=None):
     """Environment variables with which Python finds the modules of tests/, too."""
-    env = os.environ if env is None else env
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), env.get("PYTHONPATH")]))}
+    return _finding(TESTS, os.environ if env is None else env)
+
+
+def _finding(folder, env):
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(folder)]))}
 
 
 def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=100, env=None):
-    """Run `python -m bagua_comm run` with these arguments, or on the text of a script; returns its result."""
+    """Run `python -m bagua_comm run` with these arguments, or on the text of a script; returns its result.
+
+    The ranks import the packages that lie beside the tests, as the tests do, and not those that are installed.
+    """
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", str(ranks), *flags]
     command += [f"--mpirun={argument}" for argument in mpirun]
     if script is not None:
@@ -29,5 +35,5 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         text=True,
         errors="replace",
         timeout=timeout_s,
-        env=env,
+        env=_finding(TESTS.parent, os.environ if env is None else env),
     )
