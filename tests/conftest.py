@@ -38,7 +38,7 @@ def pytest_sessionstart(session):
         return  # the process that started this one does it
     os.environ[build.FOLDER] = str(build.folder())  # all processes find those of the stand-in here
     _compiling.start()
-    if not session.config.option.numprocesses:
+    if not getattr(session.config.option, "numprocesses", None):
         _compiling.join()
 
 
@@ -64,7 +64,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
-    """Look for doctests in the packages alone: here there are none, and the search imports what tests share again."""
+    """Look for doctests in the packages alone: here are none, and the search would import helpers twice."""
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 

@@ -316,6 +316,7 @@ def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -351,6 +352,7 @@ def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
     result, _ = launch(
         tmp_path,
@@ -404,6 +406,7 @@ def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
     result, _ = launch(
         tmp_path,
@@ -433,6 +436,7 @@ def reason(result):
     return line
 
 
+@pytest.mark.slow
 def test_connect_names_the_ranks_that_are_stopped_or_have_ended(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -527,6 +531,7 @@ def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(tmp_path):
     result, _ = launch(
         tmp_path,
@@ -544,6 +549,7 @@ def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(
     assert "comm.py" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -629,7 +635,11 @@ def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_pat
             marks=pytest.mark.slow,
             id="sys.exit in with",
         ),
-        pytest.param("with comm: (comm.allreduce(x) if comm.rank == 0 else None)", id="early end of with"),
+        pytest.param(
+            "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
+            marks=pytest.mark.slow,
+            id="early end of with",
+        ),
         pytest.param("comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", id="sys.exit"),
     ],
 )

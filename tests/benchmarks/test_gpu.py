@@ -300,6 +300,7 @@ def sleepers(folder, count=2):
     return found
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_ended_with_its_children(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_world, "END_S", 0.1)
     command = [sys.executable, "-c", SLEEPER.format(folder=str(tmp_path))]
@@ -475,6 +476,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
     assert entry["reason"].startswith("ended by SIGKILL: " if crashes else "2 tests failed: ")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_collected_has_failed(run, tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("import there_is_no_such_module")
     monkeypatch.setattr(gpu, "GPU_TESTS", tmp_path)

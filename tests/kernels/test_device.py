@@ -258,7 +258,7 @@ def test_quantized_allreduce_is_three_launches_and_two_collectives(device):
 # Casts
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("codec", [Float16(), BFloat16()], ids=repr)
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize(("n", "m", "shift"), [(1, 1, 0), (3, 999, 0), (3, 1000, 1), (2, 5000, 0)])
@@ -271,6 +271,7 @@ def test_cast(device, codec, dtype, n, m, shift):
     assert on_host == on_device
 
 
+@pytest.mark.slow
 def test_cast_of_every_float16_and_bfloat16(device):
     bits = np.arange(2**16, dtype=np.uint16).reshape(1, -1)
     for codec in (Float16(), BFloat16()):
@@ -285,11 +286,8 @@ def test_cast_of_every_float16_and_bfloat16(device):
 @pytest.mark.parametrize(
     "dtype",
     [
-        *FLOATING,
-        *(
-            pytest.param(each, marks=() if each in ("int8", "uint64") else pytest.mark.slow)
-            for each in sorted(INTEGERS)
-        ),
+        pytest.param(each, marks=() if each in ("float32", "bfloat16", "int8", "uint64") else pytest.mark.slow)
+        for each in (*FLOATING, *sorted(INTEGERS))
     ],
 )
 def test_reduce_rows(device, run, dtype):

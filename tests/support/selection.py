@@ -36,12 +36,15 @@ def mark_what_others_cover(items):
 
 def left_out(name, cases):
     """The cases of the test `name` that others cover."""
-    groups = defaultdict(list)  # cases that differ only in the policy
+    groups, earlier = defaultdict(list), Counter()  # of cases that differ only in the policy
     for case in cases:
-        indices = {**case.callspec.indices}
-        if case.callspec.params.get(POLICY) in POLICIES and not case.get_closest_marker("every_policy"):
-            del indices[POLICY]
-        groups[tuple(indices.items())].append(case)
+        params = {**case.callspec.params}
+        policy = params.get(POLICY)
+        if policy in POLICIES and not case.get_closest_marker("every_policy"):
+            del params[POLICY]
+        same = tuple((name, id(value)) for name, value in params.items())
+        earlier[same, policy] += 1  # several cases may have the same values
+        groups[same, earlier[same, policy]].append(case)
     stay, cover = list(groups), cases[0].get_closest_marker("covering")
     if cover:
         rows = [values_of(policies[0]) for policies in groups.values()]

@@ -5,21 +5,19 @@ import pytest
 
 from support.selection import covering, left_out
 
+pytest_plugins = "pytester"
+
 POLICIES = ("lazy", "main-first", "side-first")
 
 
 def case(marks=(), **values):
-    """A stand-in for a case of a test; each value is (its index, itself)."""
-    callspec = SimpleNamespace(
-        indices={name: index for name, (index, _) in values.items()},
-        params={name: value for name, (_, value) in values.items()},
-    )
+    """A stand-in for a case of a test."""
     found = {mark.name: mark for mark in marks}
-    return SimpleNamespace(callspec=callspec, get_closest_marker=found.get)
+    return SimpleNamespace(callspec=SimpleNamespace(params=values), get_closest_marker=found.get)
 
 
 def cases(*marks, **lists):
-    rows = itertools.product(*(enumerate(values) for values in lists.values()))
+    rows = itertools.product(*lists.values())
     return [case([mark.mark for mark in marks], **dict(zip(lists, row, strict=True))) for row in rows]
 
 
@@ -60,11 +58,41 @@ def test_marks_say_what_stays():
     assert {each["codec"] for each in kept} == {"a", "b"}
 
 
-def test_values_are_compared_and_not_their_places_in_a_list():
-    """As where one list has all parameters of a test, the policy included."""
-    mark = pytest.mark.covering(1).mark
-    rows = enumerate(itertools.product(POLICIES, (1, 2), "ab"))
-    tied = [
-        case([mark], device=(n, policy), ranks=(n, ranks), codec=(n, codec)) for n, (policy, ranks, codec) in rows
-    ]
-    assert len(stay(tied)) == 2
+def test_cases_with_the_same_values_are_several():
+    assert len(stay(cases(value=["a", "a"]))) == 2
+    assert len(stay(cases(device=POLICIES, value=["a", "a"]))) == 2
+
+
+def test_pytest_itself_leaves_one_policy_of_each_case(pytester):
+    """Its own numbers of parameters begin anew with each policy, which no stand-in shows."""
+    pytester.makeconftest(
+        """
+        import pytest
+        from support import selection
+
+        @pytest.fixture(params=selection.POLICIES)
+        def device(request):
+            return request.param
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_collection_modifyitems(items):
+            selection.mark_what_others_cover(items)
+        """
+    )
+    pytester.makeini("[pytest]\nmarkers = slow\n    every_policy")
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("x", [1, 2])
+        @pytest.mark.parametrize("y", "ab")
+        def test_some(device, x, y):
+            pass
+
+        @pytest.mark.every_policy
+        def test_all(device):
+            pass
+        """
+    )
+    result = pytester.inline_run("-m", "not slow", "-p", "no:cacheprovider")
+    assert len(result.listoutcomes()[0]) == 4 + 3
