@@ -384,15 +384,16 @@ class Engine:
         return "stream" if streamed else "thread"
 
     def _prepare_codecs(self) -> None:
-        """Load the kernels of codecs on a device now, while no lane works.
+        """Compile and load the kernels of codecs now, while no lane works.
 
-        CUDA loads a kernel when it is first launched, and may wait until the device is idle. A call of NCCL on
-        the lane may be running then, whose peer waits in another thread to launch the same kernel. Kernels of
-        sums, of optimizers and of CuPy itself are loaded when they are first used.
+        On the host, compiling takes seconds, which the first exchange would have to end in. On a device, CUDA
+        loads a kernel when it is first launched, and may wait until the device is idle. A call of NCCL on the
+        lane may be running then, whose peer waits in another thread to launch the same kernel. Kernels of sums,
+        of optimizers and of CuPy itself are loaded when they are first used.
         """
         for phase in phases_of(self.algorithm):
             for flat in {bucket.flat.dtype: bucket.flat for bucket in self._buckets[phase.payload]}.values():
-                for codec in set(codecs_in(phase)) if not isinstance(flat, np.ndarray) else ():
+                for codec in codecs_in(phase):
                     codec.prepare(flat)
 
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:

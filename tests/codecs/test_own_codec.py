@@ -8,10 +8,13 @@ import pytest
 from bagua_comm import (
     ArrayError,
     Codec,
+    Engine,
     ErrorFeedback,
     GradientAllReduce,
     Hierarchical,
+    Plan,
     Quantized,
+    TensorSpec,
     quantized_allreduce,
 )
 from bagua_comm.codecs import largest_finite, padded
@@ -139,3 +142,20 @@ def test_its_arguments_are_checked_as_those_of_ours():
         codec.encode(np.zeros((1, 2), np.int32))
     with pytest.raises(ArrayError, match="out is"):
         codec.encode(np.zeros((1, 4), np.float32), out=np.zeros((1, 1), np.uint8))
+
+
+def test_an_engine_lets_codecs_compile_before_its_lane_works():
+    class Slow(MinMaxUInt4):
+        coded = 0
+        __hash__ = None
+
+        def _encode(self, chunks, wire):
+            Slow.coded += 1
+            super()._encode(chunks, wire)
+
+    def body(comm):
+        plan = Plan.pack([TensorSpec("weight", (3,), "float32")])
+        with Engine(comm, GradientAllReduce(Quantized(Slow())), plan, plan.allocate()):
+            return Slow.coded
+
+    assert min(run_ranks(2, body)) > 0
