@@ -21,6 +21,7 @@ from .algorithms import (
     Rounds,
     Window,
     after,
+    by_node,
     every,
 )
 from .averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
@@ -86,6 +87,7 @@ __all__ = [
     "UnsupportedError",
     "Window",
     "after",
+    "by_node",
     "connect",
     "default",
     "every",

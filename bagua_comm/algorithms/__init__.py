@@ -2,6 +2,7 @@
 
 from .async_average import AsyncModelAverage
 from .base import Algorithm, Point, Rounds, Window
+from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
 from .diloco import DiLoCo
@@ -25,6 +26,7 @@ __all__ = [
     "Rounds",
     "Window",
     "after",
+    "by_node",
     "every",
     "from_name",
 ]

@@ -295,7 +295,11 @@ def own_of(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -
     """The paths in `saved` of arrays that belong to the rank that saved them."""
     alike = {path for path, _, field, _ in _fields_of(state) if field.metadata.get("alike")}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
-    return [p for tensor, p in pieces if p not in alike and hasattr(saved[tensor][p], "dtype")]
+    return [
+        path
+        for tensor, path in pieces
+        if hasattr(saved[tensor][path], "dtype") and (path not in alike or path + _WHOLE in saved[tensor])
+    ]
 
 
 def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:

@@ -74,7 +74,7 @@ class Decentralized:
     def exchange(self, bucket: Bucket, comm: Communicator, state: Averaged) -> None:
         """Write the average of the weights to `state.average`; the weights stay as they are. Collective."""
         x, average, s = bucket.flat, state.average, state.round
-        if self.peers == "all":
+        if self.peers == "all" or comm.size == 1:
             comm.allreduce(x, out=average, op="avg")
         else:
             if self.peers == "shift_one":

@@ -21,6 +21,7 @@ from ..codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
 from .async_average import AsyncModelAverage
 from .base import Algorithm
+from .by_node import by_node
 from .combinators import after, every
 from .decentralized import Decentralized
 from .diloco import DiLoCo
@@ -65,6 +66,9 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "every": every,
         "every-4": partial(every, 4, Decentralized("one_peer_exponential")),
         "shift-one-every-4": partial(every, 4, Decentralized("shift_one")),
+        "by-node": by_node,
+        "shift-one-by-node": partial(by_node, Decentralized("shift_one")),
+        "low-precision-by-node": partial(by_node, LowPrecisionDecentralized()),
         "after": after,
         "warm-up": _warm_up,
     }

@@ -41,6 +41,7 @@ from ..algorithms import (
     from_name,
 )
 from ..algorithms.base import Rounds, check_size, complete, phases_of
+from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import Every
 from ..arrays import FLOATS, dtype_named
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
@@ -340,6 +341,9 @@ def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
     if not isinstance(method, TorchDDP):
         complete(method).check(job.dtype)
         check_size(method, cluster.size)
+        for phase in phases_of(method):
+            if isinstance(phase, ByNode) and cluster.nodes > 1:
+                check_size(phase.algorithm, cluster.nodes)
 
 
 class _Exchange(NamedTuple):
@@ -440,6 +444,13 @@ def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
             lane += [costs.to_one_peer(costs.wire_nbytes(codec, n))]
             lane += 2 * [costs.coded(codec, decode=n), work(add=2 * n)]
             return _Exchange([*lane, work(add=3 * n)], work(copy=n))
+        case ByNode((Decentralized() | LowPrecisionDecentralized() | LowPrecisionOnePeer()) as algorithm):
+            node = _Group(costs.cluster.ranks_per_node, costs.cluster.ranks_per_node)
+            chunk = costs.chunk(n, node.size)
+            lane = [costs.allgather(chunk, node), work(add=n)] if node.size > 1 else []
+            lane += costs.among_nodes(algorithm, chunk)
+            lane += [costs.allgather(chunk, node)] if node.size > 1 else []
+            return _Exchange(lane, work(copy=n))
         case AsyncModelAverage():
             return _Exchange(costs.average(Exact(), n, everyone), work(copy=n, add=3 * n))
         case DiLoCo(average=average):
@@ -486,10 +497,10 @@ class _Costs:
             case Exact() if self.cluster.transport == "nccl":
                 return self.ring_allreduce(n, group)
             case Exact():
-                chunk = self._chunk(n, p)
+                chunk = self.chunk(n, p)
                 return [self.pairs(chunk, group), self.work(add=n, copy=chunk), self.pairs(chunk, group)]
             case Quantized(codec):
-                chunk = self.wire_nbytes(codec, self._chunk(n, p))
+                chunk = self.wire_nbytes(codec, self.chunk(n, p))
                 return [
                     self.coded(codec, encode=n),
                     self.pairs(chunk, group),
@@ -504,10 +515,21 @@ class _Costs:
                 node, across = _Group(group.per_node, group.per_node), _Group(p // group.per_node, 1)
                 if node.size == 1:
                     return self.average(inner, n, across)
-                chunk = self._chunk(n, node.size)
+                chunk = self.chunk(n, node.size)
                 scatter = [self.allgather(chunk, node), self.work(add=n)]
                 return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
         raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
+
+    def among_nodes(self, algorithm: Algorithm, n: int) -> list[_Task]:
+        """What `algorithm` does with `n` bytes where each rank exchanges with one of every other node."""
+        k = self.cluster.ranks_per_node
+        if self.cluster.nodes == 1:
+            return []
+        share = dataclasses.replace(
+            self.cluster, ranks_per_node=1, bandwidth_gbit=self.cluster.bandwidth_gbit / k
+        )
+        exchange = _exchange(algorithm, n, dataclasses.replace(self, cluster=share))
+        return [task._replace(node_bytes=k * task.node_bytes) for task in [*exchange.lane, exchange.trainer]]
 
     def ring_allreduce(self, n: int, group: _Group) -> list[_Task]:
         """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes come."""
@@ -531,7 +553,7 @@ class _Costs:
     def ring(self, n: float, group: _Group) -> _Task:
         """Each rank of a group sends (p - 1) / p of `n` bytes, all its chunks but one, to its successor."""
         p, k = group
-        sent = self._chunk(n, p) * (p - 1)
+        sent = self.chunk(n, p) * (p - 1)
         away = sent / k if p > k else 0  # a ring leaves each node once
         hops = math.ceil(math.log2(p)) if self.cluster.transport == "nccl" else p - 1
         return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring)
@@ -578,7 +600,7 @@ class _Costs:
         dtype = dtype_named(self.dtype)
         return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
 
-    def _chunk(self, n: float, parts: int) -> int:
+    def chunk(self, n: float, parts: int) -> int:
         """Bytes of one of `parts` equal chunks, in whole elements."""
         itemsize = dtype_named(self.dtype).itemsize
         return -(-int(n) // (itemsize * parts)) * itemsize

@@ -23,6 +23,7 @@ from bagua_comm import (
     QAdam,
     Quantized,
     after,
+    by_node,
     every,
 )
 from bagua_comm.algorithms import NAMED, from_name, named
@@ -52,10 +53,16 @@ MEANT = {
     "diloco-100": DiLoCo(100),
     "diloco-100-bytes": DiLoCo(100, average=Quantized()),
     "every-4": every(4, ONE_PEER),
+    "shift-one-by-node": by_node(Decentralized("shift_one")),
+    "low-precision-by-node": by_node(LowPrecisionDecentralized()),
     "shift-one-every-4": every(4, Decentralized("shift_one")),
     "warm-up": after(50, GradientAllReduce(), DiLoCo(10)),
 }
-PARTS = {"every": {"n": 2, "algorithm": "one-peer"}, "after": {"steps": 1, "first": "exact", "then": "diloco"}}
+PARTS = {
+    "every": {"n": 2, "algorithm": "one-peer"},
+    "by-node": {"algorithm": "one-peer"},
+    "after": {"steps": 1, "first": "exact", "then": "diloco"},
+}
 """What the names need that stand for nothing by themselves."""
 
 

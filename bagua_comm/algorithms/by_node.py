@@ -1,0 +1,186 @@
+"""Averaging weights on two levels: inside each node first, then among nodes.
+
+    by_node(Decentralized("shift_one"))
+    by_node(LowPrecisionDecentralized())
+    by_node(every(4, Decentralized()))      inside each node in every step, among nodes in one of four
+    every(4, by_node(Decentralized()))      both in one of four
+
+A bucket is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk each:
+
+    y_n = mean over node n of x         reduce_scatter: an owner gets its chunk of y_n
+    z = one step of `algorithm` on y    among the owners of the same chunk, one in each node
+    x = z_n on all ranks of node n      allgather
+
+So only one copy of the weights leaves a node, over the links of L ranks. Source: the hierarchical mode of Bagua,
+Gan et al., arXiv 2107.01499, in which one rank of each node does what the owners do here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array
+from ..bucket import Bucket, BucketSpec, TensorSpec
+from ..comm import Communicator
+from ..errors import ArrayError
+from ..transports.local import LocalTransport
+from .base import (
+    TRANSIENT,
+    Algorithm,
+    Complete,
+    Payload,
+    Rounds,
+    State,
+    Window,
+    check_algorithm_argument,
+    complete,
+    phase_of,
+    phases_of,
+    runs_in_rounds,
+)
+
+
+class _Levels(NamedTuple):
+    """The ranks of this node, those that own the same chunk in the other nodes, and how many own one here."""
+
+    intra: Communicator
+    across: Communicator
+    """For a rank that owns nothing, itself: it takes the same steps with an empty chunk, and so counts them."""
+    owners: int
+
+
+@dataclass
+class _Node:
+    """What `ByNode` keeps."""
+
+    inner: State
+    chunk: Bucket = field(metadata=TRANSIENT)
+    """The chunk of this rank: the mean of the node, then what `algorithm` makes of it."""
+    result: Array = field(metadata=TRANSIENT)
+    """All chunks of the node, and padding."""
+    levels: _Levels = field(metadata=TRANSIENT)
+
+
+@dataclass(frozen=True)
+class ByNode:
+    """`algorithm` among nodes, on the mean of each; see `by_node`."""
+
+    algorithm: Algorithm
+
+    def __post_init__(self) -> None:
+        check_algorithm_argument("by_node", "algorithm", self.algorithm)
+        for phase in phases_of(self.algorithm):
+            if complete(phase).payload != "weight":
+                raise ArrayError(
+                    f"by_node: {phase} exchanges gradients, expected an algorithm that exchanges weights; for "
+                    "gradients, take Hierarchical(average)"
+                )
+        if runs_in_rounds(self.algorithm):
+            raise ArrayError(
+                f"by_node: no step waits for the rounds of {self.algorithm}, so the ranks of a node would not "
+                "have the same weights; expected an algorithm with a window"
+            )
+
+    def __repr__(self) -> str:
+        return f"by_node({self.algorithm!r})"
+
+    @property
+    def _inner(self) -> Complete:
+        return complete(self.algorithm)
+
+    @property
+    def payload(self) -> Payload:
+        """Weights."""
+        return "weight"
+
+    @property
+    def window(self) -> Window | Rounds:
+        """The window of its algorithm."""
+        return self._inner.window
+
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """The phases of its algorithm, each by node."""
+        return tuple(ByNode(phase) for phase in phases_of(self.algorithm))
+
+    def phase(self, step: int) -> Algorithm:
+        """The phase of its algorithm, by node."""
+        return ByNode(phase_of(self.algorithm, step))
+
+    def check(self, dtype: str) -> None:
+        """Takes the dtypes of its algorithm."""
+        self._inner.check(dtype)
+
+    def init(self, bucket: Bucket, comm: Communicator) -> _Node:
+        """See `Algorithm.init`. Collective.
+
+        Raises:
+            ArrayError: Its algorithm does not support this number of nodes.
+        """
+        places = comm.allgather(np.array([comm.node, comm.local_size]))
+        nodes, owners = len(np.unique(places[:, 0])), int(places[:, 1].min())
+        if nodes > 1:
+            self._inner.check_size(nodes)
+        intra, across = comm.by_node()
+        if intra.rank >= owners:
+            across = Communicator([LocalTransport(timeout_s=comm.timeout_s)], device=comm.device)
+        size = -(-bucket.flat.size // owners)
+        mine = size if intra.rank < owners else 0
+        spec = BucketSpec(bucket.spec.dtype, (TensorSpec("chunk", (mine,), bucket.spec.dtype),), mine)
+        result = arrays.empty((owners * size,), bucket.flat.dtype, like=bucket.flat)
+        chunk = Bucket(bucket.index, spec, arrays.empty((mine,), bucket.flat.dtype, like=bucket.flat))
+        state = _Node(None, chunk, result, _Levels(intra, across, owners))
+        _reduce(bucket, comm, state)
+        state.inner = self._inner.init(chunk, across)
+        return state
+
+    def exchange(self, bucket: Bucket, comm: Communicator, state: _Node) -> None:
+        """Average in the node, make a step of the algorithm among nodes, and share its result. Collective."""
+        intra, across, _ = state.levels
+        chunk = state.chunk
+        chunk.step = bucket.step
+        _reduce(bucket, comm, state)
+        self._inner.begin(chunk, state.inner)
+        self._inner.exchange(chunk, across, state.inner)
+        self._inner.commit(chunk, state.inner)
+        intra.allgatherv(chunk.flat, state.result, _counts(state))
+
+    def commit(self, bucket: Bucket, state: _Node) -> None:
+        """x <- the result."""
+        bucket.flat[...] = state.result[: bucket.flat.size]
+
+
+def _reduce(bucket: Bucket, comm: Communicator, state: _Node) -> None:
+    """Write this rank's chunk of the mean of the node to `state.chunk`. Collective."""
+    flat = bucket.flat
+    if flat.size < state.result.size:
+        padded = comm.scratch.take("padded", state.result.shape, flat.dtype, like=flat)
+        padded[: flat.size], padded[flat.size :] = flat, 0
+        flat = padded
+    state.levels.intra.reduce_scatter(flat, out=state.chunk.flat, op="avg", counts=_counts(state))
+
+
+def _counts(state: _Node) -> list[int]:
+    """How many elements each rank of the node owns."""
+    intra, _, owners = state.levels
+    return [state.result.size // owners if rank < owners else 0 for rank in range(intra.size)]
+
+
+def by_node(algorithm: Algorithm) -> ByNode:
+    """Average weights inside each node, and communicate by `algorithm` among nodes, as if each were one rank.
+
+    All ranks of a node get the same weights. Each node counts as one, however many ranks it has. On a single node
+    this is the mean of its ranks. `Hierarchical` does the same for gradients.
+
+    What the algorithm keeps belongs to the chunk of a rank: a checkpoint loads on the same ranks, in the same
+    buckets.
+
+    Raises:
+        ArrayError: `algorithm` is not an algorithm, exchanges gradients, or begins its exchanges by time; or,
+            when training begins, it does not support this number of nodes.
+    """
+    return ByNode(algorithm)
