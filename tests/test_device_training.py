@@ -48,6 +48,7 @@ ALGORITHMS = [
     *(from_name(name) for name in ("decentralized", "shift-one", "one-peer", "low-precision-ring")),
     from_name("diloco", local_steps=2, average="quantized"),
     from_name("every", n=2, algorithm="decentralized"),
+    from_name("by-node", algorithm="low-precision-one-peer"),
 ]
 
 KINDS = [("nccl", StreamLane), ("local", ThreadLane), ("staged", ThreadLane)]

@@ -667,6 +667,8 @@ _ADVISED = (
     "one-peer",
     "low-precision-ring",
     "low-precision-one-peer",
+    "shift-one-by-node",
+    "low-precision-by-node",
     "shift-one-every-4",
     "async",
     "diloco-100",
@@ -701,7 +703,7 @@ def advise(
 
 def _applies(method: Method, job: Job, cluster: Cluster) -> bool:
     one_level = cluster.nodes == 1 or cluster.ranks_per_node == 1
-    if one_level and isinstance(getattr(method, "average", None), Hierarchical):
+    if one_level and (isinstance(method, ByNode) or isinstance(getattr(method, "average", None), Hierarchical)):
         return False
     try:
         _check_fit(method, job, cluster)

@@ -239,7 +239,7 @@ def test_without_costs_a_step_is_computation(method):
 
 @each_method
 def test_one_rank_sends_nothing(method):
-    if method == Decentralized("shift_one") or getattr(method, "algorithm", None) == Decentralized("shift_one"):
+    if method in (Decentralized("shift_one"), every(4, Decentralized("shift_one"))):
         with pytest.raises(ArrayError, match="even number"):
             predict(method, VGG16, Cluster(1))
         return
@@ -455,6 +455,8 @@ def test_advice_is_sorted_and_holds_what_applies():
     assert {a.name for a in advise(VGG16, Cluster(3))} == set(METHODS) - {
         "shift-one",
         "shift-one-every-4",
+        "shift-one-by-node",
+        "low-precision-by-node",
         "hierarchical",
         "hierarchical-bytes",
     }
