@@ -121,6 +121,19 @@ def test_training_on_a_device_gives_the_bytes_of_the_host(device, algorithm, kin
     assert run_on_devices(device, 2, kind, body) == [(lane, weights) for weights in trained_on_host(algorithm)]
 
 
+@policies_in_turn(("kind",), [(kind,) for kind, _ in KINDS])
+def test_nodes_of_different_sizes_give_the_bytes_of_the_host(device, kind):
+    import cupy
+
+    algorithm, nodes = from_name("by-node", algorithm="low-precision-one-peer"), "abb"
+
+    def body(comm):
+        return trained(comm, algorithm, cupy.asarray)[1]
+
+    expected = run_ranks(3, lambda comm: trained(comm, algorithm, np.copy)[1], nodes=nodes)
+    assert run_on_devices(device, 3, kind, body, nodes=nodes) == expected
+
+
 # Nobody waits
 
 

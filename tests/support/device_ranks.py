@@ -31,7 +31,7 @@ def over(kind, host, **options):
     return importlib.import_module("bagua_comm.transports.staged").StagedTransport(host.dup())
 
 
-def run_on_devices(machine, ranks, kind, body, **options):
+def run_on_devices(machine, ranks, kind, body, *, nodes=None, **options):
     """`run_ranks` where `comm` carries device arrays over `kind`; over "local" all ranks share a device."""
     import cupy
 
@@ -40,7 +40,7 @@ def run_on_devices(machine, ranks, kind, body, **options):
         cupy.cuda.Device(device).use()
         (host,) = comm.transports
         beside = [] if kind == "local" else [over(kind, host, **options)]
-        with Communicator([host, *beside], device=device) as on_device:
+        with Communicator([host, *beside], device=device, nodes=nodes) as on_device:
             return body(on_device)
 
     machine.count = 1 if kind == "local" else ranks
