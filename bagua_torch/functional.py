@@ -1,0 +1,386 @@
+"""Collectives through which gradients flow: tensors in, tensors out, for the inside of a model.
+
+Each of them is linear. The gradient that comes back through one is that of the sum of all ranks' losses, which is
+what `backward()` of every rank computes together: what a rank's tensor contributes to the loss of another rank
+flows back to it. Divide by the number of ranks where the mean of the losses is meant.
+
+A backward pass communicates as well, so the ranks must agree on it:
+
+* All ranks call these functions in the same order, with tensors that either all need a gradient or all do not.
+* All ranks go backward through the same calls: each uses the result in its loss, an empty one too
+  (`result.sum()` is enough). Autograd takes the calls of equal graphs in the same order, the last one first.
+* Calls are numbered as they are made. A backward call says the number of its forward call, and ranks that do not
+  fit together raise `CommMismatch` wherever they agree on a call anyway; with `connect(check=True)` everywhere.
+* `backward()` works on the calling thread, and for CUDA tensors on one of autograd's while the caller waits. So
+  `comm` is in use until `backward()` returns; what goes on beside it needs a communicator of its own (`dup`,
+  `lane`), as `DistributedDataParallel` has.
+
+The second derivative is the same calls once more: `create_graph=True` works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
+from bagua_comm.agreement import compare_calls
+from bagua_comm.arrays import empty
+from bagua_comm.codecs.base import check_codec_argument
+
+from .arrays import as_array, dtype_name, torch_stream
+
+
+def allreduce(comm: Communicator, x: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
+    """Add or average `x` over all ranks; every rank gets the same bytes.
+
+    Collective. `x` has the same shape and dtype on every rank. The gradient of `x` is the sum of all ranks'
+    gradients of the result; with "avg", their average.
+
+    Args:
+        comm: The ranks.
+        x: The tensor of this rank.
+        op: "sum" or "avg".
+
+    Raises:
+        ArrayError: `op` is something else.
+        CommMismatch: The ranks' calls do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries.
+
+    >>> from bagua_comm.testing import run_ranks
+    >>> def body(comm):
+    ...     x = torch.tensor([1.0, 2.0], requires_grad=True)
+    ...     (allreduce(comm, x) * (comm.rank + 1)).sum().backward()
+    ...     return x.grad
+    >>> run_ranks(2, body)
+    [tensor([3., 3.]), tensor([3., 3.])]
+    """
+    _check_op("allreduce", op)
+    return _call(x, _AllReduce(comm, _number(comm, "allreduce"), op=op))
+
+
+def allgather(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Collect `x` of every rank: row r of the result, (p, *x.shape), is rank r's.
+
+    Collective. `x` has the same shape and dtype on every rank. The gradient of `x` is the sum over all ranks of
+    their gradients of row `rank`.
+
+    Raises:
+        CommMismatch: The ranks' calls do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries.
+    """
+    return _call(x, _AllGather(comm, _number(comm, "allgather")))
+
+
+def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
+    """Add or average `x`, (p * m, ...), over all ranks and keep this rank's chunk, (m, ...).
+
+    Collective. `x` has the same shape and dtype on every rank. The gradient of chunk r of `x` is rank r's
+    gradient of the result; with "avg", divided by the number of ranks.
+
+    Args:
+        comm: The ranks.
+        x: The tensor of this rank.
+        op: "sum" or "avg".
+
+    Raises:
+        ArrayError: `x` does not split evenly, or `op` is something else.
+        CommMismatch: The ranks' calls do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries.
+    """
+    _check_op("reduce_scatter", op)
+    m = _even_chunk("reduce_scatter", x, comm.size)
+    rows = x.reshape(comm.size, m, *x.shape[1:])
+    return _call(rows, _ReduceScatter(comm, _number(comm, "reduce_scatter"), op=op))
+
+
+def alltoall(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
+    """Send chunk j of `x`, (p * m, ...), to rank j; chunk i of the result, of the same shape, is from rank i.
+
+    Collective. `x` has the same shape and dtype on every rank. The gradient of chunk j of `x` is rank j's
+    gradient of what it got: the same exchange, of gradients.
+
+    Raises:
+        ArrayError: `x` does not split evenly.
+        CommMismatch: The ranks' calls do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries.
+    """
+    _even_chunk("alltoall", x, comm.size)
+    return _call(x, _AllToAll(comm, _number(comm, "alltoall")))
+
+
+def alltoallv(
+    comm: Communicator,
+    x: torch.Tensor,
+    counts: Sequence[int],
+    out_counts: Sequence[int] | None = None,
+    *,
+    codec: Codec | None = None,
+) -> torch.Tensor:
+    """Send counts[j] rows of `x` to rank j; out_counts[i] rows of the result come from rank i.
+
+    Collective. Rows are along the first dimension, and lie one behind the other in the order of the ranks. Rows
+    have the same shape and dtype on every rank. The gradient of a row is that of the same row where it went.
+
+    Args:
+        comm: The ranks.
+        x: The tensor of this rank, (sum(counts), ...).
+        counts: How many rows go to each rank, (p,).
+        out_counts: How many come from each; if None, the ranks tell each other, in one small message.
+        codec: Sends each row encoded, those to this rank itself as well. The gradient takes no notice of it and
+            is sent exactly (a straight-through estimator).
+
+    Raises:
+        ArrayError: The counts do not fit the ranks or `x`.
+        CommMismatch: The counts of two ranks, or the ranks' calls, do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries, or the codec takes.
+
+    >>> from bagua_comm.testing import run_ranks
+    >>> def body(comm):
+    ...     return alltoallv(comm, torch.full((3, 1), comm.rank), [1, 2])
+    >>> [rows.flatten().tolist() for rows in run_ranks(2, body)]
+    [[0, 1], [0, 0, 1, 1]]
+    """
+    name = "alltoallv"
+    _check_tensor(name, x)
+    if codec is not None:
+        check_codec_argument(name, codec, dtype_name(x))
+    rows = x.shape[0] if x.dim() else -1
+    sends = _check_counts(name, "counts", counts, comm.size)
+    if rows != sum(sends):
+        raise ArrayError(
+            f"{name}: x has shape {tuple(x.shape)}, expected ({sum(sends)}, ...), the sum of counts, as rows"
+        )
+    number = _number(comm, name)
+    if out_counts is None:
+        recvs: list[int] = comm.alltoall(np.array(sends, np.int64)).tolist()
+    else:
+        recvs = _check_counts(name, "out_counts", out_counts, comm.size)
+    return _call(x, _AllToAllV(comm, number, counts=sends, out_counts=recvs, codec=codec))
+
+
+def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor:
+    """Copy `x` of `root` to every rank, as a new tensor.
+
+    Collective. `x` has the same shape and dtype on every rank; only root's values matter. The gradient of root's
+    `x` is the sum of all ranks' gradients of the result; that of the others is zero.
+
+    Raises:
+        ArrayError: `root` is not a rank.
+        CommMismatch: The ranks' calls do not fit together.
+        UnsupportedError: `x` is not a tensor that `comm` carries.
+    """
+    if not isinstance(root, int) or not 0 <= root < comm.size:
+        raise ArrayError(f"broadcast: root is {root!r}, expected a rank from 0 to {comm.size - 1}")
+    return _call(x, _Broadcast(comm, _number(comm, "broadcast"), root=root))
+
+
+# ---------------------------------------------------------------------------------------------------
+# Linear maps and their adjoints
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Collective(ABC):
+    """A linear map of all ranks' tensors. It knows its adjoint, through which gradients go back."""
+
+    comm: Communicator = field(repr=False)
+    number: str
+    """Which call of the user this is, or belongs to."""
+
+    @abstractmethod
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Map a contiguous tensor to a new one. Collective."""
+
+    def adjoint(self) -> _Collective:
+        """The adjoint, as the backward of this call."""
+        return self._adjoint(f"backward of {self.number}")
+
+    @abstractmethod
+    def _adjoint(self, number: str) -> _Collective: ...
+
+
+@dataclass(frozen=True)
+class _AllReduce(_Collective):
+    op: str
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self.comm.allreduce(as_array(x), out=as_array(out), op=self.op)
+        return out
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _AllReduce(self.comm, number, self.op)
+
+
+@dataclass(frozen=True)
+class _AllGather(_Collective):
+    """From (...) to (p, ...); the result is divided by p if `mean`."""
+
+    mean: bool = False
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((self.comm.size, *x.shape))
+        self.comm.allgather(as_array(x), out=as_array(out))
+        return out.div_(self.comm.size) if self.mean else out
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _ReduceScatter(self.comm, number, "avg" if self.mean else "sum")
+
+
+@dataclass(frozen=True)
+class _ReduceScatter(_Collective):
+    """From (p, ...) to (...)."""
+
+    op: str
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((1, *x.shape[1:]))
+        self.comm.reduce_scatter(as_array(x), out=as_array(out), op=self.op)
+        return out.squeeze(0)
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _AllGather(self.comm, number, self.op == "avg")
+
+
+@dataclass(frozen=True)
+class _AllToAll(_Collective):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        self.comm.alltoall(as_array(x), out=as_array(out))
+        return out
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _AllToAll(self.comm, number)
+
+
+@dataclass(frozen=True)
+class _AllToAllV(_Collective):
+    counts: list[int]
+    out_counts: list[int]
+    codec: Codec | None = None
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((sum(self.out_counts), *x.shape[1:]))
+        width = math.prod(x.shape[1:])
+        source, target = as_array(x), as_array(out)
+        if self.codec is None:
+            self._exchange(source, target, width)
+            return out
+        wire = self.codec.encode(source.reshape(len(x), width))  # (rows, w)
+        w = wire.shape[1]
+        received = empty((len(out), w), wire.dtype, like=wire)
+        self._exchange(wire, received, w)
+        self.codec.decode(received, target.reshape(len(out), width))
+        return out
+
+    def _exchange(self, x: Any, out: Any, width: int) -> None:
+        sends, recvs = ([width * n for n in counts] for counts in (self.counts, self.out_counts))
+        self.comm.alltoallv(x, sends, out, recvs)
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _AllToAllV(self.comm, number, self.out_counts, self.counts)
+
+
+@dataclass(frozen=True)
+class _Broadcast(_Collective):
+    root: int
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        self.comm.broadcast(as_array(out), root=self.root)
+        return out
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _Reduce(self.comm, number, self.root)
+
+
+@dataclass(frozen=True)
+class _Reduce(_Collective):
+    """The sum of all ranks on `root`, and zero elsewhere."""
+
+    root: int
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        self.comm.reduce(as_array(x), out=as_array(out), root=self.root)
+        return out
+
+    def _adjoint(self, number: str) -> _Collective:
+        return _Broadcast(self.comm, number, self.root)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------------------------
+
+
+class _Apply(torch.autograd.Function):
+    """A linear map in autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, collective: _Collective, tracked: bool) -> torch.Tensor:
+        comm, ctx.collective = collective.comm, collective
+        x = x.detach().resolve_conj().resolve_neg().contiguous()
+        name = type(collective).__name__.strip("_").lower()
+        described = f"{collective.number} of {x.dtype}, {'with' if tracked else 'without'} a gradient"
+        outermost = comm.turn.take(name, lambda: described)  # compared for all messages of the call
+        try:
+            if comm.check:
+                compare_calls(comm.host, described)
+            with torch_stream(x.device):
+                return collective.run(x)
+        finally:
+            comm.turn.end(outermost)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return _call(gradient, ctx.collective.adjoint()), None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
+    _check_tensor(collective.number, x)
+    tracked = torch.is_grad_enabled() and x.requires_grad
+    result: torch.Tensor = _Apply.apply(x, collective, tracked)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _number(comm: Communicator, name: str) -> str:
+    """The name of a call and its number on this communicator, the same on all ranks."""
+    numbers = comm.settled.setdefault("functional", itertools.count(1))
+    return f"functional.{name} #{next(numbers)}"
+
+
+def _check_tensor(call: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise UnsupportedError(f"{call}: x is a {type(x).__name__}, expected a tensor")
+    dtype_name(x)
+
+
+def _check_op(call: str, op: str) -> None:
+    if op not in ("sum", "avg"):
+        raise ArrayError(f'{call}: op is {op!r}, expected "sum" or "avg", through which gradients flow')
+
+
+def _even_chunk(call: str, x: torch.Tensor, size: int) -> int:
+    _check_tensor(call, x)
+    if x.dim() == 0 or x.shape[0] % size:
+        raise ArrayError(
+            f"{call}: x has shape {tuple(x.shape)}, expected a first dimension divisible by {size} ranks"
+        )
+    return x.shape[0] // size
+
+
+def _check_counts(call: str, name: str, counts: Sequence[int], size: int) -> list[int]:
+    found = [int(n) for n in counts]
+    if len(found) != size or any(n < 0 for n in found):
+        raise ArrayError(f"{call}: {name} is {found}, expected {size} numbers of rows")
+    return found
