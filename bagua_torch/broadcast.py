@@ -49,6 +49,16 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
             )
     if comm.size == 1:
         return
+    state = broadcast_tree(comm, optimizer.state_dict(), root=root)
+    if comm.rank != root:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
+    """Give all ranks root's nested dicts, lists and tuples, of tensors and other values.
+
+    Collective. `tree` is ignored elsewhere than on `root`, which gets it back as it is.
+    """
     tensors: list[torch.Tensor] = []
 
     def take(leaf: Any) -> Any:
@@ -65,12 +75,11 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
         return tensors[-1]
 
     if comm.rank == root:
-        comm.broadcast_object(map_leaves(optimizer.state_dict(), take), root=root)
-        broadcast_tensors(comm, tensors, root=root)
+        comm.broadcast_object(map_leaves(tree, take), root=root)
     else:
-        state = map_leaves(comm.broadcast_object(None, root=root), make)
-        broadcast_tensors(comm, tensors, root=root)
-        optimizer.load_state_dict(state)
+        tree = map_leaves(comm.broadcast_object(None, root=root), make)
+    broadcast_tensors(comm, tensors, root=root)
+    return tree
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:

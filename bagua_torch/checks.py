@@ -21,7 +21,10 @@ from .errors import MismatchError, MisuseError
 
 
 def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
-    """The parameters and buffers to ignore: `names`, and those that the module itself has listed for PyTorch.
+    """The parameters and buffers to ignore.
+
+    These are `names`, those that the module itself has listed for PyTorch, and all in those of its parts that say
+    `stays_on_rank`, as the experts of a MoE do.
 
     Raises:
         ArrayError: `names` is one string, or the module has no parameter or buffer of such a name.
@@ -34,7 +37,15 @@ def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
             f"DistributedDataParallel: params_and_buffers_to_ignore is {names!r}, expected names of the "
             "module's parameters and buffers" + (f"; there is no {unknown[0]!r}" if unknown else "")
         )
-    return {*names, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    local = [(f"{name}." if name else "", m) for name, m in module.named_modules() if hasattr(m, "stays_on_rank")]
+    of_rank = {
+        f"{prefix}{name}"
+        for prefix, part in local
+        if part.stays_on_rank
+        for tensors in (part.named_parameters, part.named_buffers)
+        for name, _ in tensors(remove_duplicate=False)
+    }
+    return {*names, *of_rank, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
 
 
 def check_module(comm: Communicator, contents: Contents) -> torch.device:

@@ -64,9 +64,14 @@ class Contents:
         """
         common = {id(parameter) for parameter in self.parameters.values()}
         for optimizer in optimizers:
-            mine = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in common]
-            kept = {parameter: optimizer.state[parameter] for parameter in mine if parameter in optimizer.state}
-            broadcast_optimizer(comm, optimizer, root=root)
-            for parameter in mine:
-                optimizer.state.pop(parameter, None)
-            optimizer.state.update(kept)
+            given = [group["params"] for group in optimizer.param_groups]
+            for group, parameters in zip(optimizer.param_groups, given, strict=True):
+                group["params"] = [parameter for parameter in parameters if id(parameter) in common]
+            mine = [p for parameters in given for p in parameters if id(p) not in common]
+            kept = {p: optimizer.state.pop(p) for p in mine if p in optimizer.state}
+            try:
+                broadcast_optimizer(comm, optimizer, root=root)
+            finally:
+                for group, parameters in zip(optimizer.param_groups, given, strict=True):
+                    group["params"] = parameters
+                optimizer.state.update(kept)

@@ -98,7 +98,8 @@ class DistributedDataParallel(nn.Module):
             The ranks then agree on unused parameters in the first step only. Nothing else needs it here.
         params_and_buffers_to_ignore: Names of parameters and buffers that stay this rank's own: neither compared
             nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
-            own has, are ignored as well.
+            own has, are ignored as well, and all of a part of the module whose `stays_on_rank` is True, as the
+            experts of a `bagua_torch.moe.MoE`. An optimizer may step them too.
         init_sync: If False, copy nothing on construction: the ranks have the same weights already.
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.

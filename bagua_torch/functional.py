@@ -9,8 +9,9 @@ A backward pass communicates as well, so the ranks must agree on it:
 * All ranks call these functions in the same order, with tensors that either all need a gradient or all do not.
 * All ranks go backward through the same calls: each uses the result in its loss, an empty one too
   (`result.sum()` is enough). Autograd takes the calls of equal graphs in the same order, the last one first.
-* Calls are numbered as they are made. A backward call says the number of its forward call, and ranks that do not
-  fit together raise `CommMismatch` wherever they agree on a call anyway; with `connect(check=True)` everywhere.
+* Calls are numbered as they are made, and a backward call has the number of its forward call. On the host, ranks
+  compare these in each call, and raise `CommMismatch`. On a device the host would have to wait for that, so they
+  do it only with `connect(check=True)`.
 * `backward()` works on the calling thread, and for CUDA tensors on one of autograd's while the caller waits. So
   `comm` is in use until `backward()` returns; what goes on beside it needs a communicator of its own (`dup`,
   `lane`), as `DistributedDataParallel` has.
@@ -33,6 +34,7 @@ import torch
 from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
 from bagua_comm.agreement import compare_calls
 from bagua_comm.arrays import empty
+from bagua_comm.call import NOTHING
 from bagua_comm.codecs.base import check_codec_argument
 
 from .arrays import as_array, dtype_name, torch_stream
@@ -335,21 +337,25 @@ class _Apply(torch.autograd.Function):
         try:
             if comm.check:
                 compare_calls(comm.host, described)
+            elif x.device.type == "cpu":
+                comm.host.agree_on_call(described, NOTHING)
             with torch_stream(x.device):
                 return collective.run(x)
         finally:
             comm.turn.end(outermost)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _call(gradient, ctx.collective.adjoint()), None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+_apply: Any = torch.compiler.disable(_Apply.apply)  # type: ignore[no-untyped-call]
+
+
 def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
     _check_tensor(collective.number, x)
     tracked = torch.is_grad_enabled() and x.requires_grad
-    result: torch.Tensor = _Apply.apply(x, collective, tracked)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _apply(x, collective, tracked)
     return result
 
 
