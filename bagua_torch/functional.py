@@ -368,6 +368,8 @@ def _number(comm: Communicator, name: str) -> str:
 def _check_tensor(call: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise UnsupportedError(f"{call}: x is a {type(x).__name__}, expected a tensor")
+    if x.layout is not torch.strided:
+        raise UnsupportedError(f"{call}: x has layout {x.layout}, expected a dense tensor")
     dtype_name(x)
 
 
