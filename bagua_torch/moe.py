@@ -28,7 +28,7 @@ import bagua_comm
 from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.codecs.base import check_codec_argument
 
-from .broadcast import broadcast_tree
+from .broadcast import broadcast_tree, map_leaves
 from .functional import alltoallv
 
 
@@ -332,6 +332,97 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], *, stric
         gone = tuple(f"{prefix}experts.{number}." for number in others)
         kept = {key: value for key, value in kept.items() if not key.startswith(gone)}
     return module.load_state_dict(kept, strict=strict)
+
+
+def global_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of `module` by the names of parameters, with the experts of all ranks.
+
+    Collective. It is for `load_global_optimizer_state` alone, on any number of ranks.
+
+    Raises:
+        ArrayError: There is no MoE in `module`, or the optimizer steps a parameter that is not in it.
+    """
+    names = _names(module, optimizer)
+    state = {names[p]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    for prefix, layer in _layers(module):
+        own = {key: value for key, value in state.items() if key.startswith(f"{prefix}experts.")}
+        state.update(_of_all_ranks(layer.comm, own))
+    return {"state": state, "param_groups": groups}
+
+
+def load_global_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load what `global_optimizer_state` gave, on this or another number of ranks: of the experts, this rank's.
+
+    Not collective, but all ranks load. The optimizer has as many groups as the one that was saved.
+
+    Raises:
+        ArrayError: There is no MoE in `module`, the optimizer steps a parameter that is not in it or not in the
+            state, or it has another number of groups.
+    """
+    names, saved = _names(module, optimizer), state["state"]
+    groups = optimizer.param_groups
+    if len(groups) != len(state["param_groups"]):
+        raise ArrayError(
+            f"load_global_optimizer_state: the optimizer has {len(groups)} groups, but the state has "
+            f"{len(state['param_groups'])}"
+        )
+    mine = [names[parameter] for group in groups for parameter in group["params"]]
+    missing = [name for name in mine if name not in saved]
+    if missing:
+        raise ArrayError(f"load_global_optimizer_state: there is no {missing[0]!r} in the state")
+    places = {name: place for place, name in enumerate(mine)}
+    packed = [
+        {**theirs, "params": [places[names[parameter]] for parameter in group["params"]]}
+        for group, theirs in zip(groups, state["param_groups"], strict=True)
+    ]
+    kept = {places[name]: map_leaves(saved[name], _copied) for name in mine if saved[name]}
+    optimizer.load_state_dict({"state": kept, "param_groups": packed})
+
+
+def _copied(value: Any) -> Any:
+    """A copy: an optimizer would step what it loads in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of `module` so that their norm, with the experts of all ranks, is at most `max_norm`.
+
+    Collective. Call it between `backward()` and `step()`, when gradients are averaged. Every rank scales by the
+    same number; `torch.nn.utils.clip_grad_norm_` would see only this rank's experts, and gates would drift apart.
+    Returns the norm before, the same on every rank.
+
+    Raises:
+        ArrayError: There is no MoE in `module`, or several over different communicators.
+    """
+    layers = [layer for _, layer in _layers(module)]
+    comm = layers[0].comm
+    if any(layer.comm is not comm for layer in layers):
+        raise ArrayError("clip_grad_norm_: this module has MoE over different communicators; expected the same")
+    experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
+    squares = [0.0, 0.0]  # of what all ranks have, and of experts
+    gradients = [(p.grad, id(p) in experts) for p in module.parameters() if p.grad is not None]
+    for gradient, of_expert in gradients:
+        squares[of_expert] += float(gradient.double().square().sum())
+    norm = torch.tensor(squares[0] + float(comm.allreduce(np.array(squares[1]))), dtype=torch.float64).sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1)
+    for gradient, _ in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm
+
+
+def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """The names of an optimizer's parameters."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    if not all(parameter in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ArrayError(f"the optimizer steps a parameter that is not in this {type(module).__name__}")
+    return names
 
 
 def _layers(module: nn.Module) -> list[tuple[str, MoE]]:

@@ -5,11 +5,12 @@ import pickle
 
 import pytest
 import torch
+from support.torch_training import through_a_file
 from torch import nn
 
 from bagua_comm import ArrayError, ByteGrad, CommMismatch, MinMaxUInt8, UnsupportedError
 from bagua_comm.testing import run_ranks
-from bagua_torch import DistributedDataParallel, as_array
+from bagua_torch import DistributedDataParallel, as_array, moe
 from bagua_torch.moe import MoE, global_state_dict, load_global_state_dict
 
 HIDDEN = 6
@@ -199,7 +200,7 @@ def test_an_algorithm_that_quantizes_gradients_leaves_experts_alone():
 
 
 def test_frozen_experts_and_inputs_without_gradient():
-    """The MoE comes first, so that tokens need no gradient; rank 0 has no experts, and that of rank 1 is frozen."""
+    """The MoE comes first, so tokens need no gradient. Rank 0 has no expert, that of rank 1 is frozen."""
 
     def body(comm):
         layer = MoE(HIDDEN, make_expert, 2, comm=comm, seed=0)
@@ -361,6 +362,59 @@ def test_state_moves_to_another_number_of_ranks(p):
     for _, saved in found:
         assert saved.keys() == state.keys()
         assert all(saved[name].equal(state[name]) for name in state)
+
+
+def trained_on(comm, steps, model, optimizer):
+    ddp = DistributedDataParallel(model, optimizer, comm=comm)
+    for step in steps:
+        loss = ddp(share(draw(12, HIDDEN, seed=step, dtype=torch.float64), comm)).square().sum() * comm.size / 12
+        optimizer.zero_grad()
+        loss.backward()
+        moe.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+    ddp.close()
+    return global_state_dict(model), moe.global_optimizer_state(model, optimizer)
+
+
+def test_a_training_goes_on_with_another_number_of_ranks():
+    def start(comm):
+        model = Model(comm, dtype=torch.float64, gamma=0.01)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def go_on(comm, state, optimizer_state):
+        model, optimizer = start(comm)
+        load_global_state_dict(model, state)
+        moe.load_global_optimizer_state(model, optimizer, optimizer_state)
+        return trained_on(comm, range(2, 5), model, optimizer)[0]
+
+    whole = run_ranks(1, lambda comm: trained_on(comm, range(5), *start(comm)))[0][0]
+    states = through_a_file(run_ranks(2, lambda comm: trained_on(comm, range(2), *start(comm)))[0])
+    for p in (1, 3):
+        for found in run_ranks(p, lambda comm: go_on(comm, *states)):
+            for name, value in whole.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def with_torch(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model():
+    def body(comm, clip):
+        model = Model(comm, dtype=torch.float64, balance="loss")
+        ddp = DistributedDataParallel(model, comm=comm)
+        (ddp(share(draw(12, HIDDEN, dtype=torch.float64), comm)).sum() * comm.size).backward()
+        norm = clip(model)
+        ddp.close()
+        return norm.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    expected, gradients = run_ranks(1, lambda comm: body(comm, with_torch))[0]
+    assert expected > 0.5
+    for p in (1, 2, 3):
+        for norm, mine in run_ranks(p, lambda comm: body(comm, lambda model: moe.clip_grad_norm_(model, 0.5))):
+            assert norm == pytest.approx(expected)
+            for name, gradient in mine.items():
+                torch.testing.assert_close(gradient, gradients[name])
 
 
 SAME = nn.Linear(HIDDEN, HIDDEN)
