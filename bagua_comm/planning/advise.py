@@ -11,13 +11,13 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, advise, predict
-from .models import MODELS
+from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, advise, held_up_s, predict
+from .models import MODELS, mixture_of_experts, sync_batchnorm
 
 LARGEST_SIZE = 4096
 """How many ranks the last row of the second table has."""
@@ -56,6 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2, 300ms")
     for part in ("forward", "backward", "optimizer"):
         parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
+    parser.add_argument(
+        "--sync-batchnorm",
+        type=numbers("LAYERSxCHANNELS", "53x256"),
+        action="append",
+        default=[],
+        metavar="LAYERSxCHANNELS",
+        help="layers that normalize over the batches of all ranks: 53x256; may be repeated",
+    )
+    parser.add_argument(
+        "--moe",
+        type=numbers("LAYERSxTOKENSxHIDDENxEXPERTSxK", "12x8192x1024x64x2"),
+        action="append",
+        default=[],
+        metavar="LAYERSxTOKENSxHIDDENxEXPERTSxK",
+        help="mixtures of experts, each for so many tokens of a rank: 12x8192x1024x64x2; may be repeated",
+    )
     parser.add_argument("--bucket-bytes", type=size_in_bytes, default=DEFAULT_BUCKET_BYTES)
     parser.add_argument(
         "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks.training.costmodel"
@@ -88,6 +104,20 @@ def whole_number(text: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
     return int(text)
+
+
+def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of integers of at least 1 in this form, such as "53x256" for "LAYERSxCHANNELS"."""
+
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.lower().split("x")
+        if len(parts) != len(form.split("x")) or not all(
+            re.fullmatch("[1-9][0-9]{0,11}", part) for part in parts
+        ):
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {form}; expected e.g. {example}")
+        return tuple(map(int, parts))
+
+    return parse
 
 
 def size_in_bytes(text: str) -> int:
@@ -135,7 +165,10 @@ def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
         given = {"forward_s": options.step_time / 3, "backward_s": options.step_time * 2 / 3}
     layers = MODELS.get(options.model, ())
     nbytes = sum(layer.nbytes for layer in layers) or options.model_bytes
-    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=layers)
+    blocking = [call for n, channels in options.sync_batchnorm for call in sync_batchnorm(channels, layers=n)]
+    for n, tokens, hidden, experts, k in options.moe:
+        blocking += mixture_of_experts(tokens, hidden, experts, k=k, layers=n)
+    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=layers, blocking=tuple(blocking))
     gpu = options.device == "gpu"
     cluster = Cluster(
         options.nodes,
@@ -181,6 +214,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     lines = [
         f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
         f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
+        *_held_up(job, c, rates),
         "",
         f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
         f"{'MB a rank':>11}{'MB a node':>11}",
@@ -201,6 +235,14 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         best = [f"{row[kind].name} {_time(row[kind].prediction.step_s)}" for kind in ("gradients", "all")]
         lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
     return lines
+
+
+def _held_up(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+    """A line about the calls of the model itself, if it has any."""
+    count = sum(call.times for call in job.blocking)
+    if not count:
+        return []
+    return [f"{count} calls of the model itself hold a step up for {_time(held_up_s(job, cluster, rates))}"]
 
 
 def payload(method: object) -> str:

@@ -10,6 +10,10 @@ A rank has `cores_per_rank` cores. Computation uses all of them while it is alon
 to one core, and at most half of them, and computation loses what the lane takes. So a step is never shorter than
 all its work divided by the cores. With infinitely many cores, as for training on a GPU, both go on side by side.
 
+Parts of a model that communicate themselves (batch normalization over all ranks, a mixture of experts) hold the
+step up: each of their calls takes as long as it takes alone, whatever the algorithm. What the lane does meanwhile
+is left out, since both share the wire.
+
 The model leaves out chance: all ranks are equally fast, and none waits for a slow one. Bytes are those that each
 rank sends in a training step after warm-up, as `Communicator.counters` counts them.
 
@@ -48,7 +52,7 @@ from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..codecs import BFloat16, Codec, Float16
 from ..errors import ArrayError, UnsupportedError, shown
-from .models import Layer
+from .models import Blocking, Layer
 
 MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
 """The largest cluster and job. There is a limit because a prediction visits every bucket."""
@@ -124,6 +128,8 @@ class Job:
         layers: The layers in the order in which their gradients become complete; if empty, gradients become
             complete evenly over the backward pass.
         dtype: The dtype of gradients and weights.
+        blocking: Calls for which the step waits, in any order; `models.sync_batchnorm` and
+            `models.mixture_of_experts` list those of such layers.
 
     Raises:
         ArrayError: An argument is out of range, or the layers do not add up to `model_bytes`.
@@ -136,9 +142,20 @@ class Job:
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     layers: tuple[Layer, ...] = ()
     dtype: str = "float32"
+    blocking: tuple[Blocking, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(Layer(*layer) for layer in self.layers))
+        object.__setattr__(self, "blocking", tuple(Blocking(*call) for call in self.blocking))
+        for call in self.blocking:
+            numbers = (call.nbytes, call.times)
+            if call.call not in ("allreduce", "allgather", "alltoall") or not all(
+                isinstance(n, int) and 0 <= n <= LARGEST for n in numbers
+            ):
+                raise ArrayError(
+                    f'Job: blocking has {shown(call)}, expected "allreduce", "allgather" or "alltoall", and '
+                    f"bytes and times of at least 0, at most {LARGEST:g}"
+                )
         for name in ("model_bytes", "bucket_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
@@ -322,14 +339,58 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
     (150000000, 2.6)
     """
     _check_fit(method, job, cluster)
+    costs = _Costs(cluster, rates or Rates(), job.dtype)
+    averages, tasks = _averages(method, job, costs), _blocking(job, costs)
+    held_s = held_up_s(job, cluster, rates)
+    return Prediction(
+        averages.step_s + held_s,
+        averages.compute_s,
+        averages.communication_s + held_s,
+        averages.wire_bytes + sum(times * task.wire_bytes for times, task in tasks),
+        averages.node_bytes + sum(times * task.node_bytes for times, task in tasks),
+    )
+
+
+def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
+    """Seconds in which a step waits for the calls of the model itself.
+
+    >>> from bagua_comm.planning.models import sync_batchnorm
+    >>> job = Job(100, blocking=sync_batchnorm(64, layers=50))
+    >>> round(held_up_s(job, Cluster(2, latency_s=1e-3)), 2)
+    0.15
+    """
+    costs = _Costs(cluster, rates or Rates(), job.dtype)
+    return sum(times * costs.alone(task) for times, task in _blocking(job, costs))
+
+
+def _blocking(job: Job, costs: _Costs) -> list[tuple[int, _Task]]:
+    """The tasks of the calls for which the step waits, and how often."""
+    everyone = _Group(costs.cluster.size, costs.cluster.ranks_per_node)
+    if everyone.size == 1:
+        return []
+    tasks: list[tuple[int, _Task]] = []
+    for call, nbytes, times in job.blocking:
+        match call:
+            case "allreduce":
+                tasks += [(times, task) for task in costs.average(Exact(), nbytes, everyone)]
+            case "allgather":
+                tasks.append((times, costs.allgather(nbytes, everyone)))
+            case "alltoall":
+                tasks.append((times, costs.pairs(nbytes / everyone.size, everyone)))
+    return tasks
+
+
+def _averages(method: Method, job: Job, costs: _Costs) -> Prediction:
+    """What `predict` says of a model that does not communicate itself."""
     if isinstance(method, TorchDDP):
         job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
     else:
         method = phases_of(method)[-1]
     if isinstance(method, Every):
-        return _one_step_in(method.n, predict(method.algorithm, job, cluster, rates))
-    costs = _Costs(cluster, rates or Rates(), job.dtype)
-    exchanges = [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if cluster.size > 1 else []
+        return _one_step_in(method.n, _averages(method.algorithm, job, costs))
+    exchanges = (
+        [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
+    )
     window = method.window if isinstance(method, TorchDDP) else complete(method).window
     if isinstance(window, Rounds):
         return _beside(window.interval_s, job, exchanges, costs)

@@ -1,8 +1,8 @@
-"""Layers of well-known models, for the cost model."""
+"""Layers of well-known models, and parts of models that communicate themselves, for the cost model."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Layer(NamedTuple):
@@ -11,6 +11,50 @@ class Layer(NamedTuple):
     nbytes: int
     share: float
     """The share of the backward pass that computes them, in any unit."""
+
+
+class Blocking(NamedTuple):
+    """A call in the midst of a forward or backward pass, for which the pass waits."""
+
+    call: Literal["allreduce", "allgather", "alltoall"]
+    nbytes: int
+    """Bytes of a rank's array; with "alltoall", of all that it sends and keeps, equally much for each rank."""
+    times: int = 1
+    """How often it is made in a step."""
+
+
+def sync_batchnorm(channels: int, *, layers: int = 1) -> tuple[Blocking, ...]:
+    """The calls of batch normalization over all ranks, in float32.
+
+    Forward, the ranks gather a count, and a mean and a sum of squares for each channel; backward, they add two
+    gradients for each channel.
+    """
+    return (
+        Blocking("allgather", 4 * (2 * channels + 1), layers),
+        Blocking("allreduce", 4 * 2 * channels, layers),
+    )
+
+
+def mixture_of_experts(
+    tokens: int, hidden: int, experts: int, *, k: int = 2, layers: int = 1, itemsize: int = 4
+) -> tuple[Blocking, ...]:
+    """The calls of `bagua_torch.moe.MoE`, if experts are equally busy.
+
+    Forward, the ranks gather how many tokens chose each expert; tokens go to their experts and come back, and so
+    do their gradients, backward.
+
+    Args:
+        tokens: Tokens of a rank in a step.
+        hidden: Elements of a token.
+        experts: How many experts there are on all ranks together.
+        k: How many experts a token is sent to.
+        layers: How many such layers there are.
+        itemsize: Bytes of an element on the wire.
+    """
+    return (
+        Blocking("allgather", 8 * experts, layers),
+        Blocking("alltoall", tokens * k * hidden * itemsize, 4 * layers),
+    )
 
 
 def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:

@@ -44,6 +44,19 @@ def test_json_holds_the_same(capsys):
     assert last["all"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
 
 
+def test_parts_that_communicate_hold_every_step_up(capsys):
+    parts = ["--sync-batchnorm", "10x64", "--sync-batchnorm", "3x8", "--moe", "2x1000x64x8x2"]
+    plain, held = [], []
+    for options, steps in (([], plain), (parts, held)):
+        assert cli.main([*VGG16, *options, "--json"]) == 0
+        steps.append({row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]})
+    added = {round(held[0][name] - plain[0][name], 9) for name in METHODS if name in plain[0]}
+    assert len(added) == 1
+    assert added.pop() > (10 + 3) * 2 * 50e-6
+    assert cli.main([*VGG16, *parts]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("36 calls of the model itself hold a step up for ")
+
+
 def test_calibrated_rates_are_used(tmp_path, capsys):
     rates = Rates(direct=0.25)
     file = tmp_path / "rates.json"
@@ -104,6 +117,8 @@ def test_what_cannot_be_answered_is_refused(options, message, capsys):
         ([*VGG16, "--latency", "50parsecs"], "'50parsecs' is not a time; expected e.g. 1.2, 300ms or 50us"),
         ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is not a size"),
         ([*BASE, "--model-bytes", "0", "--step-time", "1"], "'0' is too small"),
+        ([*VGG16, "--moe", "2x8"], "'2x8' is not LAYERSxTOKENSxHIDDENxEXPERTSxK; expected e.g. 12x8192"),
+        ([*VGG16, "--sync-batchnorm", "0x8"], "'0x8' is not LAYERSxCHANNELS; expected e.g. 53x256"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(options, message, capsys):

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from bagua_comm import (
     ArrayError,
@@ -39,10 +40,12 @@ from bagua_comm.planning.costmodel import (
     Rates,
     TorchDDP,
     advise,
+    held_up_s,
     predict,
 )
-from bagua_comm.planning.models import MODELS, Layer
+from bagua_comm.planning.models import MODELS, Blocking, Layer, mixture_of_experts, sync_batchnorm
 from bagua_comm.testing import run_ranks
+from bagua_torch.moe import MoE
 from benchmarks.training.calibration import Measurement, calibrate
 
 INSTANT = CodecRates(math.inf, math.inf, math.inf)
@@ -526,3 +529,57 @@ def test_what_is_unknown_is_refused():
     for method in (Unknown(), GradientAllReduce(Unknown())):
         with pytest.raises(UnsupportedError, match=r"the model does not know what .*Unknown"):
             predict(method, JOB, PAIR)
+
+
+# Models that communicate themselves ----------------------------------------------------------------------
+
+
+def test_each_call_of_the_model_holds_the_step_up():
+    """Half of 64 MB goes to the other rank, over 100 MB/s; each of two chunks of 64 MB goes there and back."""
+    experts = Job(JOB.model_bytes, 1.0, 2.0, 0.5, blocking=(Blocking("alltoall", 64 * MB, 4),))
+    reduced = dataclasses.replace(
+        experts, blocking=(Blocking("allreduce", 64 * MB), Blocking("allgather", 32 * MB))
+    )
+    for method in METHODS.values():
+        alone = predict(method, dataclasses.replace(experts, blocking=()), PAIR, FREE)
+        for job, held_s, sent in ((experts, 4 * 0.33, 4 * 32 * MB), (reduced, 3 * 0.33, 3 * 32 * MB)):
+            prediction = predict(method, job, PAIR, FREE)
+            assert held_up_s(job, PAIR, FREE) == pytest.approx(held_s)
+            assert prediction.step_s == pytest.approx(alone.step_s + held_s)
+            assert prediction.communication_s == pytest.approx(alone.communication_s + held_s)
+            assert prediction.wire_bytes - alone.wire_bytes == pytest.approx(sent)
+            assert prediction.node_bytes - alone.node_bytes == pytest.approx(sent)
+            assert prediction.compute_s == alone.compute_s
+
+
+def test_one_rank_is_not_held_up():
+    job = Job(100, blocking=(*sync_batchnorm(8), *mixture_of_experts(4, 8, 2)))
+    assert held_up_s(job, Cluster(1)) == 0
+    assert predict(GradientAllReduce(), job, Cluster(1)).step_s == 0
+
+
+def test_latency_counts_for_each_layer_of_normalization():
+    slow = Cluster(2, bandwidth_gbit=math.inf, latency_s=0.01)
+    assert held_up_s(Job(100, blocking=sync_batchnorm(64, layers=50)), slow, FREE) == pytest.approx(50 * 3 * 0.01)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_experts_are_those_that_the_communicator_counts(size):
+    """Each token goes to all experts, one on each rank, so that they are equally busy."""
+
+    def body(comm):
+        layer = MoE(6, lambda: torch.nn.Linear(6, 6), size, size, comm=comm)
+        before = comm.counters.total().wire_bytes
+        layer(torch.ones(5, 6, requires_grad=True)).sum().backward()
+        return comm.counters.total().wire_bytes - before
+
+    job = Job(4, blocking=mixture_of_experts(5, 6, size, k=size))
+    without = dataclasses.replace(job, blocking=())
+    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
+    assert run_ranks(size, body) == [predicted - rest] * size
+
+
+@pytest.mark.parametrize("call", [("scan", 8), ("allreduce", -1), ("allgather", 8, 1.5), ("alltoall", None)])
+def test_calls_that_mean_nothing_are_refused(call):
+    with pytest.raises(ArrayError, match="Job: blocking has Blocking"):
+        Job(100, blocking=(call,))
