@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from support.launch import run_python
 from support.torch_training import through_a_file
 from torch import nn
 
@@ -492,3 +493,50 @@ def test_a_state_of_fewer_experts_is_refused():
         run_ranks(1, lambda comm: load_global_state_dict(MoE(HIDDEN, make_expert, 3, comm=comm), state))
     with pytest.raises(ArrayError, match="there is no MoE in this Linear"):
         global_state_dict(nn.Linear(2, 2))
+
+
+# Over MPI ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+    import torch
+
+    import bagua_torch
+    from bagua_comm import CommMismatch
+    from bagua_torch import functional
+    from bagua_torch.moe import MoE, global_state_dict
+
+    with bagua_torch.connect(timeout_s=60) as comm:
+        torch.set_num_threads(1)
+        layer = MoE(6, lambda: torch.nn.Linear(6, 6), 5, 2, comm=comm, seed=0).double()
+        x = torch.arange(72.0, dtype=torch.float64).view(12, 6).sin()
+        y = layer(x.chunk(comm.size)[comm.rank])
+        (y.square().sum() * comm.size).backward()
+        gradients = {name: p.grad for name, p in layer.experts.named_parameters()}
+        gate = functional.allreduce(comm, layer.gate.weight.grad, op="avg")
+        every = {name: grad for part in comm.allgather_object(gradients) for name, grad in part.items()}
+        if comm.rank == 0:
+            torch.save((gate, every), "PATH")
+
+        w = torch.ones(2, requires_grad=True)
+        ys = [functional.allreduce(comm, w), functional.allreduce(comm, w)]
+        try:
+            ys[comm.rank % 2].sum().backward()
+        except CommMismatch as exc:
+            print("told:", exc)
+"""
+
+
+@pytest.mark.slow
+def test_processes_get_the_gradients_of_one_process_and_are_told_of_their_mistakes(tmp_path):
+    def gradients(ranks):
+        file = tmp_path / f"{ranks}.pt"
+        script = (tmp_path / "script.py", SCRIPT.replace("PATH", str(file)))
+        result = run_python(ranks, script=script)
+        assert result.returncode == 0, result.stderr
+        return result.stdout, torch.load(file)
+
+    (_, (gate, experts)), (printed, (mine, of_all)) = gradients(1), gradients(4)
+    torch.testing.assert_close(mine, gate)
+    torch.testing.assert_close(of_all, experts)
+    assert printed.count("told:") == 4
+    assert "backward of functional.allreduce #" in printed

@@ -90,6 +90,20 @@ def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path)
         assert result["wire_bytes_per_step"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", ["bias", "loss"])
+def test_experts_on_two_ranks_learn_beside_a_dense_model(tmp_path, balance):
+    figure = tmp_path / "loads.png"
+    options = ["--epochs", "4", "--balance", balance, "--plot", figure]
+    result = result_of(run_python(2, EXAMPLES / "moe.py", *options))
+    assert (result["ranks"], result["steps"]) == (2, 4 * 22)
+    assert result["imbalance"] < 4
+    for name in ("dense", "experts"):
+        assert result[name]["accuracy"] >= 0.85
+    assert result["experts"]["weights_per_token"] < 1.1 * result["dense"]["weights_per_token"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_fifteen_line_way_in():
     process = run_python(3, EXAMPLES / "allreduce_numpy.py")
     assert process.returncode == 0, process.stderr
