@@ -332,7 +332,7 @@ class _Apply(torch.autograd.Function):
         comm, ctx.collective = collective.comm, collective
         x = x.detach().resolve_conj().resolve_neg().contiguous()
         name = type(collective).__name__.strip("_").lower()
-        described = f"{collective.number} of {x.dtype}, {'with' if tracked else 'without'} a gradient"
+        described = f"{collective.number} ({x.dtype}, {'with' if tracked else 'without'} a gradient)"
         outermost = comm.turn.take(name, lambda: described)  # compared for all messages of the call
         try:
             if comm.check:

@@ -91,11 +91,12 @@ def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("balance", ["bias", "loss"])
 def test_experts_on_two_ranks_learn_beside_a_dense_model(tmp_path, balance):
     figure = tmp_path / "loads.png"
     options = ["--epochs", "4", "--balance", balance, "--plot", figure]
-    result = result_of(run_python(2, EXAMPLES / "moe.py", *options))
+    result = result_of(run_python(2, EXAMPLES / "moe.py", *options, timeout_s=380))
     assert (result["ranks"], result["steps"]) == (2, 4 * 22)
     assert result["imbalance"] < 4
     for name in ("dense", "experts"):
