@@ -27,6 +27,7 @@ from .algorithms import (
 from .averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
+from .checkpoint import Checkpoints, Own
 from .codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from .comm import Communicator, Nodes
 from .engine import Engine
@@ -34,6 +35,7 @@ from .errors import (
     ArrayError,
     BaguaError,
     BootstrapError,
+    CheckpointError,
     CommAborted,
     CommError,
     CommMismatch,
@@ -57,6 +59,8 @@ __all__ = [
     "Bucket",
     "BucketSpec",
     "ByteGrad",
+    "CheckpointError",
+    "Checkpoints",
     "Codec",
     "CommAborted",
     "CommError",
@@ -76,6 +80,7 @@ __all__ = [
     "LowPrecisionOnePeer",
     "MinMaxUInt8",
     "Nodes",
+    "Own",
     "Plan",
     "Point",
     "QAdam",

@@ -337,8 +337,8 @@ class _Feedback:
     """A bound `ErrorFeedback`, with what it keeps."""
 
     mean: _Mean
-    residual: Array | None = None
-    """What earlier means lost on this rank."""
+    residual: Array | None = field(default=None, metadata={"reshape": "mean"})
+    """What earlier means lost on this rank. What counts is its mean over the ranks."""
 
     def __call__(self, x: Array) -> Array:
         if self.residual is None:

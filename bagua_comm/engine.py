@@ -39,6 +39,7 @@ from .algorithms.checkpoints import (
     checksum,
     facts_of,
     load_state,
+    rules_of,
     save_state,
 )
 from .arrays import Array
@@ -265,6 +266,16 @@ class Engine:
             "checksum": checksum(*facts, digest, saved=tensors),
             "tensors": tensors,
         }
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._comm.rank, self._comm.size
+
+    def reshape_rules(self) -> dict[str, dict[str, str | None]]:
+        """What becomes of what `state_dict` holds on another number of ranks, by tensor and path: see `rules_of`."""
+        pairs = zip(self.buckets, self.states, strict=True)
+        return {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave, also under another plan.

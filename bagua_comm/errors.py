@@ -9,6 +9,7 @@
       ArrayError (ValueError)       an argument has a wrong value: shape, dtype, root, op, peer
       UnsupportedError (TypeError)  a kind of array, dtype or operation that nothing here can carry
       BootstrapError                the world could not be set up
+      CheckpointError (OSError)     a checkpoint cannot be written, or what lies there cannot be loaded
 
 Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
 and leave the communicator usable. After a `CommError` in the middle of a collective the communicator can
@@ -67,3 +68,7 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # for instance an int with more digits than Python writes out
         return f"a {type(value).__name__}"
+
+
+class CheckpointError(BaguaError, OSError):
+    """A checkpoint cannot be written, or what lies there is missing, damaged or foreign."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import os
 import secrets
@@ -68,13 +69,14 @@ def _remove(folder: Path, owner: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_at_once(path: Path, content: bytes, mode: int = 0o666) -> None:
+def write_at_once(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = False) -> None:
     """Write a file atomically: a reader finds the old content or the new, never a part. Follows no link.
 
     Args:
         path: The file to write.
         content: Its new content.
         mode: Its permissions, before the umask is applied.
+        durable: Return when the file is on the disk, and would be there after a loss of power.
 
     Raises:
         OSError: The file cannot be written; the old one is unchanged.
@@ -84,8 +86,29 @@ def write_at_once(path: Path, content: bytes, mode: int = 0o666) -> None:
     try:
         with open(number, "wb") as file:
             file.write(content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
     except BaseException:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until what was made, renamed or removed in a folder is on the disk, if its file system can tell.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    number = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(number)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(number)

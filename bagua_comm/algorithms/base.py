@@ -30,6 +30,14 @@ ALIKE = {"alike": True}
 """Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
 number of ranks. An array without this mark belongs to its rank."""
 
+MEAN = {"reshape": "mean"}
+"""Metadata of an array that differs between ranks, but of which only the mean over the ranks matters, as of the
+residuals of error feedback: on another number of ranks, each gets the mean."""
+
+ANEW = {"reshape": "anew"}
+"""Metadata of an array that differs between ranks, and that `init` makes from the weights, as replicas of
+neighbours' weights: on another number of ranks it is made anew."""
+
 
 class Point(Enum):
     """Points of a training step, in order.

@@ -5,7 +5,8 @@ bucket is cut into pieces, one for each tensor; numbers are saved with every ten
 stay whole: they are saved with the first tensor, and fit the same bucket only.
 
 An array belongs to its rank, and no other rank can load it, unless its field is marked `ALIKE`. Numbers are the
-same on all ranks.
+same on all ranks. Fields marked `MEAN` or `ANEW` say what becomes of an array on another number of ranks, which
+`bagua_comm.checkpoint` does; `load_state` lets arrays marked `ANEW` be missing, and keeps what `init` made.
 
 A checkpoint is a dictionary: the entries of `Facts`, a "digest" that the ranks which saved together have in
 common, a "checksum", and "tensors", which is what `save_state` gives.
@@ -91,6 +92,15 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
 def steps_alike(algorithm: Algorithm, step: int) -> bool:
     """Whether all ranks are in the same step; in `Rounds` each rank trains at its own pace."""
     return not isinstance(complete(phase_of(algorithm, step)).window, Rounds)
+
+
+def resealed(saved: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
+    """A checkpoint as if this rank, of so many, had saved it: for arrays that were brought to another number."""
+    facts = Facts(*(saved[name] for name in Facts._fields))._replace(rank=rank, size=size)
+    digest = hashlib.blake2b(f"{saved['digest']} on {size}".encode(), digest_size=16).hexdigest()
+    digest = saved["digest"] if size == saved["size"] else digest
+    sealed = checksum(*facts, digest, saved=saved["tensors"])
+    return {**facts._asdict(), "digest": digest, "checksum": sealed, "tensors": saved["tensors"]}
 
 
 def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> None:
@@ -235,6 +245,7 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
         ArrayError: Something is missing, or does not fit this bucket: a path, a type, a shape or a dtype.
     """
     fields = {path: value for path, _, _, value in _fields_of(state)}
+    anew = {path for path, rule in rules_of(state).items() if rule == "anew"}
     for tensor in bucket.views:
         unknown = [path for path in saved[tensor] if str(path).removesuffix(_WHOLE) not in fields]
         if unknown:
@@ -243,7 +254,9 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         layouts = [saved[t][path + _WHOLE] for t in bucket.views if path + _WHOLE in saved[t]]
-        if not found and value is None and not layouts:  # it is made when it is first used, and was not used yet
+        if (
+            not found and not layouts and (value is None or path in anew)
+        ):  # made when it is first used, or by init
             continue
         tensor = next(iter(found), next(iter(bucket.views)))
         if layouts and (list(found) != [tensor] or layouts != [_layout(bucket.spec)]):
@@ -300,6 +313,17 @@ def own_of(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -
         for tensor, path in pieces
         if hasattr(saved[tensor][path], "dtype") and (path not in alike or path + _WHOLE in saved[tensor])
     ]
+
+
+def rules_of(state: Any) -> dict[str, str | None]:
+    """What becomes of each array on another number of ranks: "alike", "mean", "anew"; None if nothing can.
+
+    By the path in the state; numbers are here as well.
+    """
+    return {
+        path: "alike" if field.metadata.get("alike") else field.metadata.get("reshape")
+        for path, _, field, _ in _fields_of(state)
+    }
 
 
 def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:

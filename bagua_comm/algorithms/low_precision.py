@@ -16,7 +16,7 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from .base import TRANSIENT, Payload, Point, Window
+from .base import ANEW, TRANSIENT, Payload, Point, Window
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class _LowPrecision:
 class Replicas:
     """What `LowPrecisionDecentralized` keeps: on every rank r, weight(r) = right(r - 1) = left(r + 1)."""
 
-    weight: Array
-    left: Array
-    right: Array
+    weight: Array = field(metadata=ANEW)
+    left: Array = field(metadata=ANEW)
+    right: Array = field(metadata=ANEW)
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,9 @@ class LowPrecisionDecentralized(_LowPrecision):
 class EdgeReplicas:
     """What `LowPrecisionOnePeer` keeps for each edge k: sent[k] on rank r equals received[k] on rank r + 2^k."""
 
-    sent: Array
+    sent: Array = field(metadata=ANEW)
     """(edges, elements): the weights of this rank that the peer ahead knows."""
-    received: Array
+    received: Array = field(metadata=ANEW)
     """(edges, elements): the weights of the peer behind that this rank knows."""
     weight: Array = field(metadata=TRANSIENT)
     round: int = 0

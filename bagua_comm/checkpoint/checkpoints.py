@@ -1,0 +1,434 @@
+"""What users call: save and load trees of arrays and plain values, together on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from ..comm import Communicator
+from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
+from . import saving, trees
+from .folders import FORMAT, VERSION, Folder, Found, manifest_at
+from .loading import Reader
+from .saving import Job, Part, Staging
+from .trees import Packed
+
+T = TypeVar("T")
+
+BEAT_S = 1.0
+"""While files are written, ranks tell each other this often how far they are."""
+
+_GIVEN_UP = "another rank has failed"
+_RUNNING, _WRITTEN, _FAILED = range(3)
+_ERRORS = {error.__name__: error for error in (ArrayError, UnsupportedError, CheckpointError)}
+
+
+class Loaded(NamedTuple):
+    """What `Checkpoints.load` gives."""
+
+    step: int
+    tree: Any
+    """What was saved, with every `Own` replaced by what is this rank's of it."""
+    ranks: int
+    """How many ranks saved it."""
+    skipped: tuple[str, ...] = ()
+    """With `fallback`: newer checkpoints that could not be loaded, and why."""
+
+
+class Checkpoints:
+    """Checkpoints in a folder that all ranks share: complete or not there, whatever happens while they are saved.
+
+    Collective. `save` copies what this rank writes and returns; a thread writes it beside the training. Arrays
+    and values that all ranks share are written once, a part by each rank. What is a rank's own is marked:
+
+        with Checkpoints("runs/7", comm) as checkpoints:
+            ...
+            checkpoints.save(step, {"weights": w, "lr": 0.1, "generator": Own(state)})
+
+    A tree holds NumPy and CuPy arrays (and what has `__dlpack__`), NumPy's scalars, None, bool, int, float,
+    complex, str, bytes, and lists, tuples and dicts of these. All come back as they were, bit for bit; arrays
+    come back as NumPy arrays. Nothing is pickled: files are JSON and safetensors.
+
+    Close it, or use it as a context manager. Only one program at a time may save in a folder; any may load.
+
+    Args:
+        folder: Where checkpoints are, in a file system that all ranks share. It is made when it is needed.
+        comm: The ranks. Checkpoints work on a duplicate of it.
+        keep: How many of the newest to keep; None keeps all.
+        stall_s: How long a rank may write without progress before the save fails, in seconds.
+
+    Raises:
+        ArrayError: An argument is out of range, or differs between ranks.
+
+    >>> import tempfile
+    >>> from bagua_comm import Own
+    >>> from bagua_comm.testing import run_ranks
+    >>> def body(comm):
+    ...     with Checkpoints(folder, comm) as checkpoints:
+    ...         checkpoints.save(10, {"weights": np.ones(3), "rank": Own(comm.rank, "drop")})
+    ...         return checkpoints.load().tree
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run_ranks(2, body)
+    [{'weights': array([1., 1., 1.]), 'rank': 0}, {'weights': array([1., 1., 1.]), 'rank': 1}]
+    """
+
+    _to_array: trees.ToArray = staticmethod(trees.as_tagged)
+    _from_array: trees.FromArray = staticmethod(trees.from_tagged)
+
+    def __init__(
+        self, folder: str | Path, comm: Communicator, *, keep: int | None = 3, stall_s: float = 600.0
+    ) -> None:
+        self._closed = False
+        self._lane = comm.lane()
+        self._comm: Communicator = self._lane.comm
+        try:
+            settings = self._together("Checkpoints", lambda: _checked(folder, keep, stall_s))
+            for rank, other in enumerate(settings):
+                if other != settings[0]:
+                    raise ArrayError(f"Checkpoints: rank 0 has {settings[0]}, but rank {rank} has {other}")
+        except BaseException:
+            self._lane.close()
+            raise
+        self.folder = Path(folder)
+        self.keep = keep
+        self._stall_s = stall_s
+        self._files = Folder(self.folder)
+        self._staging = Staging()
+        self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._saving: tuple[int, Future[str | None]] | None = None
+        """The step of the save under way, and what will be wrong with it."""
+
+    # Saving -----------------------------------------------------------------------------------------
+
+    def save(self, step: int, tree: Any, *, wait: bool = False) -> None:
+        """Save a tree as the checkpoint of a step.
+
+        Collective. Returns when what this rank writes has been copied, so that training may change its arrays. A
+        save under way is waited for first. A checkpoint of the same step is replaced when the new one is
+        complete. Whether it could be written is told by the next call, of `save`, `wait`, `load` or `close`.
+
+        All ranks give the same tree, except inside of `Own`. Other values and shapes are compared. Of arrays,
+        each rank compares the part that the rank behind writes with its own copy of it.
+
+        Args:
+            step: A number of at least 0.
+            tree: What to save.
+            wait: Return when the checkpoint is complete.
+
+        Raises:
+            ArrayError: `step` or `tree` is out of range.
+            CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
+            CommMismatch: Ranks give different steps or trees; the place is named.
+            UnsupportedError: The tree holds something that a checkpoint cannot; the place is named.
+        """
+        self.wait()
+        jobs: list[tuple[Packed, Job]] = []
+
+        def prepare() -> tuple[Any, ...]:
+            if type(step) is not int or not 0 <= step < 2**60:
+                raise ArrayError(f"step is {shown(step)}, expected an integer of at least 0")
+            packed = trees.pack(tree, self._to_array)
+            digest = saving.digest(packed)
+            jobs.append((packed, saving.stage(step, packed, self._staging, self._comm.rank, self._comm.size)))
+            return step, digest
+
+        rows = self._together("save", prepare)
+        ((packed, job),) = jobs
+        if any(row != rows[0] for row in rows):
+            raise self._difference(step, packed)
+        future = self._lane.submit(self._write, job)
+        self._saving = step, future
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save under way is complete; return at once if there is none.
+
+        Collective.
+
+        Raises:
+            CheckpointError: It failed, on this or on another rank, which is named; the checkpoints before it are
+                as they were. The same error on all ranks.
+        """
+        if self._closed:
+            raise CheckpointError("these checkpoints are closed")
+        if self._saving is None:
+            return
+        (step, future), self._saving = self._saving, None
+        self._lane.wait()
+        problem = future.result()
+        if problem is not None:
+            raise CheckpointError(f"saving step {step} in {self.folder}: {problem}")
+
+    def _difference(self, step: int, packed: Packed) -> CommMismatch:
+        """Where the ranks' trees differ. Collective."""
+        rows = self._comm.allgather_object([("step", str(step)), *packed.values])
+        for rank, row in enumerate(rows):
+            for (path, mine), (other_path, other) in zip(rows[0], row, strict=False):
+                if (path, mine) != (other_path, other):
+                    what = f"{path} is {mine} on rank 0 and {other} on rank {rank}"
+                    if path != other_path:
+                        what = f"rank 0 has {path} where rank {rank} has {other_path}"
+                    return CommMismatch(
+                        f"save: ranks have different trees: {what}; put what belongs to a rank in Own(...)"
+                    )
+        return CommMismatch("save: ranks have different trees; put what belongs to a rank in Own(...)")
+
+    def _write(self, job: Job) -> str | None:
+        """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
+        files, rank = self._files, self._comm.rank
+        problem = self._on_root(lambda: files.begin(job.step))[1]
+        if problem is not None:
+            return problem
+        progress = _Progress()
+        write = self._writer.submit(saving.write, files.unfinished(job.step), job, rank, progress.note)
+        part, problem = self._finish(write, progress)
+        rows = self._comm.allgather_object((part, problem))
+        parts = [part for part, _ in rows if part is not None]
+        failed = [
+            (text == _GIVEN_UP, f"rank {r}: {text}") for r, (_, text) in enumerate(rows) if text is not None
+        ]
+        problem = min(failed, key=lambda each: each[0])[1] if failed else None
+        if problem is None:
+            problem = saving.misfit(parts)
+
+        def end() -> None:
+            if problem is not None:
+                files.drop(job.step)
+                return
+            plan = {"tree": job.tree, "shared": job.shared, "own": [part.own for part in parts]}
+            manifest = {
+                "format": FORMAT,
+                "version": VERSION,
+                "world": self._comm.size,
+                "step": job.step,
+                "files": [part.file for part in parts],
+                "plan": plan,
+            }
+            files.publish(job.step, manifest, [part.file["bytes"] for part in parts])
+            if self.keep is not None:
+                files.prune(self.keep)
+
+        ended = self._on_root(end)[1]
+        return problem if ended is None else ended
+
+    def _finish(self, write: Future[Part], progress: _Progress) -> tuple[Part | None, str | None]:
+        """Wait until all ranks have written, or failed to. Collective.
+
+        However long that takes, no call between the ranks lasts much longer than a beat.
+        """
+        beat_s = min(BEAT_S, self._comm.timeout_s / 4)
+        states = np.full(self._comm.size, _RUNNING)
+        state = _RUNNING
+        while (states == _RUNNING).any():
+            if state == _RUNNING:
+                wait([write], timeout=beat_s)
+                if write.done():
+                    state = _WRITTEN if write.exception() is None else _FAILED
+                elif progress.idle_s() > self._stall_s:
+                    state = _FAILED
+            else:
+                time.sleep(beat_s / 20)  # for the others
+            self._comm.allgather(np.array(state), states)
+            progress.given_up = bool((states == _FAILED).any())
+        if not write.done():
+            return None, f"nothing was written for {self._stall_s:g} s"
+        error = write.exception()
+        return (write.result(), None) if error is None else (None, _text_of(error))
+
+    # Loading ----------------------------------------------------------------------------------------
+
+    def latest(self, *, fallback: bool = False) -> int | None:
+        """The step of the checkpoint that was saved last; None if there is none.
+
+        Collective.
+
+        Args:
+            fallback: Pass over checkpoints whose manifest is damaged.
+
+        Raises:
+            CheckpointError: The folder cannot be read, or there is a damaged manifest; on all ranks alike.
+        """
+        self.wait()
+        for found in self._candidates():
+            if found.problem is None:
+                return found.step
+            if not fallback:
+                raise CheckpointError(_cannot(found, found.problem))
+        return None
+
+    def load(self, step: int | None = None, *, fallback: bool = False) -> Loaded:
+        """Load the checkpoint of a step, or the one that was saved last.
+
+        Collective. All bytes that are read are compared with their checksums.
+
+        Args:
+            step: Its step; None for the one that was saved last.
+            fallback: If that one is damaged, warn, and take the one saved before it.
+
+        Returns:
+            Its step and its tree, with the arrays of this rank, which nobody else uses.
+
+        Raises:
+            ArrayError: There is no such checkpoint.
+            CheckpointError: It is damaged or foreign, or holds what cannot come to this number of ranks; on all
+                ranks alike. Nothing is loaded.
+        """
+        self.wait()
+        skipped: list[str] = []
+        candidates = self._candidates()
+        if step is not None:
+            wanted = [n for n, each in enumerate(candidates) if each.step == step]
+            candidates = candidates[wanted[0] :] if wanted else []
+        for found in candidates:
+            manifest, problem = self._on_root(lambda found=found: manifest_at(found.path))  # type: ignore[misc]
+            if problem is None:
+                manifest, problem = manifest
+            problem = problem or found.problem
+            tree: Any = None
+            if problem is None:
+                try:
+                    ((tree,),) = [self._read(found, manifest)]
+                except CheckpointError as exc:
+                    problem = str(exc)
+            if problem is None:
+                return Loaded(found.step, tree, manifest["world"], tuple(skipped))
+            if not fallback:
+                raise CheckpointError(_cannot(found, problem))
+            skipped.append(_cannot(found, problem))
+            if self._comm.rank == 0:
+                warnings.warn(f"{skipped[-1]}; taking the one before", RuntimeWarning, stacklevel=2)
+        if skipped:
+            raise CheckpointError("no checkpoint can be loaded: " + "; ".join(skipped))
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise ArrayError(f"load: there is {what} in {self.folder}")
+
+    def _read(self, found: Found, manifest: dict[str, Any]) -> tuple[Any]:
+        """The tree, in a tuple; an error of one rank on all. Collective."""
+        comm, problem, tree = self._comm, None, None
+        try:
+            with Reader(found.path, manifest, comm.rank, comm.size, self._from_array) as reader:
+                tree = reader.read()
+        except Exception as exc:
+            problem = _text_of(exc)
+        for rank, text in enumerate(comm.allgather_object(problem)):
+            if text is not None:
+                raise CheckpointError(f"rank {rank}: {text}")
+        return (tree,)
+
+    def _candidates(self) -> list[Found]:
+        """All that look complete, as rank 0 sees them. Collective."""
+        found, problem = self._on_root(self._files.complete)
+        if problem is not None:
+            raise CheckpointError(f"{self.folder} cannot be read: {problem}")
+        return found or []
+
+    # Together ---------------------------------------------------------------------------------------
+
+    def _together(self, call: str, body: Callable[[], T]) -> list[T]:
+        """What `body` returns on every rank; an error on one rank is raised on all. Collective."""
+        outcome: tuple[T | None, str, str] = (None, "", "")
+        cause: Exception | None = None
+        try:
+            outcome = (body(), "", "")
+        except Exception as exc:  # if it were raised here, the other ranks would wait for this one
+            name = type(exc).__name__
+            outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
+        outcomes = self._comm.allgather_object(outcome)
+        for rank, (_, name, text) in enumerate(outcomes):
+            if name:
+                raise _ERRORS[name](f"{call}: rank {rank}: {text}") from cause
+        return [value for value, _, _ in outcomes]
+
+    def _on_root(self, body: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What `body` returns on rank 0, and what went wrong there; the same on all ranks. Collective."""
+        outcome: tuple[Any, str | None] = (None, None)
+        if self._comm.rank == 0:
+            try:
+                outcome = (body(), None)
+            except Exception as exc:
+                outcome = (None, _text_of(exc))
+        result: tuple[Any, str | None] = self._comm.broadcast_object(outcome, root=0)
+        return result
+
+    # The end ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the save under way, then free the lane and the threads; closing twice does nothing.
+
+        Collective.
+
+        Raises:
+            CheckpointError: That save failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._writer.shutdown(wait=False)
+            self._files.close()
+            self._lane.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._closed = True  # other ranks may never come: what is under way ends by itself
+        self._writer.shutdown(wait=False)
+        with contextlib.suppress(BaguaError):
+            self._lane.__exit__(kind, error, traceback)
+
+
+class _Progress:
+    """When a rank last wrote something, and whether another one has failed."""
+
+    def __init__(self) -> None:
+        self._moved_s = time.monotonic()
+        self.given_up = False
+
+    def note(self) -> None:
+        """Called by the thread that writes, after every stretch."""
+        self._moved_s = time.monotonic()
+        if self.given_up:
+            raise CheckpointError(_GIVEN_UP)
+
+    def idle_s(self) -> float:
+        return time.monotonic() - self._moved_s
+
+
+def _checked(folder: object, keep: object, stall_s: object) -> tuple[str, object, object]:
+    if not isinstance(folder, (str, Path)):
+        raise ArrayError(f"folder is {shown(folder)}, expected a path")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ArrayError(f"keep is {shown(keep)}, expected an integer of at least 1, or None to keep all")
+    if not isinstance(stall_s, (int, float)) or not stall_s > 0:
+        raise ArrayError(f"stall_s is {shown(stall_s)}, expected a number of seconds above 0")
+    return str(folder), keep, stall_s
+
+
+def _cannot(found: Found, problem: str) -> str:
+    return f"the checkpoint of step {found.step} in {found.path.parent} cannot be loaded: {problem}"
+
+
+def _text_of(exc: BaseException) -> str:
+    if isinstance(exc, (BaguaError, OSError)):
+        return str(exc)
+    return f"{type(exc).__name__}: {exc}"

@@ -1,0 +1,225 @@
+"""The folder of checkpoints: names, manifests, and what makes a checkpoint complete.
+
+    step-100/manifest.json            what the checkpoint is made of; its last key is a hash of the others
+    step-100/rank-0.safetensors       what rank 0 wrote
+    step-200.tmp/                     a checkpoint that is being written, or was when the program died
+    step-100.old/                     one that is being replaced or removed
+    latest                            the name of the newest, for people and scripts; nothing here reads it
+
+A checkpoint is complete as soon as its folder has its name. Everything in it is on the disk before that, and a
+rename is atomic, so whoever finds the name finds all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from ..files import sync_folder, write_at_once
+from .trees import Json
+
+FORMAT, VERSION = "bagua_comm checkpoint", 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old)?")
+
+
+class Found(NamedTuple):
+    """A folder that has the name of a complete checkpoint."""
+
+    step: int
+    path: Path
+    number: int
+    """Checkpoints are numbered in the order in which they were saved; -1 if that cannot be read."""
+    problem: str | None
+    """Why it cannot be loaded, as far as its manifest tells."""
+
+
+def file_name(rank: int) -> str:
+    """The name of the file that a rank writes."""
+    return f"rank-{rank}.safetensors"
+
+
+class Folder:
+    """A folder of checkpoints, as one process sees it. Nothing here is collective.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    # Writing ----------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> None:
+        """Make an empty folder for a checkpoint; called by rank 0.
+
+        Raises:
+            OSError: It cannot be made.
+            CheckpointError: Another program saves in this folder.
+        """
+        if self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._locked()
+            self._tidy()
+        self.drop(step)
+        self.unfinished(step).mkdir()
+
+    def unfinished(self, step: int) -> Path:
+        """Where a checkpoint is written."""
+        return self.path / f"step-{step}.tmp"
+
+    def drop(self, step: int) -> None:
+        """Remove a checkpoint that was not finished."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.unfinished(step))
+
+    def publish(self, step: int, manifest: dict[str, Json], sizes: list[int]) -> None:
+        """Make a checkpoint complete; called by rank 0 when all files are on the disk.
+
+        Args:
+            step: Its step.
+            manifest: Its manifest, without the number and the hash.
+            sizes: How many bytes every rank wrote.
+
+        Raises:
+            OSError: It cannot be completed, or a file is missing.
+        """
+        unfinished, final = self.unfinished(step), self.path / f"step-{step}"
+        for rank, size in enumerate(sizes):
+            name = file_name(rank)
+            try:
+                found = (unfinished / name).stat().st_size
+            except FileNotFoundError:
+                raise CheckpointError(
+                    f"rank 0 does not see {name} in {unfinished}: the folder must be in a file system that all "
+                    "ranks share"
+                ) from None
+            if found != size:
+                raise CheckpointError(f"rank 0 sees {found} bytes in {name}, expected {size}")
+        number = 1 + max((each.number for each in self.complete()), default=0)
+        write_at_once(unfinished / MANIFEST, sealed({**manifest, "number": number}), durable=True)
+        old = self.path / f"step-{step}.old"
+        if final.exists():
+            final.rename(old)
+        unfinished.rename(final)
+        sync_folder(self.path)
+        if old.exists():
+            _remove(old)
+        write_at_once(self.path / "latest", f"{final.name}\n".encode(), durable=True)
+
+    def prune(self, keep: int) -> None:
+        """Remove all but the `keep` newest checkpoints; damaged ones stay, and do not count.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+        good = [each for each in self.complete() if each.problem is None]
+        for each in good[keep:]:
+            old = each.path.with_name(f"step-{each.step}.old")
+            each.path.rename(old)
+            _remove(old)
+
+    def close(self) -> None:
+        """Let other programs save here."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _locked(self) -> int:
+        number = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(number)
+            if isinstance(exc, (BlockingIOError, PermissionError)):
+                raise CheckpointError(f"another program saves checkpoints in {self.path}") from None
+            raise
+        return number
+
+    def _tidy(self) -> None:
+        """Remove what a program that died has left, and put back what it was about to replace."""
+        for path in self.path.glob("step-*.old"):
+            final = path.with_suffix("")
+            if not _NAME.fullmatch(path.name):
+                continue
+            if final.exists() or manifest_at(path)[1] is not None:
+                _remove(path)
+            else:
+                path.rename(final)
+        for path in self.path.glob("step-*.tmp"):
+            if _NAME.fullmatch(path.stem):
+                shutil.rmtree(path)
+
+    # Reading ----------------------------------------------------------------------------------------
+
+    def complete(self) -> list[Found]:
+        """The complete checkpoints, the newest first; those with an unreadable manifest before all others.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        found: dict[int, Found] = {}
+        try:
+            names = sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+        for name in names:
+            match = _NAME.fullmatch(name)
+            step = int(match[1]) if match else -1
+            if match is None or (match[2] and step in found):
+                continue
+            path = self.path / name
+            manifest, problem = manifest_at(path)
+            if match[2] and problem is not None:  # half of it is removed already
+                continue
+            if problem is None and manifest["step"] != step:
+                problem = f"its manifest is of step {manifest['step']}"
+            found[step] = Found(step, path, -1 if problem else manifest["number"], problem)
+        return sorted(found.values(), key=lambda each: (each.problem is None, -each.number, -each.step))
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, its manifest first: what is left if this is cut short is no checkpoint."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    sync_folder(path)
+    shutil.rmtree(path)
+
+
+def sealed(manifest: dict[str, Json]) -> bytes:
+    """The bytes of a manifest, with a hash of them."""
+    return (json.dumps({**manifest, "hash": _hash_of(manifest)}) + "\n").encode()
+
+
+def _hash_of(manifest: dict[str, Json]) -> str:
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def manifest_at(path: Path) -> tuple[dict[str, Any], str | None]:
+    """The manifest in a folder, and why it is none."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {}, f"it has no {MANIFEST}"
+    except OSError as exc:
+        return {}, f"its {MANIFEST} cannot be read: {exc}"
+    except (ValueError, RecursionError) as exc:
+        return {}, f"its {MANIFEST} is damaged: {exc}"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return {}, f"its {MANIFEST} is not one of this library"
+    if manifest.get("version") != VERSION:
+        return {}, f"its {MANIFEST} is of version {manifest.get('version')!r}, expected {VERSION}"
+    expected = manifest.pop("hash", None)
+    if _hash_of(manifest) != expected:
+        return {}, f"its {MANIFEST} is damaged: its content does not have the hash that it names"
+    return manifest, None

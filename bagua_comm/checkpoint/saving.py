@@ -1,0 +1,160 @@
+"""One checkpoint: what this rank writes is copied to the host, and then written without the arrays."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays
+from ..arrays import Array
+from . import tensorfile
+from .folders import file_name
+from .slices import slices_of
+from .trees import Json, Leaf, Packed
+
+_ALIGNED = 64
+
+
+class Staging:
+    """Host memory that grows and is used again, so that only the first save pays for new pages."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._used = 0
+
+    def begin(self, nbytes: int) -> None:
+        """Make room for arrays of this many bytes together; what was there is lost."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(0, np.uint8)  # the old before the new, not both
+            self._memory = np.empty(nbytes, np.uint8)
+        self._used = 0
+
+    def copy(self, x: Array, begin: int, end: int) -> Array:
+        """A copy of elements `begin` to `end` of the flat array."""
+        count = end - begin
+        nbytes = count * x.itemsize
+        out = self._memory[self._used : self._used + nbytes].view(x.dtype)
+        self._used += room(nbytes)
+        if count:
+            part = arrays.contiguous(x).reshape(-1)[begin:end]
+            if isinstance(part, np.ndarray):
+                out[...] = part
+            else:
+                part.get(out=out)
+        return out
+
+
+def room(nbytes: int) -> int:
+    """`nbytes`, rounded up."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+class Piece(NamedTuple):
+    """What is written as one array of the file."""
+
+    name: str
+    array: Array
+    place: list[int]
+    """[number, begin, end] of a slice of a shared array, or [number] of an own one."""
+
+
+class Job(NamedTuple):
+    """All that is needed to write this rank's part."""
+
+    step: int
+    tree: Json
+    shared: list[list[Any]]
+    """The dtype and the shape of every shared array."""
+    own: dict[str, Json]
+    """This rank's own trees, and the dtypes and shapes of its arrays."""
+    pieces: list[Piece]
+    behind: list[Array]
+    """This rank's copy of what the rank behind writes of the shared arrays: it must be the same."""
+
+
+def digest(packed: Packed) -> str:
+    """A hash of all that must be the same on all ranks, but for the contents of arrays."""
+    text = json.dumps([packed.tree, _kinds(packed.shared)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) -> Job:
+    """Copy what this rank writes, and what it checks of another rank's, to the host."""
+    slices = slices_of([(leaf.array.size, leaf.array.itemsize) for leaf in packed.shared], ranks)
+    mine = [(packed.shared[each.array], each) for each in slices[rank]]
+    behind = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
+    shared = [room((s.end - s.begin) * leaf.array.itemsize) for leaf, s in [*mine, *behind]]
+    staging.begin(sum(shared) + sum(room(leaf.array.nbytes) for leaf in packed.own))
+    pieces = []
+    for (path, x), (number, begin, end) in mine:
+        copied, name = staging.copy(x, begin, end), path
+        if end - begin == x.size:
+            copied = copied.reshape(x.shape)
+        else:
+            name += f"[{begin}:{end}]"
+        pieces.append(Piece(name, copied, [number, begin, end]))
+    for number, (path, x) in enumerate(packed.own):
+        pieces.append(Piece(f"own {path}", staging.copy(x, 0, x.size).reshape(x.shape), [number]))
+    return Job(
+        step,
+        packed.tree,
+        _kinds(packed.shared),
+        {"trees": packed.own_trees, "arrays": _kinds(packed.own)},
+        pieces,
+        [staging.copy(leaf.array, each.begin, each.end) for leaf, each in behind],
+    )
+
+
+def _kinds(leaves: list[Leaf]) -> list[list[Any]]:
+    return [[arrays.dtype_name(leaf.array.dtype), list(leaf.array.shape)] for leaf in leaves]
+
+
+class Part(NamedTuple):
+    """What a rank tells of the file that it wrote."""
+
+    file: dict[str, Json]
+    """Its entry in the manifest."""
+    own: dict[str, Json]
+    crcs: list[int]
+    """Of the slices of shared arrays that it wrote."""
+    crcs_behind: list[int]
+    """Of the same slices as the rank behind has written."""
+    names: list[str]
+
+
+def write(folder: Path, job: Job, rank: int, progress: Callable[[], None]) -> Part:
+    """Write this rank's file.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    named = [(piece.name, piece.array) for piece in job.pieces]
+    written = tensorfile.write(folder / file_name(rank), named, progress)
+    shared, own = [], []
+    for piece, (offset, crc) in zip(job.pieces, written.places, strict=True):
+        (own if len(piece.place) == 1 else shared).append([*piece.place, offset, crc])
+    crcs_behind = []
+    for x in job.behind:
+        crcs_behind.append(tensorfile.checksum(x))
+        progress()
+    file = {"bytes": written.nbytes, "head": [written.head, written.head_crc], "shared": shared, "own": own}
+    names = [piece.name for piece in job.pieces if len(piece.place) == 3]
+    return Part(file, job.own, [row[-1] for row in shared], crcs_behind, names)
+
+
+def misfit(parts: list[Part]) -> str | None:
+    """In what two ranks' shared arrays differ, if each rank's copy of the slices of the rank behind tells."""
+    for rank, part in enumerate(parts):
+        behind = parts[rank - 1]
+        for name, crc, theirs in zip(behind.names, part.crcs_behind, behind.crcs, strict=False):
+            if crc != theirs:
+                return (
+                    f"{name} differs between rank {(rank - 1) % len(parts)} and rank {rank}; put what belongs to "
+                    "a rank in Own(...), or make the ranks equal first"
+                )
+    return None

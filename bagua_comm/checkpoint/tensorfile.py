@@ -1,0 +1,147 @@
+"""Files of arrays in the safetensors format, written and read piece by piece, with a CRC-32 of every array.
+
+    8 bytes     length n of the header, little endian
+    n bytes     JSON: {name: {"dtype": "F32", "shape": [...], "data_offsets": [begin, end]}, ...}
+    the rest    the arrays, without gaps; offsets count from here
+
+The format: https://github.com/huggingface/safetensors. Complex numbers are written as pairs of real ones. CRC-32
+finds damage; it does not protect from forgery.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from .. import arrays
+from ..arrays import Array
+from ..errors import CheckpointError
+
+STRETCH = 4 << 20
+"""How many bytes are written or read at a time."""
+
+_FORMAT_NAMES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "F32",
+    "complex128": "F64",
+}
+
+
+class Written(NamedTuple):
+    """What is known of a file that was written."""
+
+    nbytes: int
+    head: int
+    """The length of everything before the arrays."""
+    head_crc: int
+    places: list[tuple[int, int]]
+    """Of every array: its offset in the file, and its CRC-32."""
+
+
+def write(path: Path, named: Sequence[tuple[str, Array]], progress: Callable[[], None]) -> Written:
+    """Write contiguous NumPy arrays to a new file, and wait until they are on the disk.
+
+    Args:
+        path: The file, which must not exist.
+        named: The arrays, with names that differ. Those of larger elements come first in the file, so that all
+            are aligned.
+        progress: Called after every stretch.
+
+    Raises:
+        OSError: The file cannot be written; for instance, the disk is full.
+    """
+    order = sorted(range(len(named)), key=lambda n: -named[n][1].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "bagua_comm"}}
+    offsets, end = [0] * len(named), 0
+    for n in order:
+        name, x = named[n]
+        offsets[n], begin, end = end, end, end + x.nbytes
+        shape = [*x.shape, 2] if x.dtype.kind == "c" else list(x.shape)
+        kind = _FORMAT_NAMES[arrays.dtype_name(x.dtype)]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    crcs = [0] * len(named)
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
+    with open(number, "wb", buffering=0) as file:
+        _write_all(file, memoryview(head))
+        for n in order:
+            data = memoryview(arrays.as_bytes(named[n][1]))
+            for start in range(0, len(data), STRETCH):
+                stretch = data[start : start + STRETCH]
+                crcs[n] = zlib.crc32(stretch, crcs[n])
+                _write_all(file, stretch)
+                progress()
+        os.fsync(file.fileno())
+    places = [(len(head) + offset, crc) for offset, crc in zip(offsets, crcs, strict=True)]
+    return Written(len(head) + end, len(head), zlib.crc32(head), places)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
+    """Open a file, if its size and its header are what was written.
+
+    Raises:
+        CheckpointError: They are not, or there is no such file.
+    """
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
+    except OSError as exc:
+        raise CheckpointError(f"{path.name} cannot be opened: {exc}") from exc
+    try:
+        found = os.fstat(file.fileno()).st_size
+        if found != nbytes:
+            raise CheckpointError(f"{path.name} has {found} bytes, expected {nbytes}: it is truncated or foreign")
+        if head > nbytes or zlib.crc32(file.read(head)) != head_crc:
+            raise CheckpointError(f"the header of {path.name} is damaged")
+    except BaseException:
+        file.close()
+        raise
+    return file  # type: ignore[return-value]
+
+
+def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str) -> None:
+    """Fill a contiguous NumPy array from a place in a file.
+
+    Raises:
+        CheckpointError: The bytes are not those that were written; the message names `what`.
+    """
+    file.seek(offset)
+    data, found = memoryview(arrays.as_bytes(out)), 0
+    for start in range(0, len(data), STRETCH):
+        stretch = data[start : start + STRETCH]
+        filled = 0
+        while filled < len(stretch):
+            count = file.readinto(stretch[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(f"{what} is truncated")
+            filled += count
+        found = zlib.crc32(stretch, found)
+    if found != crc:
+        raise CheckpointError(f"{what} is damaged: its checksum is {found:08x}, expected {crc:08x}")
+
+
+def checksum(x: Array) -> int:
+    """The CRC-32 of a contiguous NumPy array."""
+    return zlib.crc32(memoryview(arrays.as_bytes(x)))
