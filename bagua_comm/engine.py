@@ -273,7 +273,7 @@ class Engine:
         return self._comm.rank, self._comm.size
 
     def reshape_rules(self) -> dict[str, dict[str, str | None]]:
-        """What becomes of what `state_dict` holds on another number of ranks, by tensor and path: see `rules_of`."""
+        """What becomes of the state on another number of ranks, by tensor and path: see `rules_of`."""
         pairs = zip(self.buckets, self.states, strict=True)
         return {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
 

@@ -2,12 +2,14 @@
 
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
+from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
 
 __all__ = [
+    "Checkpoints",
     "DistributedDataParallel",
     "ProcessGroupTransport",
     "QAdamOptimizer",

@@ -15,6 +15,7 @@ Beside these files, `contents` has the parts of the module that all ranks share,
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ from bagua_comm import (
 from bagua_comm.algorithms.base import phases_of
 from bagua_comm.algorithms.checkpoints import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
+from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
 
 from . import checks
@@ -419,6 +421,41 @@ class DistributedDataParallel(nn.Module):
         if self.algorithm != mine:
             self.replan(algorithm=mine)
         self._steps.forget()
+
+    def tree_of_engine(self) -> dict[str, Any] | None:
+        """What the algorithm keeps, for `bagua_torch.Checkpoints`: a tree that loads on any number of ranks.
+
+        None if it keeps nothing. What was exchanged is written back to the weights first.
+        """
+        self._steps.complete()
+        self.engine.settle()
+        keeps_none = self.tuner is None and not self._keeps_state()
+        return None if keeps_none else tree_of_engine(self.engine)
+
+    def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
+        """Go on from the module's state dict and what `tree_of_engine` gave, also on another number of ranks.
+
+        Collective.
+
+        Raises:
+            ArrayError: What the algorithm keeps was not saved, or was saved with another algorithm.
+        """
+        if engine is None:
+            if self.tuner is None and self._keeps_state():
+                raise ArrayError(
+                    f"load: the training that was saved had an algorithm that keeps nothing, but {self.algorithm} "
+                    "keeps state; to begin with the saved weights alone, load them into `.module`"
+                )
+            prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
+            self.load_state_dict(prefixed, strict=self.tuner is None)
+            return
+        self.module.load_state_dict(module)
+        self.set_extra_state(state_of_tree(self.engine, engine))  # replicas are made from the weights
+
+    @property
+    def ignored(self) -> set[str]:
+        """Names of the parameters and buffers that stay this rank's own."""
+        return self._contents.ignored
 
     def _keeps_state(self) -> bool:
         """Whether a checkpoint must hold more than the module: values, or a number of steps that matters."""

@@ -26,8 +26,9 @@ T = TypeVar("T")
 BEAT_S = 1.0
 """While files are written, ranks tell each other this often how far they are."""
 
+_MARK_IT = "put what belongs to a rank in Own(...)"
 _GIVEN_UP = "another rank has failed"
-_RUNNING, _WRITTEN, _FAILED = range(3)
+_RUNNING, _DONE, _FAILED = range(3)
 _ERRORS = {error.__name__: error for error in (ArrayError, UnsupportedError, CheckpointError)}
 
 
@@ -102,7 +103,7 @@ class Checkpoints:
         self._stall_s = stall_s
         self._files = Folder(self.folder)
         self._staging = Staging()
-        self._writer = ThreadPoolExecutor(1, "checkpoints")
+        self._worker = ThreadPoolExecutor(1, "checkpoints")
         self._saving: tuple[int, Future[str | None]] | None = None
         """The step of the save under way, and what will be wrong with it."""
 
@@ -180,27 +181,25 @@ class Checkpoints:
                     return CommMismatch(
                         f"save: ranks have different trees: {what}; put what belongs to a rank in Own(...)"
                     )
-        return CommMismatch("save: ranks have different trees; put what belongs to a rank in Own(...)")
+        return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
     def _write(self, job: Job) -> str | None:
         """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
-        files, rank = self._files, self._comm.rank
+        files, comm = self._files, self._comm
         problem = self._on_root(lambda: files.begin(job.step))[1]
         if problem is not None:
             return problem
-        progress = _Progress()
-        write = self._writer.submit(saving.write, files.unfinished(job.step), job, rank, progress.note)
-        part, problem = self._finish(write, progress)
-        rows = self._comm.allgather_object((part, problem))
+        folder = files.unfinished(job.step)
+        part, problem = self._beside(lambda note: saving.write(folder, job, comm.rank, note))
+        rows = comm.allgather_object((part, problem))
+        problem = _first_problem([problem for _, problem in rows])
         parts = [part for part, _ in rows if part is not None]
-        failed = [
-            (text == _GIVEN_UP, f"rank {r}: {text}") for r, (_, text) in enumerate(rows) if text is not None
-        ]
-        problem = min(failed, key=lambda each: each[0])[1] if failed else None
         if problem is None:
             problem = saving.misfit(parts)
 
-        def end() -> None:
+        def end(_: Callable[[], None]) -> None:
+            if comm.rank != 0:
+                return
             if problem is not None:
                 files.drop(job.step)
                 return
@@ -208,7 +207,7 @@ class Checkpoints:
             manifest = {
                 "format": FORMAT,
                 "version": VERSION,
-                "world": self._comm.size,
+                "world": comm.size,
                 "step": job.step,
                 "files": [part.file for part in parts],
                 "plan": plan,
@@ -217,32 +216,38 @@ class Checkpoints:
             if self.keep is not None:
                 files.prune(self.keep)
 
-        ended = self._on_root(end)[1]
-        return problem if ended is None else ended
+        ended = comm.broadcast_object(self._beside(end)[1], root=0)
+        return problem or ended
 
-    def _finish(self, write: Future[Part], progress: _Progress) -> tuple[Part | None, str | None]:
-        """Wait until all ranks have written, or failed to. Collective.
+    def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
+        """What `body` returns, or what went wrong, when all ranks' bodies have ended or one has failed. Collective.
 
-        However long that takes, no call between the ranks lasts much longer than a beat.
+        It runs on the thread that reads and writes. However long it takes, no call between the ranks lasts much
+        longer than a beat, so none runs into its timeout.
+
+        Args:
+            body: Called with a function that it calls after every stretch.
         """
+        progress = _Progress()
+        work = self._worker.submit(body, progress.note)
         beat_s = min(BEAT_S, self._comm.timeout_s / 4)
         states = np.full(self._comm.size, _RUNNING)
         state = _RUNNING
         while (states == _RUNNING).any():
             if state == _RUNNING:
-                wait([write], timeout=beat_s)
-                if write.done():
-                    state = _WRITTEN if write.exception() is None else _FAILED
+                wait([work], timeout=beat_s)
+                if work.done():
+                    state = _DONE if work.exception() is None else _FAILED
                 elif progress.idle_s() > self._stall_s:
                     state = _FAILED
             else:
                 time.sleep(beat_s / 20)  # for the others
             self._comm.allgather(np.array(state), states)
             progress.given_up = bool((states == _FAILED).any())
-        if not write.done():
-            return None, f"nothing was written for {self._stall_s:g} s"
-        error = write.exception()
-        return (write.result(), None) if error is None else (None, _text_of(error))
+        if not work.done():
+            return None, f"the disk has not answered for {self._stall_s:g} s"
+        error = work.exception()
+        return (work.result(), None) if error is None else (None, _text_of(error))
 
     # Loading ----------------------------------------------------------------------------------------
 
@@ -296,7 +301,7 @@ class Checkpoints:
             tree: Any = None
             if problem is None:
                 try:
-                    ((tree,),) = [self._read(found, manifest)]
+                    (tree,) = self._read(found, manifest)
                 except CheckpointError as exc:
                     problem = str(exc)
             if problem is None:
@@ -313,16 +318,17 @@ class Checkpoints:
 
     def _read(self, found: Found, manifest: dict[str, Any]) -> tuple[Any]:
         """The tree, in a tuple; an error of one rank on all. Collective."""
-        comm, problem, tree = self._comm, None, None
-        try:
-            with Reader(found.path, manifest, comm.rank, comm.size, self._from_array) as reader:
-                tree = reader.read()
-        except Exception as exc:
-            problem = _text_of(exc)
-        for rank, text in enumerate(comm.allgather_object(problem)):
-            if text is not None:
-                raise CheckpointError(f"rank {rank}: {text}")
-        return (tree,)
+        comm = self._comm
+
+        def read(note: Callable[[], None]) -> tuple[Any]:
+            with Reader(found.path, manifest, comm.rank, comm.size, self._from_array, note) as reader:
+                return (reader.read(),)
+
+        tree, problem = self._beside(read)
+        problem = _first_problem(comm.allgather_object(problem))
+        if tree is None or problem is not None:
+            raise CheckpointError(problem)
+        return tree
 
     def _candidates(self) -> list[Found]:
         """All that look complete, as rank 0 sees them. Collective."""
@@ -375,7 +381,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._closed = True
-            self._writer.shutdown(wait=False)
+            self._worker.shutdown(wait=False)
             self._files.close()
             self._lane.close()
 
@@ -392,7 +398,7 @@ class Checkpoints:
             self.close()
             return
         self._closed = True  # other ranks may never come: what is under way ends by itself
-        self._writer.shutdown(wait=False)
+        self._worker.shutdown(wait=False)
         with contextlib.suppress(BaguaError):
             self._lane.__exit__(kind, error, traceback)
 
@@ -412,6 +418,14 @@ class _Progress:
 
     def idle_s(self) -> float:
         return time.monotonic() - self._moved_s
+
+
+def _first_problem(problems: list[str | None]) -> str | None:
+    """The first rank's, with its number; what ranks say that gave up because of another one counts last."""
+    failed = [
+        (text == _GIVEN_UP, f"rank {rank}: {text}") for rank, text in enumerate(problems) if text is not None
+    ]
+    return min(failed, key=lambda each: each[0])[1] if failed else None
 
 
 def _checked(folder: object, keep: object, stall_s: object) -> tuple[str, object, object]:

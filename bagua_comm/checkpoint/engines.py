@@ -1,4 +1,4 @@
-"""What an engine's algorithm keeps, as a tree for `Checkpoints.save` that loads on another number of ranks as well.
+"""What an engine's algorithm keeps, as a tree for `Checkpoints.save` that loads on any number of ranks.
 
 Arrays that are alike on all ranks are shared. Residuals of error feedback come to another number of ranks as
 their mean, because the mean over the ranks is what later averages make up for. Replicas of weights are made anew

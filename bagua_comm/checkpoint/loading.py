@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -31,11 +31,19 @@ class Reader:
         rank: This rank.
         ranks: Number of ranks that load it.
         from_array: See `trees.FromArray`.
+        note: Called after every stretch that was read.
     """
 
     def __init__(
-        self, path: Path, manifest: dict[str, Any], rank: int, ranks: int, from_array: FromArray
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        rank: int,
+        ranks: int,
+        from_array: FromArray,
+        note: Callable[[], None],
     ) -> None:
+        self._note = note
         self._path, self._manifest, self._from_array = path, manifest, from_array
         self._rank, self._ranks = rank, ranks
         self._world: int = manifest["world"]
@@ -77,7 +85,7 @@ class Reader:
             if begin != reached:
                 break
             what = f"an array in {file_name(rank)}"
-            tensorfile.read_into(self._file(rank), offset, flat[begin:end], crc, what)
+            tensorfile.read_into(self._file(rank), offset, flat[begin:end], crc, what, self._note)
             reached = end
         if reached != flat.size or not self._slices[number]:
             raise CheckpointError(f"an array of {flat.size} elements ends after {reached}")
@@ -87,7 +95,7 @@ class Reader:
         out = _empty(self._manifest["plan"]["own"][rank]["arrays"][number])
         ((_, offset, crc),) = (row for row in self._manifest["files"][rank]["own"] if row[0] == number)
         what = f"an array in {file_name(rank)}"
-        tensorfile.read_into(self._file(rank), offset, out, crc, what)
+        tensorfile.read_into(self._file(rank), offset, out, crc, what, self._note)
         return out
 
     def _file(self, rank: int) -> BinaryIO:

@@ -127,21 +127,21 @@ class Part(NamedTuple):
     names: list[str]
 
 
-def write(folder: Path, job: Job, rank: int, progress: Callable[[], None]) -> Part:
+def write(folder: Path, job: Job, rank: int, note: Callable[[], None]) -> Part:
     """Write this rank's file.
 
     Raises:
         OSError: It cannot be written.
     """
     named = [(piece.name, piece.array) for piece in job.pieces]
-    written = tensorfile.write(folder / file_name(rank), named, progress)
+    written = tensorfile.write(folder / file_name(rank), named, note)
     shared, own = [], []
     for piece, (offset, crc) in zip(job.pieces, written.places, strict=True):
         (own if len(piece.place) == 1 else shared).append([*piece.place, offset, crc])
     crcs_behind = []
     for x in job.behind:
         crcs_behind.append(tensorfile.checksum(x))
-        progress()
+        note()
     file = {"bytes": written.nbytes, "head": [written.head, written.head_crc], "shared": shared, "own": own}
     names = [piece.name for piece in job.pieces if len(piece.place) == 3]
     return Part(file, job.own, [row[-1] for row in shared], crcs_behind, names)

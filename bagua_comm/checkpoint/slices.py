@@ -24,8 +24,8 @@ def slices_of(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]
         sizes: Number of elements and bytes of an element, of every array.
         ranks: Number of ranks.
 
-    >>> slices_of([(100_000, 4), (10, 8)], 2)
-    [[Slice(array=0, begin=0, end=50010)], [Slice(array=0, begin=50010, end=100000), Slice(array=1, begin=0, end=10)]]
+    >>> [[tuple(each) for each in part] for part in slices_of([(100_000, 4), (10, 8)], 2)]
+    [[(0, 0, 50010)], [(0, 50010, 100000), (1, 0, 10)]]
     """
     total = sum(count * itemsize for count, itemsize in sizes)
     cuts = [total * rank // ranks for rank in range(1, ranks)] + [total + 1]

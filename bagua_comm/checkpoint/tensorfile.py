@@ -54,14 +54,14 @@ class Written(NamedTuple):
     """Of every array: its offset in the file, and its CRC-32."""
 
 
-def write(path: Path, named: Sequence[tuple[str, Array]], progress: Callable[[], None]) -> Written:
+def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], None]) -> Written:
     """Write contiguous NumPy arrays to a new file, and wait until they are on the disk.
 
     Args:
         path: The file, which must not exist.
         named: The arrays, with names that differ. Those of larger elements come first in the file, so that all
             are aligned.
-        progress: Called after every stretch.
+        note: Called after every stretch.
 
     Raises:
         OSError: The file cannot be written; for instance, the disk is full.
@@ -88,7 +88,7 @@ def write(path: Path, named: Sequence[tuple[str, Array]], progress: Callable[[],
                 stretch = data[start : start + STRETCH]
                 crcs[n] = zlib.crc32(stretch, crcs[n])
                 _write_all(file, stretch)
-                progress()
+                note()
         os.fsync(file.fileno())
     places = [(len(head) + offset, crc) for offset, crc in zip(offsets, crcs, strict=True)]
     return Written(len(head) + end, len(head), zlib.crc32(head), places)
@@ -121,7 +121,7 @@ def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
     return file  # type: ignore[return-value]
 
 
-def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str) -> None:
+def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str, note: Callable[[], None]) -> None:
     """Fill a contiguous NumPy array from a place in a file.
 
     Raises:
@@ -138,6 +138,7 @@ def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str) -> N
                 raise CheckpointError(f"{what} is truncated")
             filled += count
         found = zlib.crc32(stretch, found)
+        note()
     if found != crc:
         raise CheckpointError(f"{what} is damaged: its checksum is {found:08x}, expected {crc:08x}")
 
