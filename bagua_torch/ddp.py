@@ -443,8 +443,8 @@ class DistributedDataParallel(nn.Module):
         if engine is None:
             if self.tuner is None and self._keeps_state():
                 raise ArrayError(
-                    f"load: the training that was saved had an algorithm that keeps nothing, but {self.algorithm} "
-                    "keeps state; to begin with the saved weights alone, load them into `.module`"
+                    "load: the training that was saved had an algorithm that keeps nothing, but "
+                    f"{self.algorithm} keeps state; to begin with the saved weights alone, load into `.module`"
                 )
             prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
             self.load_state_dict(prefixed, strict=self.tuner is None)

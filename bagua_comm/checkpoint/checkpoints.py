@@ -18,7 +18,7 @@ from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, Unsu
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
-from .saving import Job, Part, Staging
+from .saving import Job, Staging
 from .trees import Packed
 
 T = TypeVar("T")
@@ -220,10 +220,10 @@ class Checkpoints:
         return problem or ended
 
     def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
-        """What `body` returns, or what went wrong, when all ranks' bodies have ended or one has failed. Collective.
+        """What `body` returns, or what went wrong, when it has ended on all ranks.
 
-        It runs on the thread that reads and writes. However long it takes, no call between the ranks lasts much
-        longer than a beat, so none runs into its timeout.
+        Collective. It runs on the thread that reads and writes. However long it takes, no call between the ranks
+        lasts much longer than a beat, so none runs into its timeout.
 
         Args:
             body: Called with a function that it calls after every stretch.

@@ -135,7 +135,8 @@ def write(folder: Path, job: Job, rank: int, note: Callable[[], None]) -> Part:
     """
     named = [(piece.name, piece.array) for piece in job.pieces]
     written = tensorfile.write(folder / file_name(rank), named, note)
-    shared, own = [], []
+    shared: list[Json] = []
+    own: list[Json] = []
     for piece, (offset, crc) in zip(job.pieces, written.places, strict=True):
         (own if len(piece.place) == 1 else shared).append([*piece.place, offset, crc])
     crcs_behind = []

@@ -118,7 +118,7 @@ def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
     except BaseException:
         file.close()
         raise
-    return file  # type: ignore[return-value]
+    return file
 
 
 def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str, note: Callable[[], None]) -> None:
