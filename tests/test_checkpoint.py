@@ -329,7 +329,7 @@ def test_trees_that_differ_are_refused(tmp_path, tree, message):
                 checkpoints.save(1, tree(comm.rank))
             with pytest.raises(CommMismatch, match="step is 3 on rank 0 and 4 on rank 1"):
                 checkpoints.save(3 + comm.rank, 0)
-            checkpoints.save(1, Own(tree(comm.rank)))
+            checkpoints.save(1, {"mine": Own(comm.rank)})
 
     run_ranks(2, body)
     assert steps_in(tmp_path) == ["step-1"]
@@ -653,7 +653,8 @@ def trained(comm, algorithm, steps, folder=None, *, start=0, seed=0):
     payload = algorithm.payload
     weight = np.random.default_rng(seed).standard_normal(600).astype(np.float32)
     grad = np.zeros_like(weight)
-    plan = Plan.pack([TensorSpec("a", 200, "float32"), TensorSpec("b", 400, "float32")], 10**6, comm.size)
+    specs = [TensorSpec("a", (200,), "float32"), TensorSpec("b", (20, 20), "float32")]
+    plan = Plan.pack(specs, alignment=comm.size)
     flat = np.zeros(plan.buckets[0].size, np.float32)
     flat[:600] = weight if payload == "weight" else 0
     means = np.zeros(600)
@@ -779,10 +780,7 @@ def kill_again_and_again(folder, times, seed):
             victim.send_signal(signal.SIGKILL)
             lines = victim.communicate(timeout=30)[0].split()
         reached = max([reached, *map(int, lines)])
-        if not steps_in(folder / "checkpoints") or (
-            reached == 0 and steps_in(folder / "checkpoints") == ["step-1.tmp"]
-        ):
-            assert reached == 0
+        if reached == 0 and set(steps_in(folder / "checkpoints")) <= {"step-1.tmp"}:
             continue
         loaded = load(folder / "checkpoints")
         step = loaded[0].step
@@ -794,7 +792,7 @@ def kill_again_and_again(folder, times, seed):
 
 
 def test_a_program_that_is_killed_leaves_the_last_complete_checkpoint_or_the_next(tmp_path):
-    assert kill_again_and_again(tmp_path, 4, seed=1) > 0
+    assert kill_again_and_again(tmp_path, 2, seed=1) > 0
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from .trees import Packed
 
 T = TypeVar("T")
 
-BEAT_S = 1.0
+BEAT_S = 0.25
 """While files are written, ranks tell each other this often how far they are."""
 
 _MARK_IT = "put what belongs to a rank in Own(...)"

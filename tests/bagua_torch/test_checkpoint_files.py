@@ -1,0 +1,437 @@
+"""Checkpoints in files: a training that goes on as if nothing had been, also on another number of ranks."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from support.own_algorithms import Plain
+from support.torch_training import (
+    ALGORITHMS,
+    ASYNC_ALGORITHMS,
+    QADAM,
+    WEIGHT_ALGORITHMS,
+    assert_same_on_all_ranks,
+    batch,
+    filled,
+    loss_of,
+    make_model,
+    optimizer_for,
+    weights,
+)
+from torch import nn
+
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    CheckpointError,
+    ErrorFeedback,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    Own,
+    UnsupportedError,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import Checkpoints, DistributedDataParallel
+
+REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
+FEEDBACK = GradientAllReduce(ErrorFeedback())
+RING = LowPrecisionDecentralized()
+STEPS = 8
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def adam(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+
+
+class Training:
+    """One rank's model, optimizer, scheduler and wrapper."""
+
+    def __init__(self, comm, algorithm=None, make=None, *, seed=0, **settings):
+        self.comm = comm
+        self.model = nn.Sequential(nn.BatchNorm1d(4), make_model(seed))
+        parameters = self.model.parameters()
+        self.optimizer = optimizer_for(algorithm, parameters) if make is None else make(parameters)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 5], gamma=0.5)
+        self.ddp = DistributedDataParallel(
+            self.model, self.optimizer, algorithm, comm=comm, bucket_bytes=200, **settings
+        )
+
+    def run(self, first, last, data=lambda comm, step: batch(comm.rank, step)):
+        for step in range(first, last):
+            self.optimizer.zero_grad()
+            loss_of(self.ddp, data(self.comm, step)).backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    @property
+    def objects(self):
+        return {"scheduler": self.scheduler, "model": self.ddp, "optimizer": self.optimizer}
+
+    def close(self):
+        """The final weights and buffers."""
+        self.ddp.close()
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def saved(folder, ranks, algorithm=None, *, start=None, at=4, make=None, ignored=(), **settings):
+    """Train to step `at`, from a checkpoint if `start` is given, and save; returns what `body` found."""
+
+    def body(comm):
+        training = Training(comm, algorithm, make, seed=0 if start is None else comm.rank + 1, **settings)
+        with Checkpoints(folder, comm) as checkpoints:
+            if start is not None:
+                assert checkpoints.load(start, **training.objects).step == start
+            before = weights(training.model), residuals(training.ddp)
+            training.run(start or 0, at)
+            checkpoints.save(at, **training.objects)
+            after = weights(training.model), residuals(training.ddp)
+            training.run(at, at + 2)  # leaves what was saved as it is
+        training.close()
+        return before, after
+
+    return run_ranks(ranks, body, timeout_s=10)
+
+
+def residuals(ddp):
+    """The residuals of all buckets, one behind the other; None where there are none."""
+    found = [getattr(getattr(state, "average", state), "residual", None) for state in ddp.engine.states]
+    return None if any(x is None for x in found) else np.concatenate([x.copy() for x in found])
+
+
+def assert_restarts(folder, ranks, algorithm, make=None):
+    def through(comm):
+        training = Training(comm, algorithm, make)
+        training.run(0, STEPS)
+        return training.close()
+
+    def restarted(comm):
+        training = Training(comm, algorithm, make, seed=1 + comm.rank)
+        with Checkpoints(folder, comm) as checkpoints:
+            assert checkpoints.latest() == 4
+            checkpoints.load(**training.objects)
+        training.run(4, STEPS)
+        return training.close()
+
+    expected = run_ranks(ranks, through, timeout_s=10)
+    saved(folder, ranks, algorithm, make=make)
+    for rank, actual in enumerate(run_ranks(ranks, restarted, timeout_s=10)):
+        for name, value in expected[rank].items():
+            assert torch.equal(actual[name], value), f"{name} of rank {rank}"
+
+
+# Restarts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_restart_changes_nothing(tmp_path, ranks, algorithm):
+    assert_restarts(tmp_path, ranks, algorithm)
+
+
+@pytest.mark.parametrize("make", [pytest.param(sgd, marks=pytest.mark.slow), adam])
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), FEEDBACK, RING], ids=repr)
+def test_a_restart_with_other_optimizers(tmp_path, algorithm, make):
+    assert_restarts(tmp_path, 2, algorithm, make)
+
+
+def test_an_asynchronous_training_goes_on(tmp_path):
+    algorithm = AsyncModelAverage(interval_s=0)
+    saved(tmp_path, 2, algorithm)
+    for (loaded, _), _ in saved(tmp_path, 3, algorithm, start=4, at=6):
+        assert loaded.isfinite().all()
+
+
+# Other numbers of ranks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [None, QADAM], ids=repr)
+def test_what_is_alike_goes_on_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
+    written = saved(tmp_path, 4, algorithm)
+    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
+        before = written[0][1][0]
+        written = saved(tmp_path, ranks, algorithm, start=start, at=at)
+        for (loaded, _), _ in written:
+            assert torch.equal(loaded, before)
+
+
+def test_the_same_batches_train_the_same_on_another_number_of_ranks(tmp_path):
+    """All ranks see the same data, so that the number of ranks does not matter: neither must the restart."""
+
+    def same(comm, step):
+        return batch(0, step)
+
+    def body(comm, first, last):
+        training = Training(comm, seed=comm.rank)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            if first:
+                checkpoints.load(**training.objects)
+            training.run(first, last, same)
+            checkpoints.save(last, **training.objects)
+        return training.close()
+
+    (expected,) = run_ranks(1, lambda comm: body(comm, 0, STEPS))
+    for ranks, first, last in ((4, 0, 3), (2, 3, 5), (8, 5, STEPS)):
+        found = run_ranks(ranks, lambda comm, first=first, last=last: body(comm, first, last))
+    for actual in found:
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_of_residuals_stays_from_4_to_3_to_8_ranks(tmp_path):
+    written = saved(tmp_path, 4, FEEDBACK)
+    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
+        mean = np.mean([residual for _, (_, residual) in written], axis=0, dtype=np.float64)
+        assert np.abs(mean).max() > 1e-6
+        kept = written[0][1][0]
+        written = saved(tmp_path, ranks, FEEDBACK, start=start, at=at)
+        for (loaded, residual), _ in written:
+            assert torch.equal(loaded, kept)
+            # Buckets are padded for the number of ranks; the padding is zero.
+            assert np.abs(residual).sum() == pytest.approx(np.abs(mean).sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        RING,
+        *(pytest.param(a, marks=pytest.mark.slow) for a in (LowPrecisionOnePeer(), *WEIGHT_ALGORITHMS[-3:-1])),
+    ],
+    ids=repr,
+)
+def test_weights_that_differ_become_their_mean_and_replicas_are_made_anew(tmp_path, algorithm):
+    written = saved(tmp_path, 4, algorithm)
+    for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
+        mean = torch.stack([after.double() for _, (after, _) in written]).mean(0)
+        written = saved(tmp_path, ranks, algorithm, start=start, at=at)
+        for (loaded, _), _ in written:
+            torch.testing.assert_close(loaded.double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_replicas_that_were_made_anew_are_equal_on_the_ranks_that_hold_them(tmp_path):
+    saved(tmp_path, 4, RING)
+
+    def body(comm):
+        training = Training(comm, RING, seed=comm.rank)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.load(**training.objects)
+        training.run(4, 6)
+        training.ddp.engine.settle()
+        states = [(s.weight.copy(), s.left.copy(), s.right.copy()) for s in training.ddp.engine.states]
+        training.close()
+        return states
+
+    found = run_ranks(3, body)
+    for rank, states in enumerate(found):
+        for n, (weight, _, _) in enumerate(states):
+            assert weight.tobytes() == found[rank - 1][n][2].tobytes()
+            assert weight.tobytes() == found[(rank + 1) % 3][n][1].tobytes()
+
+
+@dataclass
+class Mine:
+    secret: np.ndarray = field(default=None)
+
+
+@dataclass(frozen=True)
+class Secretive(Plain):
+    """Keeps an array of which nobody says what it is on another number of ranks."""
+
+    def init(self, bucket, comm):
+        return Mine(np.full(bucket.flat.size, comm.rank, np.float32))
+
+
+def test_what_an_algorithm_keeps_without_a_rule_is_refused_by_name(tmp_path):
+    assert_restarts(tmp_path, 2, Secretive())
+    with pytest.raises(CheckpointError, match=r"\['secret'\] is a rank's own, .* by 2 ranks, but 3 load"):
+        saved(tmp_path, 3, Secretive(), start=4)
+
+
+# What belongs to a rank -----------------------------------------------------------------------------------
+
+
+def test_buffers_are_each_ranks_own_and_rank_0s_on_another_number(tmp_path):
+    def body(comm):
+        training = Training(comm, seed=comm.rank)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            if checkpoints.latest() is None:
+                training.run(0, 3)
+                checkpoints.save(3, **training.objects)
+            else:
+                checkpoints.load(**training.objects)
+        return training.close()["0.running_mean"]
+
+    written = run_ranks(2, body)
+    assert not torch.equal(*written)
+    for mine, theirs in zip(run_ranks(2, body), written, strict=True):
+        assert torch.equal(mine, theirs)
+    for mine in run_ranks(3, body):
+        assert torch.equal(mine, written[0])
+
+
+def test_ignored_parameters_stay_a_ranks_own(tmp_path):
+    def body(comm):
+        model = filled(nn.Linear(4, 2), seed=comm.rank)
+        optimizer = sgd(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, comm=comm, params_and_buffers_to_ignore=["bias"])
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            if checkpoints.latest() is None:
+                loss_of(ddp, batch(comm.rank, 0)).backward()
+                optimizer.step()
+                checkpoints.save(1, model=ddp, optimizer=optimizer)
+            else:
+                checkpoints.load(model=ddp, optimizer=optimizer)
+        ddp.close()
+        return model.bias.detach().clone(), optimizer.state[model.bias]["momentum_buffer"].clone()
+
+    written = run_ranks(2, body)
+    assert not torch.equal(written[0][0], written[1][0])
+    for mine, theirs in zip(run_ranks(2, body), written, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    with pytest.raises(CheckpointError, match=r"\['ignored'\] is a rank's own"):
+        run_ranks(3, body)
+
+
+class Sampler:
+    """Anything with a state dict."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def state_dict(self):
+        return {"epoch": 3, "seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+def test_other_objects_and_values_are_saved_by_their_names(tmp_path):
+    def body(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        plain = nn.Sequential(nn.BatchNorm1d(4))
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(
+                1,
+                sampler=Sampler((5, 6)),
+                own_sampler=Own(Sampler(comm.rank)),
+                scaler=scaler,
+                plain=plain,
+                generator=Own(generator.get_state()),
+                epoch=2,
+                best=float("nan"),
+            )
+            sampler, own_sampler, again = Sampler(0), Sampler(0), nn.Sequential(nn.BatchNorm1d(4))
+            nn.init.ones_(again[0].bias)
+            loaded = checkpoints.load(sampler=sampler, own_sampler=own_sampler, plain=again)
+        assert (sampler.seen, own_sampler.seen) == ((5, 6), comm.rank)
+        assert torch.equal(again[0].bias, plain[0].bias)
+        assert torch.equal(loaded.tree["generator"], generator.get_state())
+        assert (loaded.tree["epoch"], repr(loaded.tree["best"])) == (2, "nan")
+        assert loaded.tree["scaler"] == scaler.state_dict()
+
+    run_ranks(2, body)
+
+
+TENSORS = [
+    *(
+        torch.arange(6).reshape(2, 3).to(kind)
+        for kind in (torch.bfloat16, torch.float16, torch.complex64, torch.bool)
+    ),
+    torch.tensor(1.5),
+    torch.empty(0, 3),
+    torch.arange(12.0).reshape(3, 4).t()[::2],
+    torch.tensor([1 + 2j]).conj(),
+    nn.Parameter(torch.ones(2)),
+]
+
+
+def test_tensors_of_every_kind_come_back(tmp_path):
+    def body(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(0, tensors=TENSORS, array=np.ones(3))
+            loaded = checkpoints.load().tree
+        for mine, theirs in zip(loaded["tensors"], TENSORS, strict=True):
+            assert type(mine) is torch.Tensor
+            assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+            assert torch.equal(mine, theirs)
+        assert type(loaded["array"]) is np.ndarray
+
+    run_ranks(2, body)
+
+
+# What users do wrong --------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused_by_name(tmp_path):
+    def body(comm):
+        training = Training(comm)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            with pytest.raises(ArrayError, match="give it without Own"):
+                checkpoints.save(1, model=Own(training.ddp))
+            with pytest.raises(UnsupportedError, match=r"tree\['hook'\]\['value'\] is a builtins.function"):
+                checkpoints.save(1, hook=lambda: 0)
+            with pytest.raises(UnsupportedError, match=r"tree\['x'\]\['value'\]: tensors of layout"):
+                checkpoints.save(1, x=torch.eye(2).to_sparse())
+            checkpoints.save(1, model=training.ddp, plain=training.model, epoch=1)
+            with pytest.raises(ArrayError, match="has no 'optimiser', only 'model', 'plain', 'epoch'"):
+                checkpoints.load(optimiser=training.optimizer)
+            with pytest.raises(ArrayError, match=r"'epoch' was saved as a plain value, .* go into a SGD"):
+                checkpoints.load(epoch=training.optimizer)
+            with pytest.raises(ArrayError, match=r"'model' was saved as an object's state, .* into a int"):
+                checkpoints.load(model=3)
+            with pytest.raises(ArrayError, match="'plain' was saved from a plain module"):
+                checkpoints.load(plain=training.ddp)
+            with pytest.raises(RuntimeError, match=r"size mismatch|Missing key"):
+                checkpoints.load(model=nn.Linear(4, 3))
+            other = nn.Sequential(nn.BatchNorm1d(4), make_model(3))
+            checkpoints.load(model=other)
+            assert torch.equal(weights(other), weights(training.model))
+        training.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("first", "then"), [(GradientAllReduce(), RING), (RING, GradientAllReduce())], ids=repr)
+def test_another_algorithm_is_refused_but_the_weights_load_alone(tmp_path, first, then):
+    saved(tmp_path, 2, first)
+
+    def body(comm):
+        training = Training(comm, then)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            with pytest.raises(ArrayError, match=r"keeps state; to begin with|but the algorithm is"):
+                checkpoints.load(model=training.ddp)
+            checkpoints.load(model=training.model)
+        training.run(0, 2)
+        training.close()
+
+    run_ranks(2, body)
+
+
+def test_plain_models_that_differ_are_noticed(tmp_path):
+    def body(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, model=make_model(comm.rank))
+            with pytest.raises(CheckpointError, match=r"\['\d.\w+'\] differs between rank . and rank ."):
+                checkpoints.wait()
+
+    run_ranks(2, body)
+
+
+def test_ranks_that_train_alike_stay_alike(tmp_path):
+    saved(tmp_path, 3)
+
+    def body(comm):
+        training = Training(comm, seed=comm.rank)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.load(**training.objects)
+        training.run(4, 6)
+        assert_same_on_all_ranks(comm, training.model[1])
+        training.close()
+
+    run_ranks(4, body)
