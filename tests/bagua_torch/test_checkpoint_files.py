@@ -41,6 +41,13 @@ RING = LowPrecisionDecentralized()
 STEPS = 8
 
 
+def slow(*cases):
+    """Cases that the default run leaves out."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases
+    ]
+
+
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
@@ -128,14 +135,20 @@ def assert_restarts(folder, ranks, algorithm, make=None):
 # Restarts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("ranks", "algorithm"),
+    [
+        *((3, algorithm) for algorithm in (QADAM, FEEDBACK)),
+        *slow(*((ranks, algorithm) for algorithm in REPEATABLE for ranks in (2, 4))),
+    ],
+    ids=repr,
+)
 def test_a_restart_changes_nothing(tmp_path, ranks, algorithm):
     assert_restarts(tmp_path, ranks, algorithm)
 
 
-@pytest.mark.parametrize("make", [pytest.param(sgd, marks=pytest.mark.slow), adam])
-@pytest.mark.parametrize("algorithm", [GradientAllReduce(), FEEDBACK, RING], ids=repr)
+@pytest.mark.parametrize("make", [*slow(sgd), adam])
+@pytest.mark.parametrize("algorithm", [RING, *slow(GradientAllReduce(), FEEDBACK)], ids=repr)
 def test_a_restart_with_other_optimizers(tmp_path, algorithm, make):
     assert_restarts(tmp_path, 2, algorithm, make)
 
@@ -150,7 +163,7 @@ def test_an_asynchronous_training_goes_on(tmp_path):
 # Other numbers of ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [None, QADAM], ids=repr)
+@pytest.mark.parametrize("algorithm", [QADAM, *slow(None)], ids=repr)
 def test_what_is_alike_goes_on_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
