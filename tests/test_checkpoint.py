@@ -157,6 +157,17 @@ def test_arrays_may_change_as_soon_as_save_returns(tmp_path):
             assert_same(tree, {"x": np.full(300_000, float(step)), "own": np.full(10, rank + 10 * step)})
 
 
+def test_arrays_on_a_device_are_copied_to_the_host(tmp_path, device):
+    import cupy
+
+    x = cupy.asarray(np.arange(200_000, dtype=np.float32).reshape(2, -1))
+    save(tmp_path, lambda rank: {"x": x, "part": x[:, ::3], "own": Own(cupy.full(5, rank))}, ranks=3)
+    for rank, loaded in enumerate(load(tmp_path, ranks=3)):
+        host = np.arange(200_000, dtype=np.float32).reshape(2, -1)
+        expected = {"x": host, "part": np.ascontiguousarray(host[:, ::3]), "own": np.full(5, rank)}
+        assert_same(loaded.tree, expected)
+
+
 # Who writes what ------------------------------------------------------------------------------------------
 
 

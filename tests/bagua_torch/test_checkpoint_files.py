@@ -163,7 +163,8 @@ def test_an_asynchronous_training_goes_on(tmp_path):
 # Other numbers of ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [QADAM, *slow(None)], ids=repr)
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [QADAM, None], ids=repr)
 def test_what_is_alike_goes_on_bit_for_bit_from_4_to_3_to_8_ranks(tmp_path, algorithm):
     written = saved(tmp_path, 4, algorithm)
     for ranks, start, at in ((3, 4, 6), (8, 6, 9)):
