@@ -180,7 +180,7 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
     if isinstance(bare, torch.optim.Optimizer):
         stepped = {id(p) for group in bare.param_groups for p in group["params"]}
         for model in models:
-            ignored = {id(p) for name, p in model.module.named_parameters() if name in model.ignored}
+            ignored = {id(p) for name, p in model.module.named_parameters() if name in model.ignored_names}
             if stepped & ignored:
                 return {"state": Own(state)}
             if stepped & {id(p) for p in model.module.parameters()} and _weights_differ(model):
@@ -215,7 +215,7 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
     weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parts: dict[str, dict[str, Any]] = {"weights": {}, "buffers": {}, "ignored": {}}
     for name, value in state["entries"].items():
-        part = "ignored" if name in model.ignored else "weights" if name in weights else "buffers"
+        part = "ignored" if name in model.ignored_names else "weights" if name in weights else "buffers"
         parts[part][name] = value
     return {
         "weights": Own(parts["weights"], "mean") if _weights_differ(model) else parts["weights"],

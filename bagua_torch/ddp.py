@@ -453,7 +453,7 @@ class DistributedDataParallel(nn.Module):
         self.set_extra_state(state_of_tree(self.engine, engine))  # replicas are made from the weights
 
     @property
-    def ignored(self) -> set[str]:
+    def ignored_names(self) -> set[str]:
         """Names of the parameters and buffers that stay this rank's own."""
         return self._contents.ignored
 
