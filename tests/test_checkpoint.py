@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launch import run_python
 
 from bagua_comm import (
     ArrayError,
@@ -811,3 +812,32 @@ def test_a_program_that_is_killed_leaves_the_last_complete_checkpoint_or_the_nex
 def test_a_hundred_kills(tmp_path):
     assert kill_again_and_again(tmp_path, 100, seed=2) > 100
     assert len(steps_in(tmp_path / "checkpoints")) <= 4
+
+
+KILLED_RANK = """
+    import os, signal, sys, threading
+    import numpy as np
+    import bagua_comm
+    from bagua_comm import Checkpoints, Own
+
+    with bagua_comm.connect() as comm, Checkpoints(sys.argv[1], comm) as checkpoints:
+        x = np.zeros(300_000)
+        for step in range(1, 10**9):
+            x += 1
+            checkpoints.save(step, {"x": x, "mine": Own([step, comm.rank])})
+            if step == 4 and comm.rank == 1:
+                threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.03, 0.1])
+def test_a_rank_that_is_killed_under_mpirun_leaves_a_complete_checkpoint(tmp_path, delay_s):
+    script = (tmp_path / "killed.py", KILLED_RANK)
+    result = run_python(2, tmp_path / "checkpoints", delay_s, script=script)
+    assert result.returncode != 0
+    loaded = load(tmp_path / "checkpoints")
+    step = loaded[0].step
+    assert step >= 3  # the save of step 4 began when that of step 3 was complete
+    for rank, each in enumerate(loaded):
+        assert_same(each.tree, {"x": np.full(300_000, float(step)), "mine": [step, rank]})
