@@ -30,6 +30,9 @@ ALIKE = {"alike": True}
 """Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
 number of ranks. An array without this mark belongs to its rank."""
 
+CHUNK = {"chunk": True}
+"""Metadata of a state in a state, of whose arrays each rank has another part of the bucket."""
+
 MEAN = {"reshape": "mean"}
 """Metadata of an array that differs between ranks, but of which only the mean over the ranks matters, as of the
 residuals of error feedback: on another number of ranks, each gets the mean."""

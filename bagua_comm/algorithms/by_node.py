@@ -29,6 +29,7 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from ..transports.local import LocalTransport
 from .base import (
+    CHUNK,
     TRANSIENT,
     Algorithm,
     Complete,
@@ -57,7 +58,7 @@ class _Levels(NamedTuple):
 class _Node:
     """What `ByNode` keeps."""
 
-    inner: State
+    inner: State = field(metadata=CHUNK)
     chunk: Bucket = field(metadata=TRANSIENT)
     """The chunk of this rank: the mean of the node, then what `algorithm` makes of it."""
     result: Array = field(metadata=TRANSIENT)

@@ -190,15 +190,15 @@ def keeps(state: Any) -> bool:
 def save_state(bucket: Bucket, state: Any) -> Saved:
     """Copy what `state` holds for the tensors of `bucket`."""
     saved: Saved = {name: {} for name in bucket.views}
-    for path, _, _, value in _fields_of(state):
+    for path, _, _, value, whole in _fields_of(state):
         if value is None:
             continue
         if not hasattr(value, "dtype"):
             pieces = dict.fromkeys(saved, value)
-        elif value.shape[-1:] == bucket.flat.shape:
+        elif value.shape[-1:] == bucket.flat.shape and not whole:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
         else:
-            saved[next(iter(saved))][path + _WHOLE] = _layout(bucket.spec)
+            saved[next(iter(saved))][path + WHOLE] = _layout(bucket.spec)
             pieces = {next(iter(saved)): value.copy()}
         for name, piece in pieces.items():
             saved[name][path] = piece
@@ -214,8 +214,8 @@ def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[Bucket
     layouts = [_layout(spec) for spec in specs]
     for tensor, pieces in saved.items():
         for path in pieces:
-            if path.endswith(_WHOLE) and pieces[path] not in layouts:
-                raise _not_movable(path.removesuffix(_WHOLE), tensor)
+            if path.endswith(WHOLE) and pieces[path] not in layouts:
+                raise _not_movable(path.removesuffix(WHOLE), tensor)
 
 
 def _not_movable(path: str, tensor: str) -> ArrayError:
@@ -244,16 +244,17 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
     Raises:
         ArrayError: Something is missing, or does not fit this bucket: a path, a type, a shape or a dtype.
     """
-    fields = {path: value for path, _, _, value in _fields_of(state)}
+    fields = {entry.path: entry.value for entry in _fields_of(state)}
+    whole = {entry.path for entry in _fields_of(state) if entry.whole}
     anew = {path for path, rule in rules_of(state).items() if rule == "anew"}
     for tensor in bucket.views:
-        unknown = [path for path in saved[tensor] if str(path).removesuffix(_WHOLE) not in fields]
+        unknown = [path for path in saved[tensor] if str(path).removesuffix(WHOLE) not in fields]
         if unknown:
             wanted = ", ".join(map(repr, fields)) or "nothing"
             raise ArrayError(f"{tensor!r} has {unknown[0]!r}, expected {wanted}")
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
-        layouts = [saved[t][path + _WHOLE] for t in bucket.views if path + _WHOLE in saved[t]]
+        layouts = [saved[t][path + WHOLE] for t in bucket.views if path + WHOLE in saved[t]]
         if (
             not found and not layouts and (value is None or path in anew)
         ):  # made when it is first used, or by init
@@ -267,7 +268,7 @@ def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any
             _check_number(path, value, {name: found.get(name) for name in bucket.views})
         elif layouts:
             _check_array(path, tensor, found[tensor], value, None if value is bucket.flat else value.shape)
-        elif value.shape[-1:] != bucket.flat.shape:
+        elif value.shape[-1:] != bucket.flat.shape or path in whole:
             raise ArrayError(f"{path!r} is missing from {tensor!r}, expected an array of shape {value.shape}")
         else:
             for spec in bucket.spec.tensors:
@@ -306,12 +307,12 @@ def _a(value: object) -> str:
 
 def own_of(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The paths in `saved` of arrays that belong to the rank that saved them."""
-    alike = {path for path, _, field, _ in _fields_of(state) if field.metadata.get("alike")}
+    alike = {entry.path for entry in _fields_of(state) if entry.field.metadata.get("alike")}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
     return [
         path
         for tensor, path in pieces
-        if hasattr(saved[tensor][path], "dtype") and (path not in alike or path + _WHOLE in saved[tensor])
+        if hasattr(saved[tensor][path], "dtype") and (path not in alike or path + WHOLE in saved[tensor])
     ]
 
 
@@ -322,7 +323,7 @@ def rules_of(state: Any) -> dict[str, str | None]:
     """
     return {
         path: "alike" if field.metadata.get("alike") else field.metadata.get("reshape")
-        for path, _, field, _ in _fields_of(state)
+        for path, _, field, _, _ in _fields_of(state)
     }
 
 
@@ -334,12 +335,12 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
     Raises:
         ArrayError: Something does not fit this bucket.
     """
-    for path, owner, field, value in _fields_of(state):
+    for path, owner, field, value, _ in _fields_of(state):
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
         if not found:
             continue
         tensor, piece = next(iter(found.items()))
-        layout = saved[tensor].get(path + _WHOLE)
+        layout = saved[tensor].get(path + WHOLE)
         if layout is not None and layout != _layout(bucket.spec):
             raise _not_movable(path, tensor)
         if value is None and hasattr(piece, "dtype"):  # it is made when it is first used
@@ -367,7 +368,7 @@ def _moved(piece: Any, like: Array) -> Any:
     return there
 
 
-_WHOLE = " of"
+WHOLE = " of"
 """Suffix of the path under which the layout of its bucket is saved, for an array that stays whole."""
 
 
@@ -375,8 +376,19 @@ def _layout(spec: BucketSpec) -> list[Any]:
     return [spec.size, *(tensor.name for tensor in spec.tensors)]
 
 
-def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.Field[Any], Any]]:
-    """(path, owner, field, value) of everything that a state keeps."""
+class _Entry(NamedTuple):
+    """Something that a state keeps."""
+
+    path: str
+    owner: Any
+    field: dataclasses.Field[Any]
+    value: Any
+    whole: bool
+    """Whether an array belongs to a part of the bucket, whatever its length is; see `CHUNK`."""
+
+
+def _fields_of(state: Any, prefix: str = "", whole: bool = False) -> Iterator[_Entry]:
+    """Everything that a state keeps."""
     settings = getattr(type(state), "__dataclass_params__", None)
     if settings is None or settings.frozen:  # a frozen dataclass holds settings, not state
         return
@@ -385,6 +397,6 @@ def _fields_of(state: Any, prefix: str = "") -> Iterator[tuple[str, Any, datacla
         if field.metadata.get("transient"):
             continue
         if dataclasses.is_dataclass(value):
-            yield from _fields_of(value, f"{path}.")
+            yield from _fields_of(value, f"{path}.", whole or bool(field.metadata.get("chunk")))
         elif value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
-            yield path, state, field, value
+            yield _Entry(path, state, field, value, whole)

@@ -2,7 +2,7 @@
 
 Arrays that are alike on all ranks are shared. Residuals of error feedback come to another number of ranks as
 their mean, because the mean over the ranks is what later averages make up for. Replicas of weights are made anew
-from the weights. What is none of these loads only on as many ranks as saved it.
+from the weights. What is none of these, or is of a part of a bucket, loads only on as many ranks as saved it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..algorithms.checkpoints import Facts, resealed
+from ..algorithms.checkpoints import WHOLE, Facts, resealed
 from ..engine import Engine
 from ..errors import ArrayError
 from .trees import Own, Rule
@@ -30,8 +30,11 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
     fixed: dict[str, dict[str, Own]] = {}
     for name, pieces in saved["tensors"].items():
         for path, value in pieces.items():
-            rule = rules[name].get(path)
-            if not hasattr(value, "dtype"):
+            array = path.removesuffix(WHOLE)  # what is saved beside an array goes where it goes
+            rule = rules[name].get(array)
+            if array + WHOLE in pieces and rule != "anew":
+                rule = None  # each rank has another part of its bucket
+            if not hasattr(pieces[array], "dtype"):
                 numbers[name][path] = value
             elif rule == "alike":
                 alike.setdefault(name, {})[path] = value

@@ -23,6 +23,8 @@ from support.references import (
 from bagua_comm import (
     ArrayError,
     AsyncModelAverage,
+    CheckpointError,
+    Checkpoints,
     Decentralized,
     DiLoCo,
     Engine,
@@ -30,10 +32,12 @@ from bagua_comm import (
     LowPrecisionDecentralized,
     LowPrecisionOnePeer,
     MinMaxUInt8,
+    Own,
     after,
     by_node,
     every,
 )
+from bagua_comm.checkpoint import load_engine, tree_of_engine
 from bagua_comm.planning.costmodel import Cluster, Job, predict
 from bagua_comm.testing import check_algorithm, run_ranks
 
@@ -253,3 +257,63 @@ def test_the_cost_model_knows_what_leaves_a_node():
     with pytest.raises(ArrayError, match="even number"):
         predict(by_node(Decentralized("shift_one")), job, Cluster(nodes=3, ranks_per_node=2))
     predict(by_node(Decentralized("shift_one")), job, Cluster(nodes=1, ranks_per_node=8))
+
+
+@pytest.mark.parametrize("nodes", ["aabb", "abbb"])
+@pytest.mark.parametrize("inner", [LowPrecisionOnePeer(), DiLoCo(3)], ids=repr)
+def test_checkpoints_on_disk_hold_every_ranks_chunk(tmp_path, inner, nodes):
+    algorithm = by_node(inner)
+
+    def weights(training):
+        return {name: x.tobytes() for name, x in training.tensors().items()}
+
+    def body(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(4)) as training:
+            training.run(4)
+            engine = tree_of_engine(training.engine)
+            checkpoints.save(4, {"engine": engine, "weights": Own(training.tensors())}, wait=True)
+            training.run(3)
+            through = weights(training)
+        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(4)) as training:
+            tree = checkpoints.load().tree
+            training.load_tensors(tree["weights"])
+            load_engine(training.engine, tree["engine"])
+            training.run(3)
+            return weights(training) == through
+
+    assert all(run_ranks(4, body, nodes=nodes))
+
+
+def test_what_belongs_to_a_chunk_is_refused_by_name_on_another_number_of_ranks(tmp_path):
+    def save(comm):
+        with (
+            Checkpoints(tmp_path, comm) as checkpoints,
+            Trainer(comm, by_node(DiLoCo(3)), make_plan(4)) as training,
+        ):
+            training.run(4)
+            checkpoints.save(4, {"engine": tree_of_engine(training.engine)}, wait=True)
+
+    def load(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints, pytest.raises(CheckpointError, match=r"inner\.anchor"):
+            checkpoints.load()
+
+    run_ranks(4, save, nodes="aabb")
+    run_ranks(2, load, nodes="ab")
+
+
+def test_replicas_of_nodes_are_made_anew_on_another_number_of_ranks(tmp_path):
+    algorithm = by_node(LowPrecisionDecentralized())
+
+    def save(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(4)) as training:
+            training.run(4)
+            checkpoints.save(4, {"engine": tree_of_engine(training.engine)}, wait=True)
+
+    def load(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints, Trainer(comm, algorithm, make_plan(2)) as training:
+            load_engine(training.engine, checkpoints.load().tree["engine"])
+            assert training.engine.step == 4
+            training.run(3)
+
+    run_ranks(4, save, nodes="aabb")
+    run_ranks(2, load, nodes="ab")
