@@ -5,6 +5,7 @@ from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
+from .fused import fuse
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
 
@@ -19,5 +20,6 @@ __all__ = [
     "broadcast_tensors",
     "comm_hook",
     "connect",
+    "fuse",
     "torch_stream",
 ]
