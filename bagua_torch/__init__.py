@@ -8,12 +8,14 @@ from .ddp import DistributedDataParallel
 from .fused import fuse
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
+from .sync_batchnorm import SyncBatchNorm
 
 __all__ = [
     "Checkpoints",
     "DistributedDataParallel",
     "ProcessGroupTransport",
     "QAdamOptimizer",
+    "SyncBatchNorm",
     "as_array",
     "as_tensor",
     "broadcast_optimizer",

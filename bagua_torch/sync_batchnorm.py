@@ -1,0 +1,403 @@
+"""Batch normalization whose statistics are those of all ranks' batches together.
+
+Forward, each rank sends the count n, the mean and the sum of squared deviations M2 of its own batch in one
+allgather, and merges all ranks' in rank order, so all have the same bytes:
+
+    n = sum n_i,   mean = sum n_i mean_i / n,   M2 = sum M2_i + sum n_i (mean_i - mean)^2
+
+Backward, one allreduce adds [sum dy, sum dy xhat].
+
+Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+import bagua_comm
+from bagua_comm import ArrayError, CommError, Communicator, UnsupportedError
+
+from .arrays import as_array, as_tensor, torch_stream
+
+OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
+    2: nn.BatchNorm1d,
+    3: nn.BatchNorm1d,
+    4: nn.BatchNorm2d,
+    5: nn.BatchNorm3d,
+}
+"""PyTorch's class for an input of so many dimensions."""
+
+PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+"""What `convert` replaces."""
+
+REFUSED = -1.0
+"""Sent for the count by a rank that cannot use its input, so that all ranks raise."""
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks; otherwise PyTorch's `BatchNorm1d`, `2d` and `3d`.
+
+    Collective: to construct it, and while training every forward and backward pass. Batches may differ in size,
+    and some may be empty. In evaluation it works alone, as PyTorch's does: with the running statistics or, with
+    `track_running_stats=False`, with those of this rank's batch.
+
+    All ranks make the same passes in the same order. Where one skips a pass, the others raise `CommTimeout` after
+    the communicator's `timeout_s`; give a rank without data an empty batch. In `DistributedDataParallel.join` a
+    rank that has ended makes no more passes, so use it with `throw_on_early_termination=True`. Gradients of
+    `weight` and `bias` are those of this rank's batch, for DistributedDataParallel to average.
+
+    Statistics are computed in float32 (float64 for float64 inputs) and merged in float64. Parameters, buffers and
+    the state dict are those of PyTorch's classes. It works in a communicator of its own beside `comm`, one for all
+    such modules of `comm`; to train two models in two threads, give each a `comm.dup()`. A deep copy works with the
+    same ranks. A module from a pickle has no ranks: give it some with `convert`. Under `torch.compile` a graph ends
+    before it and begins after it.
+
+    Args:
+        num_features: Channels, C, of inputs of shape (N, C) or (N, C, ...).
+        eps: Added to the variance.
+        momentum: Share of the new batch in running statistics; None for the mean of all batches.
+        affine: Whether to learn `weight` and `bias`.
+        track_running_stats: Whether to keep running statistics.
+        device: Where parameters and buffers are.
+        dtype: Their dtype.
+        comm: The ranks, for instance `comm.split` of some; if None, `bagua_comm.default()`.
+
+    Raises:
+        ArrayError: In a forward pass, a rank's input does not fit, or all ranks' batches together have one value
+            per channel; on all ranks. It is a ValueError.
+        CommError: The module comes from a pickle.
+
+    >>> layer = SyncBatchNorm(3)
+    >>> layer(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])).sum(0)
+    tensor([0., 0., 0.], grad_fn=<SumBackward1>)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        comm: Communicator | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self._ranks = _Ranks(_own(comm if comm is not None else bagua_comm.default()))
+        self._plain: type[_BatchNorm] | None = None
+
+    @property
+    def plain(self) -> type[_BatchNorm] | None:
+        """PyTorch's class that `revert` makes of it: the one it was, or the one for its inputs; None before any."""
+        return self._plain
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `input`, of shape (N, C) or (N, C, ...). Collective while training."""
+        return self._together(input) if self.training else super().forward(input)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        fault = self._fault(input)
+        if fault:
+            raise ArrayError(fault)
+        if self._plain is None:
+            self._plain = OF_DIMENSIONS[input.dim()]
+
+    def _fault(self, x: Tensor) -> str:
+        """What is wrong with an input; empty if it fits."""
+        wanted = [dim for dim, plain in OF_DIMENSIONS.items() if self._plain in (None, nn.SyncBatchNorm, plain)]
+        if x.dim() not in wanted or x.shape[1] != self.num_features:
+            return (
+                f"SyncBatchNorm: the input has shape {tuple(x.shape)}, expected "
+                f"{' or '.join(map(str, wanted))} dimensions, the second of {self.num_features}"
+            )
+        if not x.dtype.is_floating_point:
+            return f"SyncBatchNorm: the input is of {x.dtype}, expected floating-point numbers"
+        return ""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _together(self, x: Tensor) -> Tensor:
+        comm, fault = self._ranks.comm(), self._fault(x)
+        if comm.size == 1 and x.numel() and not fault:
+            return super().forward(x)
+        total, mean, m2 = merged(comm, x, self.num_features, fault)
+        self._check_input_dim(x)
+        if total == 1:
+            raise ArrayError(
+                "SyncBatchNorm: all ranks' batches together have one value per channel, expected more to train with"
+            )
+        biased = m2 / max(total, 1)
+        self._track(total, mean, m2)
+        mean, inverse = mean.to(_wide(x)), (biased + self.eps).rsqrt().to(_wide(x))
+        return cast("Tensor", _Normalize.apply(x, self.weight, self.bias, mean, inverse, total, comm))
+
+    @torch.no_grad()
+    def _track(self, total: int, mean: Tensor, m2: Tensor) -> None:
+        """Let the running statistics follow, as PyTorch's do."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        momentum = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+        if total and momentum is not None:
+            for running, new in ((self.running_mean, mean), (self.running_var, m2 / (total - 1))):
+                running.copy_(running.to(new.dtype) * (1 - momentum) + new * momentum)
+
+    def extra_repr(self) -> str:
+        """The settings, and the number of ranks."""
+        ranks = self._ranks.size
+        return f"{super().extra_repr()}, ranks={ranks if ranks else 'none'}"
+
+
+def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
+    """Replace each BatchNorm in `module`, and `torch.nn.SyncBatchNorm`, by one over all ranks.
+
+    Collective. Parameters and buffers stay the same tensors, so an optimizer keeps them; settings, hooks and the
+    mode stay as well. A `SyncBatchNorm` of ours gets these ranks. Convert before the module is wrapped.
+
+    Args:
+        module: Changed in place, unless it is a BatchNorm itself.
+        comm: The ranks; if None, `bagua_comm.default()`.
+
+    Returns:
+        The module, or what has replaced it.
+
+    Raises:
+        UnsupportedError: A BatchNorm has no channels yet (lazy), or is of a class of its own, whose forward
+            pass would be lost; nothing is replaced then.
+
+    >>> convert(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))[1]
+    SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, ranks=1)
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm):
+            why = (
+                "is lazy; run the module once before"
+                if isinstance(part, LazyModuleMixin)
+                else ("has a class of its own, whose forward pass would be lost; make it a plain BatchNorm")
+            )
+            raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
+    own = _own(comm if comm is not None else bagua_comm.default())
+
+    def over_ranks(part: nn.Module) -> nn.Module | None:
+        if not isinstance(part, (*PLAIN, SyncBatchNorm)):
+            return None
+        new = part if isinstance(part, SyncBatchNorm) else _become(SyncBatchNorm, part)
+        if new is not part:
+            new._plain = type(part)
+        new._ranks = _Ranks(own)
+        return new
+
+    return _replaced(module, over_ranks)
+
+
+def revert(module: nn.Module) -> nn.Module:
+    """Replace each `SyncBatchNorm` in `module` by what it was before `convert`, with the same tensors.
+
+    One that was constructed becomes the class for the inputs that it has seen.
+
+    Raises:
+        UnsupportedError: One was constructed, and has seen no input yet; nothing is replaced then.
+
+    >>> revert(convert(nn.BatchNorm1d(2)))
+    BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    """
+    for name, part in module.named_modules():
+        if isinstance(part, SyncBatchNorm) and part.plain is None:
+            raise UnsupportedError(
+                f"revert: {name or 'the module'!r} has seen no input, so BatchNorm1d, 2d or 3d is not known; "
+                "run the module once before"
+            )
+
+    def alone(part: nn.Module) -> nn.Module | None:
+        if not isinstance(part, SyncBatchNorm) or part.plain is None:
+            return None
+        new = _become(part.plain, part)
+        del new._ranks, new._plain
+        return new
+
+    return _replaced(module, alone)
+
+
+def merged(comm: Communicator, x: Tensor, channels: int, fault: str = "") -> tuple[int, Tensor, Tensor]:
+    """The count of values per channel, the mean and M2 of all ranks' inputs: (), (C,) and (C,), in float64.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        x: The input of this rank.
+        channels: C.
+        fault: Why the input cannot be used; empty if it can.
+
+    Raises:
+        ArrayError: A rank gave a fault; on all ranks.
+    """
+    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    if fault:
+        mine[0] = REFUSED
+    elif x.numel():
+        count, dims = x.numel() // channels, _all_but_channels(x)
+        variance, mean = torch.var_mean(x.detach().to(_wide(x)), dims, correction=0)
+        mine[0] = count
+        mine[1 : channels + 1], mine[channels + 1 :] = mean, variance.double() * count
+    with torch_stream(x.device):
+        rows = as_tensor(comm.allgather(as_array(mine)))  # (p, 1 + 2C)
+    counts = rows[:, 0].tolist()
+    if fault:
+        raise ArrayError(fault)
+    if min(counts) < 0:
+        raise ArrayError(f"SyncBatchNorm: rank {counts.index(REFUSED)} has an input that does not fit its layer")
+    total = int(sum(counts))
+    n, means, m2s = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+    mean = (n * means).sum(0) / max(total, 1)
+    return total, mean, m2s.sum(0) + (n * (means - mean).square()).sum(0)
+
+
+class _Normalize(torch.autograd.Function):
+    """y = (x - mean) / std * weight + bias, with gradients through the mean and std of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        inverse: Tensor,
+        total: int,
+        comm: Communicator,
+    ) -> Tensor:
+        """Normalize by the statistics of all ranks."""
+        ctx.save_for_backward(x, weight, mean, inverse)
+        ctx.total, ctx.comm = total, comm
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        y = (x.to(mean.dtype) - _along(mean, x)) * _along(inverse, x)
+        if weight is not None:
+            y = y * _along(weight.to(y.dtype), x)
+        if bias is not None:
+            y = y + _along(bias.to(y.dtype), x)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        """Gradients of the input, and of weight and bias from this rank's batch. Collective."""
+        x, weight, mean, inverse = ctx.saved_tensors
+        dims, channels = _all_but_channels(x), mean.numel()
+        dy = dy.to(mean.dtype)
+        xhat = (x.to(mean.dtype) - _along(mean, x)) * _along(inverse, x)
+        sums = torch.cat([dy.sum(dims), (dy * xhat).sum(dims)])  # of this rank
+        with torch_stream(x.device):
+            everyone = as_tensor(ctx.comm.allreduce(as_array(sums.double())))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            means = (everyone / max(ctx.total, 1)).to(mean.dtype)
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+            dx = dy - _along(means[:channels], x) - xhat * _along(means[channels:], x)
+            dx = (dx * _along(scale, x)).to(x.dtype)
+        dbias, dweight = sums[:channels], sums[channels:]
+        return (
+            dx,
+            dweight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            dbias.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None,
+            *[None] * 4,
+        )
+
+
+class _Ranks:
+    """The communicator of a module: shared by its copies, and lost in a pickle.
+
+    Args:
+        comm: The communicator; None after a pickle.
+    """
+
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self._comm = comm
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are; 0 if it is lost."""
+        return self._comm.size if self._comm is not None else 0
+
+    def comm(self) -> Communicator:
+        """The communicator.
+
+        Raises:
+            CommError: It is lost.
+        """
+        if self._comm is None:
+            raise CommError(
+                "SyncBatchNorm: it comes from a pickle, which holds no communicator; give it one with "
+                "bagua_torch.sync_batchnorm.convert(module, comm)"
+            )
+        return self._comm
+
+    def __deepcopy__(self, memo: Any) -> _Ranks:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Ranks, ()
+
+
+_owns: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
+_owning = threading.Lock()
+
+
+def _own(comm: Communicator) -> Communicator:
+    """The communicator in which all modules of `comm` work: none of its calls meets one of another thread.
+
+    Collective.
+    """
+    with _owning:
+        own = _owns.get(comm)
+    if own is None:
+        own = comm.dup()
+        with _owning:
+            _owns[comm] = own
+    return own
+
+
+def _become(kind: Any, module: nn.Module) -> Any:
+    """A module of class `kind` with the same parameters, buffers, settings, hooks and mode."""
+    new = kind.__new__(kind)
+    new.__dict__.update(module.__dict__)
+    return new
+
+
+def _replaced(module: nn.Module, replace: Any) -> nn.Module:
+    """`module` with each part that `replace` has something for replaced; one part in two places stays one."""
+    made: dict[nn.Module, nn.Module] = {}
+    for part in list(module.modules()):
+        new = replace(part)
+        if new is not None:
+            made[part] = new
+    for part in list(module.modules()):
+        for name, child in part._modules.items():
+            if child is not None and child in made:
+                part._modules[name] = made[child]
+    return made.get(module, module)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The dtype in which an input is normalized."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _along(values: Tensor, x: Tensor) -> Tensor:
+    """Values by channel, (C,), in a shape that is broadcast over `x`, (N, C, ...)."""
+    return values.reshape(1, -1, *[1] * (x.dim() - 2))
