@@ -54,10 +54,10 @@ class SyncBatchNorm(_BatchNorm):
     `weight` and `bias` are those of this rank's batch, for DistributedDataParallel to average.
 
     Statistics are computed in float32 (float64 for float64 inputs) and merged in float64. Parameters, buffers and
-    the state dict are those of PyTorch's classes. It works in a communicator of its own beside `comm`, one for all
-    such modules of `comm`; to train two models in two threads, give each a `comm.dup()`. A deep copy works with the
-    same ranks. A module from a pickle has no ranks: give it some with `convert`. Under `torch.compile` a graph ends
-    before it and begins after it.
+    the state dict are those of PyTorch's classes. It works in a communicator of its own beside `comm`, one for
+    all such modules of `comm`; to train two models in two threads, give each a `comm.dup()`. A deep copy works
+    with the same ranks. A module from a pickle has no ranks: give it some with `convert`. Under `torch.compile` a
+    graph ends before it and begins after it. On a CUDA device the host waits once a pass, for the count.
 
     Args:
         num_features: Channels, C, of inputs of shape (N, C) or (N, C, ...).
@@ -97,19 +97,19 @@ class SyncBatchNorm(_BatchNorm):
 
     @property
     def plain(self) -> type[_BatchNorm] | None:
-        """PyTorch's class that `revert` makes of it: the one it was, or the one for its inputs; None before any."""
+        """The class that `revert` makes of it: the one it was, or the one for its inputs; None before any."""
         return self._plain
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize `input`, of shape (N, C) or (N, C, ...). Collective while training."""
-        return self._together(input) if self.training else super().forward(input)
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize `x`, of shape (N, C) or (N, C, ...). Collective while training."""
+        return self._together(x) if self.training else super().forward(x)
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        fault = self._fault(input)
+    def _check_input_dim(self, x: Tensor) -> None:
+        fault = self._fault(x)
         if fault:
             raise ArrayError(fault)
         if self._plain is None:
-            self._plain = OF_DIMENSIONS[input.dim()]
+            self._plain = OF_DIMENSIONS[x.dim()]
 
     def _fault(self, x: Tensor) -> str:
         """What is wrong with an input; empty if it fits."""
@@ -132,7 +132,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(x)
         if total == 1:
             raise ArrayError(
-                "SyncBatchNorm: all ranks' batches together have one value per channel, expected more to train with"
+                "SyncBatchNorm: all ranks' batches together have one value per channel, expected more to train"
             )
         biased = m2 / max(total, 1)
         self._track(total, mean, m2)
@@ -177,7 +177,7 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
             pass would be lost; nothing is replaced then.
 
     >>> convert(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))[1]
-    SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, ranks=1)
+    SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, ..., ranks=1)
     """
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm):
@@ -210,7 +210,7 @@ def revert(module: nn.Module) -> nn.Module:
         UnsupportedError: One was constructed, and has seen no input yet; nothing is replaced then.
 
     >>> revert(convert(nn.BatchNorm1d(2)))
-    BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, ...)
     """
     for name, part in module.named_modules():
         if isinstance(part, SyncBatchNorm) and part.plain is None:

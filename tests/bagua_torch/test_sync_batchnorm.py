@@ -144,7 +144,7 @@ def test_all_ranks_get_the_same_bytes_for_their_statistics():
 
 
 def test_a_group_is_normalized_by_itself():
-    whole, of_loss, xs, losses = inputs([2, 3, 4], ())
+    _, _, xs, losses = inputs([2, 3, 4], ())
 
     def body(comm):
         group = comm.split(0 if comm.rank < 2 else 1)
@@ -198,7 +198,7 @@ def make_model():
 
 
 def trained(model, optimizer, xs):
-    """Train on the sum of squares over the number of examples; where ranks have unequal batches, on their share."""
+    """Train on the sum of squares over the batch, times a share."""
     for x, share in xs:
         optimizer.zero_grad()
         (model(x).sub(1).square().sum() * share).backward()
@@ -305,6 +305,7 @@ def test_copies_share_the_ranks_and_a_pickle_has_none():
     assert run_ranks(2, body) == [True, True]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # threads share what PyTorch hides
 def test_compiled_around_it_the_results_are_the_same():
     xs = [numbers(4, 2, 5, 5, seed=rank) for rank in range(2)]
 
@@ -388,7 +389,7 @@ def test_a_rank_that_skips_a_pass_is_named():
     def body(comm):
         layer = SyncBatchNorm(CHANNELS, comm=comm)
         if comm.rank == 0:
-            with pytest.raises(CommError, match="rank 1|gave up|left"):
+            with pytest.raises(CommError, match=r"rank 1|gave up"):
                 layer(torch.randn(2, CHANNELS))
 
     run_ranks(2, body, timeout_s=1)
