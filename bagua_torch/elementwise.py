@@ -142,14 +142,14 @@ def _run(
     sizes: Sequence[int],
     shape: tuple[int, ...],
 ) -> _Outcome:
-    parameters = [nn.Parameter(part.clone().reshape(shape)) for part in start.split(list(sizes))]
+    parameters = [nn.Parameter(part.clone().reshape(shape)) for part in torch.split(start, list(sizes))]
     everyone = (p for each in (*optimizer.param_groups, group) for p in each["params"])
     other = bare(optimizer, kind, dict.fromkeys(map(id, everyone), parameters[0]))
     settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     other.param_groups.append({**settings, "params": parameters})
     step = step_of(kind)
     for gradient in gradients:
-        for parameter, part in zip(parameters, gradient.split(list(sizes)), strict=True):
+        for parameter, part in zip(parameters, torch.split(gradient, list(sizes)), strict=True):
             parameter.grad = part.clone().reshape(shape)
         try:
             step(other)

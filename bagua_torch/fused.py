@@ -150,7 +150,7 @@ class Unit:
         if self.gradient is None or any(g is None or g.requires_grad for g in present):
             return False
         if not all(map(is_, present, self.gradients)):
-            if self.gradient is not self.copies or any(map(_lodges, present)):
+            if self.gradient is not self.copies or any(_lodges(g) for g in present if g is not None):
                 return False
             for parameter, view in zip(self.parameters, self.gradients, strict=True):
                 parameter.grad = view
@@ -189,7 +189,7 @@ class FusedOptimizer(Optimizer):
         self._known = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state: Any = self.__getstate__()  # type: ignore[no-untyped-call]
+        state: Any = self.__getstate__()
         return _remake, (self._kind,), {**state, "_exact": self._exact, "_elementwise": self._elementwise}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class FusedOptimizer(Optimizer):
         if self.state is not state or list(map(id, parameters)) != ids or _places(parameters) != places:
             return True
         for unit in (unit for units in self._units for unit in units):
-            entries = [state.get(p) for p in unit.parameters]
+            entries: list[Any] = [state.get(p) for p in unit.parameters]
             if not unit.state:
                 if any(entries):
                     return True
@@ -500,7 +500,7 @@ class FusedBorrower(FusedOptimizer):
 
 
 @functools.cache
-def _class_of(kind: type[Optimizer]) -> type[FusedOptimizer]:
+def _class_of(kind: Any) -> type[FusedOptimizer]:
     """The class of a fused optimizer: a `kind` and a `FusedOptimizer`."""
     base = FusedBorrower if hasattr(kind, "borrows") else FusedOptimizer
     members = {"_kind": kind, "_step_inner": staticmethod(step_of(kind)), "__module__": kind.__module__}
@@ -612,7 +612,7 @@ def _cut(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _lodges(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory that is not its own alone."""
-    shared = tensor.device.type == "cpu" and tensor.is_shared()
+    shared = tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
     return shared or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
 
 

@@ -137,7 +137,8 @@ class SyncBatchNorm(_BatchNorm):
         biased = m2 / max(total, 1)
         self._track(total, mean, m2)
         mean, inverse = mean.to(_wide(x)), (biased + self.eps).rsqrt().to(_wide(x))
-        return cast("Tensor", _Normalize.apply(x, self.weight, self.bias, mean, inverse, total, comm))
+        normalized: Any = _Normalize.apply  # untyped
+        return cast("Tensor", normalized(x, self.weight, self.bias, mean, inverse, total, comm))
 
     @torch.no_grad()
     def _track(self, total: int, mean: Tensor, m2: Tensor) -> None:
@@ -156,7 +157,8 @@ class SyncBatchNorm(_BatchNorm):
     def extra_repr(self) -> str:
         """The settings, and the number of ranks."""
         ranks = self._ranks.size
-        return f"{super().extra_repr()}, ranks={ranks if ranks else 'none'}"
+        settings = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{settings}, ranks={ranks if ranks else 'none'}"
 
 
 def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
@@ -192,7 +194,7 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
     def over_ranks(part: nn.Module) -> nn.Module | None:
         if not isinstance(part, (*PLAIN, SyncBatchNorm)):
             return None
-        new = part if isinstance(part, SyncBatchNorm) else _become(SyncBatchNorm, part)
+        new: SyncBatchNorm = part if isinstance(part, SyncBatchNorm) else _become(SyncBatchNorm, part)
         if new is not part:
             new._plain = type(part)
         new._ranks = _Ranks(own)
@@ -222,7 +224,7 @@ def revert(module: nn.Module) -> nn.Module:
     def alone(part: nn.Module) -> nn.Module | None:
         if not isinstance(part, SyncBatchNorm) or part.plain is None:
             return None
-        new = _become(part.plain, part)
+        new: nn.Module = _become(part.plain, part)
         del new._ranks, new._plain
         return new
 
@@ -290,7 +292,7 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         """Gradients of the input, and of weight and bias from this rank's batch. Collective."""
         x, weight, mean, inverse = ctx.saved_tensors
