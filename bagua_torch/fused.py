@@ -507,7 +507,7 @@ def _class_of(kind: Any) -> type[FusedOptimizer]:
     return type(f"Fused{kind.__name__}", (base, kind), members)
 
 
-def _remake(kind: type[Optimizer]) -> Any:
+def _remake(kind: Any) -> Any:
     """An empty fused optimizer, for copies and pickles."""
     return _class_of(kind).__new__(_class_of(kind))
 
