@@ -218,7 +218,7 @@ class FusedOptimizer(Optimizer):
             UnsupportedError: With its settings the optimizer cannot be fused; see `fuse`.
         """
         for mine, saved in zip(self.param_groups, state_dict["param_groups"]):  # noqa: B905 - the class compares
-            self._check({**saved, "params": mine["params"]})
+            self._check({**mine, **saved, "params": mine["params"]})
         super().load_state_dict(state_dict)
         for entry in self.state.values():
             for key, value in entry.items():

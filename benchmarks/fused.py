@@ -2,10 +2,10 @@
 
     python -m benchmarks.fused -t 1000 -n 40 --optimizer sgd adam adamw
 
-One step and the `zero_grad` after it are timed. "stay" keeps the gradients' memory, as DistributedDataParallel does;
-"new" has a new tensor for each gradient in each step, as a plain backward pass after `zero_grad()` makes them. All
-ways take turns, and a ratio is the median, over the rounds, of PyTorch's time divided by ours in the same round: more
-than 1 means that ours is faster. `#wrong` counts elements that differ, in any bit, from those of `foreach=False`.
+One step and the `zero_grad` after it are timed. "stay" keeps the gradients' memory, as DistributedDataParallel
+does; "new" has a new tensor for each gradient in each step, as a plain backward pass makes them. All ways take
+turns, and a ratio is the median, over the rounds, of PyTorch's time divided by ours in the same round: more than 1
+means that ours is faster. `#wrong` counts elements that differ, in any bit, from those of `foreach=False`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WITHOUT_FUSED = ("rmsprop",)
 
 TABLE = Table(
     (
-        Column("optimizer", width=9),
+        Column("optimizer", width=10),
         Column("gradients", width=9),
         Column("ours", "(ms)", 8),
         *(Column(name, "(ms)", 8) for name in WAYS),

@@ -27,6 +27,13 @@ MAKERS = {
     "qadam": lambda p: QAdamOptimizer(p, lr=0.01, warmup_steps=3, weight_decay=0.1),
 }
 every_optimizer = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+some_optimizers = pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name in ("nesterov", "amsgrad", "qadam") else pytest.mark.slow)
+        for name, make in MAKERS.items()
+    ],
+)
 
 
 def parameters(count=30, dtype=torch.float32, seed=0):
@@ -97,7 +104,7 @@ def test_fused_it_is_the_plain_one_to_the_bit(make):
     assert fused.units == 2  # one for the empty parameter
 
 
-@every_optimizer
+@some_optimizers
 def test_a_parameter_without_a_gradient_is_skipped_as_always(make):
     pairs = both(make)
     advance(pairs, range(8), missing=lambda step: {0: (2,), 3: (4, 5, 9), 4: (5,), 6: range(100)}.get(step, ()))
@@ -182,7 +189,7 @@ def test_a_closure_is_called_once_with_gradients():
 # Checkpoints and copies -------------------------------------------------------------------------------------
 
 
-@every_optimizer
+@some_optimizers
 def test_checkpoints_go_both_ways(make):
     (ps, plain), (qs, fused) = both(make)
     advance([(ps, plain), (qs, fused)], range(4), missing=lambda step: (1,) if step == 1 else ())
@@ -274,6 +281,7 @@ def to_double(ps, optimizer):
         to_double,
     ],
 )
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zero", [True, False], ids=["none", "zeros"])
 def test_what_was_replaced_is_found(change, zero):
     pairs = both(MAKERS["adam"])

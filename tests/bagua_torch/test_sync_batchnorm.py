@@ -305,6 +305,7 @@ def test_copies_share_the_ranks_and_a_pickle_has_none():
     assert run_ranks(2, body) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # threads share what PyTorch hides
 def test_compiled_around_it_the_results_are_the_same():
     xs = [numbers(4, 2, 5, 5, seed=rank) for rank in range(2)]
