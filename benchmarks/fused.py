@@ -4,8 +4,8 @@
 
 One step and the `zero_grad` after it are timed. "stay" keeps the gradients' memory, as DistributedDataParallel
 does; "new" has a new tensor for each gradient in each step, as a plain backward pass makes them. All ways take
-turns, and a ratio is the median, over the rounds, of PyTorch's time divided by ours in the same round: more than 1
-means that ours is faster. `#wrong` counts elements that differ, in any bit, from those of `foreach=False`.
+turns, and a ratio is the median, over the rounds, of PyTorch's time divided by ours in the same round: above 1
+ours is faster. `#wrong` counts elements that differ, in any bit, from those of `foreach=False`.
 """
 
 from __future__ import annotations
