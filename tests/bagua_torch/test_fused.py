@@ -294,8 +294,9 @@ def test_what_was_replaced_is_found(change, zero):
 def test_autograd_is_told_that_parameters_change():
     ps = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     fused = fuse(torch.optim.SGD(ps, lr=0.1))
-    loss = (ps[0] * ps[1]).sum()
-    loss.backward(retain_graph=True)
+    give_gradients(ps, 0)
+    fused.step()
+    loss = (ps[1] * ps[1]).sum()
     fused.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
