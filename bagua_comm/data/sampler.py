@@ -1,0 +1,332 @@
+"""Samplers: which samples each rank takes, in batches.
+
+    BalancedSampler(lengths, batch_size=32)    ranks get equally long samples at the same time
+    BalancedSampler(lengths, max_tokens=4096)  as many samples as fit into a budget, all batches equally full
+    PlainSampler(len(dataset), batch_size=32)  a random permutation
+
+An epoch is one global list of batches, which does not depend on the number of ranks p. In step s, rank r takes batch
+s p + r. If fewer than p batches are left, their samples are dealt anew into p smaller ones, so that all ranks make
+equally many steps and no sample is lost; only if fewer than p samples are left, some are repeated.
+"""
+
+from __future__ import annotations
+
+import operator
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import Array
+from ..bootstrap import default
+from ..errors import ArrayError, shown
+
+class Order(NamedTuple):
+    """The batches of an epoch, in the order in which they are taken."""
+
+    indices: Array
+    """(samples,): batch b is indices[offsets[b] : offsets[b + 1]]."""
+    offsets: Array
+    """(batches + 1,)"""
+
+    @classmethod
+    def of(cls, indices: Array, sizes: Array) -> Order:
+        """Batches of these sizes, one after another."""
+        return cls(indices, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+    @property
+    def batches(self) -> int:
+        """How many batches there are."""
+        return len(self.offsets) - 1
+
+    def samples(self, start: int, stop: int) -> Array:
+        """The samples of batches `start` up to `stop`."""
+        found: Array = self.indices[self.offsets[start] : self.offsets[stop]]
+        return found
+
+
+class Sampler(ABC):
+    """Lists of indices, one for each batch of this rank: what a DataLoader of PyTorch takes as `batch_sampler`.
+
+    An iteration gives the batches of the epoch, or, after `load_state_dict`, those that are left of it. The next
+    one gives them again unless `set_epoch` was called.
+    """
+
+    def __init__(
+        self, *, size: int | None, rank: int | None, seed: int, shuffle: bool, drop_last: bool, name: str
+    ) -> None:
+        self._name = name
+        if (size is None) != (rank is None):
+            raise ArrayError(f"{name}: size is {size} and rank is {rank}; give both, or neither")
+        if size is not None and rank is not None:
+            size, rank = self._whole("size", size, 1), self._whole("rank", rank, 0)
+            if rank >= size:
+                raise ArrayError(f"{name}: rank is {rank}, expected 0 <= rank < {size}")
+        self._size, self._rank = size, rank
+        self.seed = self._whole("seed", seed, 0)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.epoch = 0
+        self._made: tuple[int, int, Order] | None = None
+        self._next_start = 0  # the global batch at which the next iteration begins
+        self._start = 0  # that of the iteration begun last
+        self._taken = 0  # steps that it has handed out
+
+    def _whole(self, what: str, value: object, least: int) -> int:
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            number = least - 1
+        if number < least:
+            raise ArrayError(f"{self._name}: {what} is {shown(value)}, expected a whole number from {least} on")
+        return number
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; if it was not given, that of `bagua_comm.default()`."""
+        if self._size is None:
+            comm = default()
+            self._size, self._rank = comm.size, comm.rank
+        return self._size
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        assert self.size
+        assert self._rank is not None
+        return self._rank
+
+    # The order --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _make(self, rng: np.random.Generator) -> Order:
+        """The batches of an epoch, from its random numbers."""
+
+    def _weights(self, samples: Array) -> Array:
+        """What the samples cost."""
+        return np.ones(len(samples))
+
+    @property
+    def order(self) -> Order:
+        """The batches of this epoch for all ranks, alike for any number of ranks."""
+        if self._made is None or self._made[:2] != (self.seed, self.epoch):
+            self._made = self.seed, self.epoch, self._make(np.random.default_rng([self.seed, self.epoch]))
+        return self._made[2]
+
+    def _steps(self, start: int) -> tuple[int, int]:
+        """How many steps take p whole batches, from global batch `start` on, and how many batches are then left."""
+        return divmod(self.order.batches - start, self.size)
+
+    def _count(self, start: int) -> int:
+        full, rest = self._steps(start)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __len__(self) -> int:
+        """How many batches the next iteration gives; as many on every rank."""
+        return self._count(self._next_start)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._start, self._next_start, self._taken = self._next_start, 0, 0
+        # The position belongs to this iteration: a further one, begun before this ends, counts for itself.
+        return self._iterate(self._start, self.order)
+
+    def _iterate(self, start: int, order: Order) -> Iterator[list[int]]:
+        for step in range(self._count(start)):
+            batch = self._batch(order, start, step)
+            self._start, self._taken = start, step + 1
+            yield batch.tolist()
+
+    def _batch(self, order: Order, start: int, step: int) -> Array:
+        first = start + step * self.size
+        if first + self.size <= order.batches:
+            return order.samples(first + self.rank, first + self.rank + 1)
+        return self._last_step(order, first)[self.rank]
+
+    def _last_step(self, order: Order, first: int) -> list[Array]:
+        """Deal the fewer than p batches from `first` on to the p ranks."""
+        rest = order.samples(first, order.batches)
+        if len(rest) < self.size:
+            return list(np.resize(rest, self.size)[:, None])
+        return self._deal([order.samples(b, b + 1) for b in range(first, order.batches)])
+
+    def _deal(self, batches: list[Array]) -> list[Array]:
+        """Make as many batches as there are ranks of fewer; they have enough samples."""
+        rest = np.concatenate(batches)
+        return serpentine(rest[np.argsort(-self._weights(rest), kind="stable")], self.size)
+
+    # Counts -----------------------------------------------------------------------------------------
+
+    @property
+    def padding(self) -> int:
+        """How many samples of the epoch are given twice, over all ranks: fewer than p, and none with drop_last."""
+        full, rest = self._steps(0)
+        if self.drop_last or not rest:
+            return 0
+        return max(0, self.size - len(self.order.samples(full * self.size, self.order.batches)))
+
+    @property
+    def dropped(self) -> int:
+        """How many samples of the data set the epoch leaves out, over all ranks: 0 unless drop_last."""
+        order = self.order
+        full, _ = self._steps(0)
+        left = len(order.indices) - int(order.offsets[full * self.size]) if self.drop_last else 0
+        return self._samples() - len(order.indices) + left
+
+    @abstractmethod
+    def _samples(self) -> int:
+        """Samples of the data set."""
+
+    # State ------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of another epoch, from its beginning; for the present epoch this does nothing."""
+        epoch = self._whole("epoch", epoch, 0)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._next_start = self._start = self._taken = 0
+
+    def state_dict(self, steps: int | None = None) -> dict[str, int]:
+        """Where the epoch stands; alike on every rank that has made as many steps.
+
+        Args:
+            steps: How many batches of the present iteration this rank has trained on. None means all that were
+                handed out. A DataLoader with workers takes batches ahead, so there count them:
+                `for step, batch in enumerate(loader, 1): ...; state = sampler.state_dict(step)`.
+
+        Returns:
+            `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a checksum.
+
+        Raises:
+            ArrayError: More steps than were handed out.
+        """
+        taken = self._taken if steps is None else self._whole("steps", steps, 0)
+        if taken > self._taken:
+            raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were handed out")
+        order = self.order
+        batches = min(self._start + taken * self.size, order.batches)
+        if self._taken == 0 and self._next_start:
+            batches = self._next_start  # loaded, and not begun
+        return {
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "consumed": int(order.offsets[batches]),
+            "order": checksum(order),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` stands: the next iteration gives what was left, on any number of ranks.
+
+        Raises:
+            ArrayError: The state is damaged, or of another data set or other batches; nothing is changed.
+        """
+        name = self._name
+        missing = {"epoch", "seed", "consumed", "order"} - set(state)
+        if missing:
+            raise ArrayError(f"{name}: the state has no {sorted(missing)}; expected what state_dict() gave")
+        before = self.epoch, self.seed
+        epoch, seed = self._whole("epoch", state["epoch"], 0), self._whole("seed", state["seed"], 0)
+        try:
+            self.epoch, self.seed = epoch, seed
+            order = self.order
+            if state["order"] != checksum(order):
+                raise ArrayError(
+                    f"{name}: the state is of another order of samples; lengths, batch_size, max_tokens, noise, "
+                    "chunk, shuffle and drop_last must be as they were (and NumPy's random numbers, too)"
+                )
+            consumed = self._whole("consumed", state["consumed"], 0)
+            batch = int(np.searchsorted(order.offsets, consumed))
+            if batch > order.batches or order.offsets[batch] != consumed:
+                raise ArrayError(f"{name}: consumed is {consumed}, where no batch of the epoch ends")
+        except BaseException:
+            self.epoch, self.seed = before
+            raise
+        self._next_start, self._start, self._taken = batch, batch, 0
+
+
+def checksum(order: Order) -> int:
+    """A checksum of the batches of an epoch."""
+    return zlib.crc32(order.offsets.astype("<i8").tobytes(), zlib.crc32(order.indices.astype("<i8").tobytes()))
+
+
+def serpentine(values: Array, hands: int) -> list[Array]:
+    """Deal sorted values into `hands` parts, there and back again, so that their sums are about equal.
+
+    >>> [part.tolist() for part in serpentine(np.arange(7), 3)]
+    [[0, 5, 6], [1, 4], [2, 3]]
+    """
+    rounds = -(-len(values) // hands)
+    table = np.full(rounds * hands, -1, np.int64)
+    table[: len(values)] = np.arange(len(values))
+    table = table.reshape(rounds, hands)
+    table[1::2] = table[1::2, ::-1]
+    return [values[column[column >= 0]] for column in table.T]
+
+
+class PlainSampler(Sampler):
+    """A random permutation in batches, or with shuffle=False all samples in their order.
+
+    Args:
+        samples: How many samples the data set has.
+        batch_size: Samples of a batch of one rank.
+        size: Number of ranks; that of `bagua_comm.default()` if None.
+        rank: This rank.
+        seed: Chooses the permutations.
+        shuffle: Whether to permute.
+        drop_last: Leave out what does not fill a batch on every rank.
+
+    Raises:
+        ArrayError: An argument has a wrong value.
+
+    >>> [list(PlainSampler(5, batch_size=2, size=2, rank=r, shuffle=False)) for r in range(2)]
+    [[[0, 1], [4]], [[2, 3], [4]]]
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        *,
+        batch_size: int,
+        size: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(
+            size=size, rank=rank, seed=seed, shuffle=shuffle, drop_last=drop_last, name="PlainSampler"
+        )
+        self.samples = self._whole("samples", samples, 0)
+        self.batch_size = self._whole("batch_size", batch_size, 1)
+
+    def _samples(self) -> int:
+        return self.samples
+
+    def _make(self, rng: np.random.Generator) -> Order:
+        indices = rng.permutation(self.samples) if self.shuffle else np.arange(self.samples)
+        sizes = _even_sizes(self.samples, self.batch_size, self.drop_last)
+        return Order.of(indices[: sizes.sum()], sizes)
+
+
+def _even_sizes(samples: int, batch_size: int, drop_last: bool) -> Array:
+    full, rest = divmod(samples, batch_size)
+    return np.array([batch_size] * full + [rest] * (rest > 0 and not drop_last), np.int64)
+
+
+def as_lengths(name: str, lengths: Sequence[float] | Array) -> Array:
+    """Lengths as float64.
+
+    Raises:
+        ArrayError: They are not one row of numbers that are finite and not negative.
+    """
+    try:
+        found = np.asarray(lengths, np.float64)
+    except (TypeError, ValueError) as exc:
+        raise ArrayError(f"{name}: lengths are not numbers: {exc}") from exc
+    if found.ndim != 1:
+        raise ArrayError(f"{name}: lengths have shape {found.shape}, expected one number for each sample")
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(wrong):
+        raise ArrayError(f"{name}: lengths[{wrong[0]}] is {found[wrong[0]]}, expected a finite number from 0 on")
+    return found

@@ -1,0 +1,252 @@
+"""Samplers: nothing is lost or given twice, all ranks take as many steps, and a state goes on anywhere."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bagua_comm
+from bagua_comm import ArrayError
+from bagua_comm.data import BalancedSampler, PlainSampler
+
+lengths_of = st.lists(st.integers(0, 50), max_size=120)
+sizes = st.integers(1, 9)
+
+
+@st.composite
+def makers(draw):
+    """(make(size, rank), lengths): a sampler of any kind, for any ranks."""
+    lengths = draw(lengths_of)
+    common = {"seed": draw(st.integers(0, 3)), "shuffle": draw(st.booleans()), "drop_last": draw(st.booleans())}
+    kind = draw(st.sampled_from(["plain", "balanced", "tokens"]))
+    if kind == "plain":
+        batch_size = draw(st.integers(1, 8))
+        return lambda p, r: PlainSampler(len(lengths), batch_size=batch_size, size=p, rank=r, **common), lengths
+    common["noise"] = draw(st.sampled_from([0.0, 0.3]))
+    if kind == "tokens":
+        budget = draw(st.integers(max([1, *lengths]), 200))
+        return lambda p, r: BalancedSampler(lengths, max_tokens=budget, size=p, rank=r, **common), lengths
+    common |= {"batch_size": draw(st.integers(1, 8)), "chunk": draw(st.integers(1, 12))}
+    return lambda p, r: BalancedSampler(lengths, size=p, rank=r, **common), lengths
+
+
+def taken(samplers):
+    """What all ranks take: (steps, ranks) lists of indices. Fails unless all take as many steps as they say."""
+    said = {len(sampler) for sampler in samplers}
+    batches = [list(sampler) for sampler in samplers]
+    assert {len(each) for each in batches} == said
+    assert len(said) == 1
+    return list(zip(*batches, strict=True))
+
+
+def flat(steps):
+    return [index for step in steps for batch in step for index in batch]
+
+
+@given(makers(), sizes)
+@settings(max_examples=150, deadline=None)
+def test_every_sample_is_taken_once_but_for_what_is_counted(maker, p):
+    make, lengths = maker
+    samplers = [make(p, r) for r in range(p)]
+    steps = taken(samplers)
+    assert all(batch for step in steps for batch in step)  # no rank ever has an empty batch
+    found, n = flat(steps), len(lengths)
+    first = samplers[0]
+    assert len(found) - len(set(found)) == first.padding
+    assert n - len(set(found)) == first.dropped
+    assert first.padding < p
+    if not first.drop_last:
+        assert set(found) == set(range(n))
+    else:
+        assert first.padding == 0
+    if isinstance(first, BalancedSampler) and first.max_tokens is not None:
+        for batch in (batch for step in steps for batch in step):
+            assert len(batch) * max(lengths[i] for i in batch) <= first.max_tokens
+    elif steps:
+        assert max(len(batch) for step in steps for batch in step) <= first.batch_size
+
+
+@given(makers(), sizes, sizes)
+@settings(max_examples=60, deadline=None)
+def test_the_global_order_does_not_depend_on_the_number_of_ranks(maker, p, q):
+    make, _ = maker
+    some, others = (taken([make(n, r) for r in range(n)]) for n in (p, q))
+    a, b = ([batch for step in steps for batch in step] for steps in (some, others))
+    whole = min(len(a) // p * p - p, len(b) // q * q - q)  # but for the last step, which is dealt anew
+    assert a[: max(0, whole)] == b[: max(0, whole)]
+
+
+@given(makers(), sizes, sizes, st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_state_in_mid_epoch_goes_on_with_any_number_of_ranks(maker, p, q, data):
+    make, lengths = maker
+    first = [make(p, r) for r in range(p)]
+    for sampler in first:
+        sampler.set_epoch(2)
+    stop = data.draw(st.integers(0, len(first[0])))
+    ahead = data.draw(st.integers(stop, len(first[0])))  # as a DataLoader takes batches ahead
+    seen, states = [], []
+    for sampler in first:
+        batches = iter(sampler)
+        mine = [next(batches) for _ in range(ahead)]
+        seen += [index for batch in mine[:stop] for index in batch]
+        states.append(json.loads(json.dumps(sampler.state_dict(stop))))
+    assert all(state == states[0] for state in states)
+    padding = len(seen) - len(set(seen))  # only if all was taken
+    assert states[0]["consumed"] == len(seen) - padding
+    then = [make(q, r) for r in range(q)]
+    for sampler in then:
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(2)  # the same, as a loop over epochs says again
+        assert sampler.state_dict() == states[0]
+    rest = flat(taken(then))
+    assert not set(seen) & set(rest)
+    if not first[0].drop_last:
+        assert set(seen) | set(rest) == set(range(len(lengths)))
+    assert sorted(flat(taken(then))) == sorted(flat(taken([fresh(make, q, r) for r in range(q)])))
+
+
+def fresh(make, p, r):
+    sampler = make(p, r)
+    sampler.set_epoch(2)
+    return sampler
+
+
+def test_epochs_differ_and_repeat():
+    sampler = BalancedSampler(np.arange(200) % 17, batch_size=4, size=2, rank=0, seed=5)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    sampler.set_epoch(0)
+    assert list(sampler) == first
+    other = BalancedSampler(np.arange(200) % 17, batch_size=4, size=2, rank=0, seed=6)
+    assert list(other) != first
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
+def test_ranks_wait_for_each_other_less_than_five_percent_on_a_lognormal_set(p):
+    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
+    samplers = [BalancedSampler(lengths, batch_size=16, size=p, rank=r) for r in range(p)]
+    costs = np.array([[lengths[batch].sum() for batch in sampler] for sampler in samplers])  # (ranks, steps)
+    found = costs.max(axis=0).sum() / costs.mean(axis=0).sum()
+    assert found <= 1.05
+    assert samplers[0].imbalance() == pytest.approx(found, rel=1e-12)
+
+
+def test_batches_within_a_budget_of_tokens_are_nearly_full():
+    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
+    sampler = BalancedSampler(lengths, max_tokens=4096, size=4, rank=0)
+    padded = np.array([len(batch) * lengths[batch].max() for batch in sampler])
+    assert padded.max() <= 4096
+    assert np.median(padded) > 0.95 * 4096
+
+
+def test_a_chunk_that_does_not_fit_the_ranks_is_warned_of_once():
+    lengths = np.random.default_rng(0).lognormal(4, 0.8, 4000)
+    sampler = BalancedSampler(lengths, batch_size=4, size=36, rank=0)
+    with pytest.warns(RuntimeWarning, match=r"chunk=48 is not a multiple of 36 ranks.*set chunk=36"):
+        list(sampler)
+    list(sampler)
+    list(BalancedSampler(lengths, batch_size=4, size=36, rank=0, chunk=36))
+
+
+def test_size_and_rank_are_those_of_the_default_communicator(monkeypatch):
+    from bagua_comm.data import sampler as module
+
+    made = PlainSampler(8, batch_size=2)
+
+    class Comm:
+        size, rank = 4, 3
+
+    monkeypatch.setattr(module, "default", Comm)
+    assert (made.size, made.rank, len(made)) == (4, 3, 1)
+    assert bagua_comm.default is not Comm
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pytorchs_dataloader_takes_it_and_its_state_counts_what_was_trained(workers):
+    data = torch.arange(40)
+
+    def make(p, r):
+        return BalancedSampler(np.arange(40) % 7, batch_size=3, size=p, rank=r, chunk=4)
+
+    sampler = make(2, 1)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    expected = list(make(2, 1))
+    assert len(loader) == len(expected)
+    seen = []
+    for step, batch in enumerate(loader, 1):
+        seen.append(batch.tolist())
+        if step == 3:
+            state = sampler.state_dict(step)
+            break
+    assert seen == expected[:3]
+    assert state["consumed"] == 3 * 3 * 2
+    assert sampler.state_dict()["consumed"] == (3 * 3 * 2 if workers == 0 else 40)  # 2 workers x 2 ahead: all
+    sampler = make(2, 1)
+    sampler.load_state_dict(state)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=0)
+    assert [batch.tolist() for batch in loader] == expected[3:]
+
+
+WRONG = [
+    ({"batch_size": 0}, "batch_size is 0"),
+    ({"batch_size": 2.5}, "batch_size is 2.5"),
+    ({}, "give either batch_size or max_tokens"),
+    ({"batch_size": 2, "max_tokens": 9}, "give either batch_size or max_tokens"),
+    ({"max_tokens": 5}, r"lengths\[2\] is 7, more than max_tokens=5"),
+    ({"max_tokens": float("nan")}, "max_tokens is nan"),
+    ({"max_tokens": 9, "chunk": 3}, "chunk is for batch_size"),
+    ({"batch_size": 2, "noise": 1.5}, "noise is 1.5"),
+    ({"batch_size": 2, "chunk": 0}, "chunk is 0"),
+    ({"batch_size": 2, "rank": 3}, "size is 2 and rank is 3|rank is 3"),
+    ({"batch_size": 2, "rank": -1}, "rank is -1"),
+    ({"batch_size": 2, "rank": None}, "give both, or neither"),
+    ({"batch_size": 2, "seed": -1}, "seed is -1"),
+    ({"batch_size": 2, "lengths": [1, -2]}, r"lengths\[1\] is -2"),
+    ({"batch_size": 2, "lengths": [1, np.nan]}, r"lengths\[1\] is nan"),
+    ({"batch_size": 2, "lengths": [[1]]}, r"shape \(1, 1\)"),
+    ({"batch_size": 2, "lengths": ["a"]}, "lengths are not numbers"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ArrayError, match=message):
+        BalancedSampler(**{"lengths": [1, 2, 7], "size": 2, "rank": 0, **arguments})
+
+
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
+    sampler = BalancedSampler(np.arange(30), batch_size=3, size=2, rank=0)
+    state = BalancedSampler(np.arange(30), batch_size=3, size=2, rank=0, seed=1).state_dict()
+    expected = list(sampler)
+    for wrong, message in [
+        ({"epoch": 0}, "no \\['consumed', 'order', 'seed'\\]"),
+        ({**state, "order": 1}, "another order of samples"),
+        ({**state, "consumed": 4}, "no batch of the epoch ends"),
+        ({**state, "consumed": 31}, "no batch of the epoch ends"),
+        ({**state, "epoch": -1}, "epoch is -1"),
+    ]:
+        with pytest.raises(ArrayError, match=message):
+            sampler.load_state_dict(wrong)
+    other = BalancedSampler(np.arange(30), batch_size=4, size=2, rank=0, seed=1)
+    with pytest.raises(ArrayError, match="batch_size"):
+        other.load_state_dict(state)
+    assert list(sampler) == expected
+    with pytest.raises(ArrayError, match=r"only 5 batches were handed out"):
+        sampler.state_dict(6)
+
+
+def test_what_is_dropped_is_not_always_the_longest():
+    lengths = np.arange(101)
+    missing = set()
+    for epoch in range(20):
+        sampler = BalancedSampler(lengths, batch_size=10, size=1, rank=0, drop_last=True, chunk=2)
+        sampler.set_epoch(epoch)
+        missing |= set(range(101)) - {i for batch in sampler for i in batch}
+    assert len(missing) > 10
