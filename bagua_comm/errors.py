@@ -10,6 +10,7 @@
       UnsupportedError (TypeError)  a kind of array, dtype or operation that nothing here can carry
       BootstrapError                the world could not be set up
       CheckpointError (OSError)     a checkpoint cannot be written, or what lies there cannot be loaded
+      StoreError                    a store of cached data failed: no connection, no space, a damaged file
 
 Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
 and leave the communicator usable. After a `CommError` in the middle of a collective the communicator can
@@ -60,6 +61,10 @@ class UnsupportedError(BaguaError, TypeError):
 
 class BootstrapError(BaguaError):
     """The world could not be set up."""
+
+
+class StoreError(BaguaError):
+    """A store of cached data failed."""
 
 
 def shown(value: object) -> str:

@@ -29,7 +29,7 @@ def cache_folder(name: str) -> Path:
         return private_folder()
     if not is_private(found):
         warnings.warn(
-            f"{folder} belongs to somebody else, or others can write to it, so kernels are not kept there: "
+            f"{folder} belongs to somebody else, or others can write to it, so nothing is kept there: "
             "make it yours alone (chmod 700), or remove it",
             RuntimeWarning,
             stacklevel=2,

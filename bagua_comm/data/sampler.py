@@ -23,6 +23,7 @@ from ..arrays import Array
 from ..bootstrap import default
 from ..errors import ArrayError, shown
 
+
 class Order(NamedTuple):
     """The batches of an epoch, in the order in which they are taken."""
 

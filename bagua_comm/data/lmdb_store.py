@@ -1,0 +1,174 @@
+"""A store in an LMDB file, which all processes of a host share without a server."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import StoreError
+from .locks import locks_in
+from .stores import Store
+
+_READERS = 1024
+"""How many threads of all processes may read at a time."""
+
+_WRITER = 0
+"""The lock of who writes."""
+
+_LONGEST_KEY = 511
+
+
+class _Environments:
+    """Those of this process: LMDB allows one for each file, and none that a fork inherited."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Any] = {}
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+
+    def _own(self) -> threading.Lock:
+        if self._pid != os.getpid():
+            self._pid, self._lock = os.getpid(), threading.Lock()
+            for environment in self._opened.values():
+                environment.close()
+            self._opened.clear()
+        return self._lock
+
+    def get(self, path: str, capacity_bytes: int) -> Any:
+        """The environment of a folder, opened if it is not."""
+        with self._own():
+            if path not in self._opened:
+                self._opened[path] = _open(path, capacity_bytes)
+            return self._opened[path]
+
+    def close(self, path: str) -> None:
+        """Close that of a folder, if it is open."""
+        with self._own():
+            if path in self._opened:
+                self._opened.pop(path).close()
+
+
+_ENVIRONMENTS = _Environments()
+
+
+def _lmdb() -> Any:
+    try:
+        import lmdb
+    except ImportError as exc:
+        raise ImportError("LMDBStore needs lmdb: pip install 'bagua-comm[data]'") from exc
+    return lmdb
+
+
+def _open(path: str, capacity_bytes: int) -> Any:
+    lmdb = _lmdb()
+    try:
+        # Data are synced before the page that leads to them: a crash of the host loses the last values alone.
+        environment = lmdb.open(
+            path, map_size=capacity_bytes, metasync=False, max_readers=_READERS, mode=0o600, meminit=False
+        )
+        environment.reader_check()  # what killed processes have left
+    except (lmdb.Error, OSError, OverflowError) as exc:
+        raise StoreError(f"LMDBStore: {path} cannot be opened: {exc}") from exc
+    return environment
+
+
+class LMDBStore(Store):
+    """Values in a folder of the local disk; also in the page cache, which all processes share.
+
+    It is made if it is not there. Do not put it on a file system of another host: LMDB maps its file into memory.
+
+    Args:
+        path: The folder.
+        capacity_bytes: How large the file may grow; more raises StoreError. The largest of all processes counts.
+        timeout_s: How long to wait for another process that writes.
+
+    Raises:
+        StoreError: The folder cannot be made, or holds what is not an LMDB file.
+        ImportError: lmdb is not installed.
+    """
+
+    def __init__(self, path: str | Path, *, capacity_bytes: int = 100 << 30, timeout_s: float = 30.0) -> None:
+        try:
+            Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as exc:
+            raise StoreError(f"LMDBStore: {path} cannot be made: {exc}") from exc
+        self.path = os.path.realpath(path)
+        self.identity = f"lmdb:{self.path}"
+        self.capacity_bytes = capacity_bytes
+        self.timeout_s = timeout_s
+        self._environment()
+
+    def _environment(self) -> Any:
+        return _ENVIRONMENTS.get(self.path, self.capacity_bytes)
+
+    def _do(self, body: Any, *, write: bool) -> Any:
+        """Call `body(transaction)`."""
+        lmdb = _lmdb()
+        environment = self._environment()
+        try:
+            try:
+                with environment.begin(write=write) as transaction:
+                    return body(transaction)
+            except lmdb.MapResizedError:  # another process has made room for more
+                environment.set_mapsize(0)
+                with environment.begin(write=write) as transaction:
+                    return body(transaction)
+        except lmdb.MapFullError as exc:
+            raise StoreError(f"LMDBStore: {self.path} is full ({self.capacity_bytes} bytes): {exc}") from exc
+        except (lmdb.Error, OSError) as exc:
+            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
+
+    def _write(self, body: Any) -> None:
+        """Call `body(transaction)`, when nobody else writes: LMDB itself would wait for ever."""
+        try:
+            locks = locks_in(Path(self.path) / "writer.lock")
+            if not locks.wait(_WRITER, self.timeout_s):
+                raise StoreError(f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s")
+        except OSError as exc:
+            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
+        try:
+            self._do(body, write=True)
+        finally:
+            locks.give(_WRITER)
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Store.get_many`."""
+        for key in keys:
+            _check_key(key)
+        found: list[bytes | None] = self._do(
+            lambda transaction: [transaction.get(key) for key in keys], write=False
+        )
+        return found
+
+    def set_many(self, items: Mapping[bytes, bytes]) -> None:
+        """See `Store.set_many`. Either all values are kept, or none."""
+        for key in items:
+            _check_key(key)
+
+        def put(transaction: Any) -> None:
+            for key in sorted(items):  # neighbours lie on one page
+                transaction.put(key, items[key])
+
+        self._write(put)
+
+    def count(self) -> int:
+        """See `Store.count`."""
+        entries: int = self._do(lambda transaction: transaction.stat()["entries"], write=False)
+        return entries
+
+    def clear(self) -> None:
+        """See `Store.clear`."""
+        environment = self._environment()
+        self._write(lambda transaction: transaction.drop(environment.open_db(txn=transaction), delete=False))
+
+    def close(self) -> None:
+        """See `Store.close`. Other stores of this process on the same path open it again."""
+        _ENVIRONMENTS.close(self.path)
+
+
+def _check_key(key: bytes) -> None:
+    if not 0 < len(key) <= _LONGEST_KEY:
+        raise StoreError(f"LMDBStore: a key has {len(key)} bytes, expected 1 to {_LONGEST_KEY}")

@@ -1,0 +1,122 @@
+"""A store in servers of Redis or Valkey, for all hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from ..errors import ArrayError, StoreError
+from .stores import ShardedStore, Store
+
+T = TypeVar("T")
+
+_PREFIX = b"bagua:"
+"""What our keys in a server begin with, which may hold others."""
+
+_AT_ONCE = 1000
+"""Keys of one request."""
+
+
+class RedisStore(ShardedStore):
+    """Values in one or more servers; each key is in one of them, by rendezvous hashing.
+
+    The servers are yours: this starts none. Open none to a network without a password (`requirepass`) and, where
+    others listen, TLS. Set `maxmemory` and `maxmemory-policy allkeys-lru`, and a full server forgets what was not
+    used for long. `local_redis` starts one for tests and trials.
+
+    Args:
+        urls: One or more of redis://:password@host:port/db, rediss:// (TLS) and unix:///path. All ranks give the
+            same; their order does not matter.
+        timeout_s: How long to wait for a server.
+
+    Raises:
+        ArrayError: A URL has another form.
+        ImportError: redis is not installed.
+    """
+
+    def __init__(self, urls: str | Sequence[str], *, timeout_s: float = 5.0) -> None:
+        urls = [urls] if isinstance(urls, str) else list(urls)
+        super().__init__([_Server(url, timeout_s) for url in urls])
+
+
+class _Server(Store):
+    """One server. The client is made anew in each process."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._client: tuple[int, Any] | None = None
+        try:
+            parts = urlsplit(url)
+            place = f"{parts.hostname or ''}:{parts.port or 6379}" if parts.scheme != "unix" else ""
+        except (ValueError, AttributeError, TypeError):
+            raise ArrayError("RedisStore: a URL is not of the form redis://:password@host:port/db") from None
+        if parts.scheme not in ("redis", "rediss", "unix"):
+            raise ArrayError(f"RedisStore: a URL begins with {parts.scheme!r}, expected redis, rediss or unix")
+        self.identity = f"redis:{place}{parts.path}"  # without the password
+        _redis()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_client": None}
+
+    def _do(self, body: Callable[[Any], T]) -> T:
+        redis = _redis()
+        try:
+            if self._client is None or self._client[0] != os.getpid():
+                self._client = os.getpid(), self._connect()
+            return body(self._client[1])
+        except (redis.RedisError, OSError, ValueError) as exc:
+            raise StoreError(f"RedisStore: {self.identity}: {type(exc).__name__}: {exc}") from exc
+
+    def _connect(self) -> Any:
+        redis = _redis()
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        return redis.Redis.from_url(
+            self._url,
+            socket_timeout=self._timeout_s,
+            socket_connect_timeout=self._timeout_s,
+            retry=Retry(NoBackoff(), 1),  # a server that was started anew has closed our connection
+        )
+
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """See `Store.get_many`."""
+        found: list[bytes | None] = []
+        for part in _parts(list(keys)):
+            found += self._do(lambda client, part=part: client.mget([_PREFIX + key for key in part]))  # type: ignore[misc]
+        return found
+
+    def set_many(self, items: Mapping[bytes, bytes]) -> None:
+        """See `Store.set_many`."""
+        for part in _parts(list(items)):
+            self._do(lambda client, part=part: client.mset({_PREFIX + key: items[key] for key in part}))  # type: ignore[misc]
+
+    def count(self) -> int:
+        """See `Store.count`. Goes through all keys of the server."""
+        return self._do(lambda client: sum(1 for _ in client.scan_iter(_PREFIX + b"*", count=_AT_ONCE)))
+
+    def clear(self) -> None:
+        """See `Store.clear`. Other keys of the server stay."""
+        keys = self._do(lambda client: list(client.scan_iter(_PREFIX + b"*", count=_AT_ONCE)))
+        for part in _parts(keys):
+            self._do(lambda client, part=part: client.delete(*part))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        if self._client is not None and self._client[0] == os.getpid():
+            self._client[1].close()
+        self._client = None
+
+
+def _parts(keys: list[bytes]) -> list[list[bytes]]:
+    return [keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE)]
+
+
+def _redis() -> Any:
+    try:
+        import redis
+    except ImportError as exc:
+        raise ImportError("RedisStore needs redis: pip install 'bagua-comm[data]'") from exc
+    return redis

@@ -1,0 +1,207 @@
+"""How a sample lies in a store: as bytes that tell what they are and whether they are whole.
+
+    8 bytes     xxh3 of the key and of all that follows
+    1 byte      the kind: 0 a tree, 1 a pickle
+    4 bytes     the length of the head, little-endian
+    head        msgpack; an array in it is {offset, dtype, shape}
+    the rest    the bytes of the arrays, in C order
+
+A tree is made of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays, and comes
+back with the same types (bytearray and memoryview as bytes). Arrays that come back are new, C-contiguous and writable.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from ..arrays import Array, dtype_named
+from ..errors import ArrayError, UnsupportedError
+
+Form: TypeAlias = Literal["tree", "pickle"]
+
+FORMS = ("tree", "pickle")
+
+_HEAD = struct.Struct("<BI")
+_SUM = struct.Struct("<Q")
+_TUPLE, _ARRAY, _SCALAR, _INT, _COMPLEX = range(1, 6)
+_EXTRA = "pip install 'bagua-comm[data]'"
+
+
+class DamagedError(ValueError):
+    """Bytes that are not what was written; the sample is then loaded anew."""
+
+
+def checksum(*parts: bytes | memoryview) -> int:
+    """Xxh3 of some bytes, 64 bits."""
+    try:
+        import xxhash
+    except ImportError as exc:
+        raise ImportError(f"caches need xxhash and msgpack: {_EXTRA}") from exc
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    found: int = state.intdigest()
+    return found
+
+
+def encode(value: Any, key: bytes, form: Form = "tree") -> bytes:
+    """The bytes of a value.
+
+    Raises:
+        UnsupportedError: A tree cannot hold it, or it cannot be pickled.
+    """
+    arrays: list[memoryview] = []
+    if form == "pickle":
+        try:
+            head = pickle.dumps(value, protocol=5)
+        except Exception as exc:
+            raise UnsupportedError(f"a {type(value).__name__} cannot be pickled: {exc}") from exc
+    else:
+        head = _tree(value, arrays)
+    body = [_HEAD.pack(FORMS.index(form), len(head)), head, *arrays]
+    return b"".join([_SUM.pack(checksum(key, *body)), *body])
+
+
+def decode(data: bytes, key: bytes, form: Form = "tree") -> Any:
+    """The value that was encoded for this key; a pickle only if `form` is "pickle".
+
+    Raises:
+        DamagedError: These are not the bytes that were written for this key, or they are a pickle.
+    """
+    view = memoryview(data)
+    if len(view) < _SUM.size + _HEAD.size:
+        raise DamagedError(f"only {len(view)} bytes")
+    if _SUM.unpack_from(view)[0] != checksum(key, view[_SUM.size :]):
+        raise DamagedError("the checksum differs")
+    kind, length = _HEAD.unpack_from(view, _SUM.size)
+    start = _SUM.size + _HEAD.size
+    head, rest = view[start : start + length], view[start + length :]
+    if kind >= len(FORMS) or (FORMS[kind] == "pickle" and form != "pickle"):
+        raise DamagedError(f"a value of kind {kind}, where {form} was expected")
+    try:
+        return pickle.loads(head) if FORMS[kind] == "pickle" else _untree(head, rest)
+    except Exception as exc:  # whole, but written by another version of a library or of a class
+        raise DamagedError(f"cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def _msgpack() -> Any:
+    try:
+        import msgpack
+    except ImportError as exc:
+        raise ImportError(f"caches need xxhash and msgpack: {_EXTRA}") from exc
+    return msgpack
+
+
+def _tree(value: Any, arrays: list[memoryview]) -> bytes:
+    """The head of a tree; the bytes of its arrays are appended to `arrays`."""
+    msgpack = _msgpack()
+    end = 0
+
+    def pack(x: Any) -> bytes:
+        packed: bytes = msgpack.packb(x, default=other, strict_types=True, unicode_errors="surrogatepass")
+        return packed
+
+    def other(x: Any) -> Any:
+        """What msgpack does not know."""
+        nonlocal end
+        kind = type(x)
+        if kind is tuple:
+            return msgpack.ExtType(_TUPLE, pack(list(x)))
+        if kind is np.ndarray:
+            name = _dtype_name(x.dtype)
+            flat = np.ascontiguousarray(x).reshape(-1)
+            arrays.append(memoryview(flat.view(np.uint8)) if flat.size else memoryview(b""))
+            end += flat.nbytes
+            return msgpack.ExtType(_ARRAY, pack([end - flat.nbytes, name, list(x.shape)]))
+        if isinstance(x, np.generic):
+            return msgpack.ExtType(_SCALAR, pack([_dtype_name(x.dtype), x.tobytes()]))
+        if kind is int:
+            return msgpack.ExtType(_INT, x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True))
+        if kind is complex:
+            return msgpack.ExtType(_COMPLEX, struct.pack("<dd", x.real, x.imag))
+        raise _Stranger
+
+    try:
+        return pack(value)
+    except _Stranger:
+        where, found = next(_strangers(value, "the value"))
+        raise UnsupportedError(
+            f"{where} is {found}, which a cache does not keep: give plain trees of numbers, str, bytes and NumPy "
+            'arrays (a tensor as tensor.numpy()), or choose form="pickle", which runs code that the store holds'
+        ) from None
+    except (ValueError, RecursionError, OverflowError) as exc:
+        raise UnsupportedError(f"a cache cannot keep this {type(value).__name__}: {exc}") from exc
+
+
+class _Stranger(Exception):  # noqa: N818 - never leaves this module
+    """A value has a part that trees do not hold."""
+
+
+def _strangers(x: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Where a tree has parts that it cannot hold, and what these are."""
+    if type(x) is dict:
+        for key, part in x.items():
+            yield from _strangers(key, f"a key of {path}")
+            yield from _strangers(part, f"{path}[{key!r}]")
+    elif type(x) in (list, tuple):
+        for place, part in enumerate(x):
+            yield from _strangers(part, f"{path}[{place}]")
+    elif type(x) is np.ndarray or isinstance(x, np.generic):
+        try:
+            _dtype_name(x.dtype)
+        except _Stranger:
+            yield path, f"an array of {x.dtype}"
+    elif type(x) not in (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview):
+        yield path, f"a {type(x).__module__}.{type(x).__qualname__}"
+
+
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
+        raise _Stranger
+    if dtype.kind != "V" and np.dtype(dtype.str) == dtype:
+        return dtype.str
+    try:
+        found = dtype_named(dtype.name)
+    except (ArrayError, UnsupportedError, TypeError, AttributeError):
+        raise _Stranger from None
+    if found != dtype:
+        raise _Stranger
+    return dtype.name
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(name) if name[0] in "<>|=" else dtype_named(name)
+
+
+def _untree(head: memoryview, rest: memoryview) -> Any:
+    msgpack = _msgpack()
+
+    def unpack(data: bytes | memoryview) -> Any:
+        return msgpack.unpackb(data, ext_hook=ext, strict_map_key=False, unicode_errors="surrogatepass")
+
+    def ext(code: int, data: bytes) -> Any:
+        if code == _TUPLE:
+            return tuple(unpack(data))
+        if code == _ARRAY:
+            offset, name, shape = unpack(data)
+            dtype = _dtype(name)
+            array: Array = np.empty(shape, dtype)
+            if array.size:
+                array.reshape(-1).view(np.uint8)[:] = np.frombuffer(rest, np.uint8, array.nbytes, offset)
+            return array
+        if code == _SCALAR:
+            name, raw = unpack(data)
+            dtype = _dtype(name)
+            return np.frombuffer(raw, dtype)[0] if dtype.itemsize else dtype.type()
+        if code == _INT:
+            return int.from_bytes(data, "little", signed=True)
+        if code == _COMPLEX:
+            return complex(*struct.unpack("<dd", data))
+        raise DamagedError(f"an unknown type {code}")
+
+    return unpack(head)

@@ -1,0 +1,222 @@
+"""What a cache has in one process: the buffer, the locks, the counts, and which stores failed."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import StoreError
+from ..files import cache_folder
+from .counters import Counts
+from .locks import NUMBERS, Locks, locks_in
+from .stores import Store
+from .values import DamagedError, Form, checksum, decode, encode
+
+T = TypeVar("T")
+
+
+class Value(NamedTuple):
+    """A value, and the bytes that stand for it in a store."""
+
+    value: Any
+    data: bytes
+
+
+class Worker:
+    """The part of a `Cache` that belongs to one process. Its keys are those in the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        form: Form,
+        counts: Counts,
+        *,
+        buffer_bytes: float,
+        wait_s: float,
+        retry_s: float,
+        warned: Iterable[object],
+    ) -> None:
+        self.pid = os.getpid()
+        self.counts = counts
+        self.warned: set[object] = set(warned)
+        self._store, self._form, self._buffer_bytes = store, form, buffer_bytes
+        self._wait_s, self._retry_s = wait_s, retry_s
+        self._mutex = threading.RLock()
+        self._buffer: dict[bytes, bytes] = {}
+        self._buffered = 0  # bytes
+        self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, what for) -> until when
+        self._locks = self._find_locks()
+        # Locks of a store that is this process's own must not meet those of other stores.
+        self._place = (store.identity or f"{self.pid}:{id(store)}").encode()
+
+    def _find_locks(self) -> Locks | None:
+        try:
+            return locks_in(cache_folder("bagua_comm") / "data.lock")
+        except OSError as exc:
+            self._warn("locks", f"workers of this host may load one sample more than once: {exc}")
+            return None
+
+    def close(self) -> None:
+        """Write what is not yet written, and end the counts."""
+        if self.pid == os.getpid():
+            self.flush()
+            self.counts.end()
+
+    # Reading ----------------------------------------------------------------------------------------
+
+    def get_many(self, keys: list[tuple[Any, bytes]], load: Callable[[Any], Any]) -> list[Any]:
+        """The values of (key of the user, key in the store)."""
+        wanted = {full: key for key, full in keys}
+        found = self.find(list(wanted))
+        missing = {full: key for full, key in wanted.items() if full not in found}
+        if missing:
+            found |= self._load(missing, load)
+        given: list[Any] = []
+        for _, full in keys:
+            if full in wanted:
+                del wanted[full]
+                given.append(found[full].value)
+            else:  # the same sample again is another object
+                given.append(decode(found[full].data, full, self._form))
+                self._count(hits=1)
+        return given
+
+    def find(self, keys: list[bytes], *, waited: bool = False) -> dict[bytes, Value]:
+        """Those of these keys that are there and whole."""
+        with self._mutex:
+            raw = {key: self._buffer[key] for key in keys if key in self._buffer}
+        for leaf, asked in self._by_leaf(key for key in keys if key not in raw).items():
+            answer = self._try(leaf, "read", self._store.leaves[leaf].get_many, asked) or []
+            raw |= {key: data for key, data in zip(asked, answer, strict=False) if data is not None}
+        found = {}
+        for key, data in raw.items():
+            try:
+                found[key] = Value(decode(data, key, self._form), data)
+            except DamagedError as exc:
+                self._count(damaged=1)
+                self._warn("damaged", f"a value is damaged, and loaded anew: {exc}")
+            else:
+                self._count(hits=1, waited=int(waited), read_bytes=len(data))
+        return found
+
+    def _load(self, missing: dict[bytes, Any], load: Callable[[Any], Any]) -> dict[bytes, Value]:
+        """Load what is missing; what others load comes last, so that nobody waits while he holds a lock."""
+        loaded: dict[bytes, Value] = {}
+        taken = [full for full in missing if self._take(full)]
+        try:
+            loaded |= self.find(taken)  # another worker may have written it between our look and our lock
+            for full in tuple(taken):
+                if full not in loaded:
+                    loaded[full] = self._load_one(full, missing[full], load)
+                taken.remove(full)
+                self._give(full)
+        finally:
+            for full in taken:
+                self._give(full)
+        for full in missing:
+            if full not in loaded:
+                loaded[full] = self._wait(full, missing[full], load)
+        return loaded
+
+    def _wait(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
+        """Let another worker load, if it is one."""
+        number = self._number(full)
+        if self._locks is None or self._locks.mine(number):  # loading one sample needs another of the same batch
+            return self._load_one(full, key, load)
+        came = self._locks.wait(number, self._wait_s)
+        try:
+            found = self.find([full], waited=True)
+            if full in found:
+                return found[full]
+            if not came:
+                self._count(timeouts=1)
+                self._warn("wait", f"a worker has loaded one sample for {self._wait_s:g} s; loaded here, too")
+            return self._load_one(full, key, load)
+        finally:
+            if came:
+                self._locks.give(number)
+
+    def _load_one(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
+        value = load(key)
+        self._count(misses=1)
+        return Value(value, self.put(full, value))
+
+    # Writing ----------------------------------------------------------------------------------------
+
+    def put(self, full: bytes, value: Any) -> bytes:
+        """Keep a value in the buffer, and write that if it is full or somebody waits; returns the value's bytes."""
+        data = encode(value, full, self._form)
+        with self._mutex:
+            self._buffered += len(data) - len(self._buffer.get(full, b""))
+            self._buffer[full] = data
+            if self._buffered >= self._buffer_bytes or (
+                self._locks is not None and self._locks.wanted(self._number(full))
+            ):
+                self.flush()
+        return data
+
+    def flush(self) -> None:
+        """Write the buffer. Other threads wait, so that they find a value in the buffer or in the store."""
+        with self._mutex:
+            items, self._buffer, self._buffered = self._buffer, {}, 0
+            for leaf, keys in self._by_leaf(items).items():
+                part = {key: items[key] for key in keys}
+                if self._try(leaf, "write", self._write, (leaf, part)):
+                    self._count(written_bytes=sum(map(len, part.values())))
+                else:
+                    self._count(unwritten=len(part))
+
+    def _write(self, what: tuple[int, dict[bytes, bytes]]) -> bool:
+        leaf, part = what
+        self._store.leaves[leaf].set_many(part)
+        return True
+
+    # Stores that fail -------------------------------------------------------------------------------
+
+    def _by_leaf(self, keys: Iterable[bytes]) -> dict[int, list[bytes]]:
+        parts: dict[int, list[bytes]] = {}
+        for key in keys:
+            parts.setdefault(self._store.leaf_of(key), []).append(key)
+        return parts
+
+    def _try(self, leaf: int, what: str, call: Callable[[Any], T], argument: Any) -> T | None:
+        """Call a store; None if it fails, or has failed a short time ago."""
+        if time.monotonic() < self._bypassed.get((leaf, what), 0.0):
+            self._count(bypassed=1)
+            return None
+        try:
+            return call(argument)
+        except StoreError as exc:
+            self._count(errors=1)
+            self._bypassed[leaf, what] = time.monotonic() + self._retry_s
+            self._warn(
+                (leaf, what), f"a store fails to {what}, and is bypassed for {self._retry_s:g} s at a time: {exc}"
+            )
+            return None
+
+    def _warn(self, what: object, text: str) -> None:
+        """Warn, once of each thing."""
+        if what not in self.warned:
+            self.warned.add(what)
+            warnings.warn(f"cache: {text}", RuntimeWarning, stacklevel=2)
+
+    # Locks and counts -------------------------------------------------------------------------------
+
+    def _number(self, full: bytes) -> int:
+        return checksum(self._place, full) % NUMBERS
+
+    def _take(self, full: bytes) -> bool:
+        return self._locks is None or self._locks.take(self._number(full))
+
+    def _give(self, full: bytes) -> None:
+        if self._locks is not None:
+            self._locks.give(self._number(full))
+
+    def _count(self, **counts: int) -> None:
+        with self._mutex:
+            for name, count in counts.items():
+                self.counts.add(name, count)
