@@ -30,8 +30,11 @@ class Cache:
     * A value that is damaged is loaded anew, and counted.
     * A store that fails is warned of once, then bypassed for `retry_s`, and counted: loading goes on without it.
     * If several workers of a host ask for one key at a time, one loads it and the others wait for it.
-    * What was loaded is written when `buffer_bytes` are together, when somebody waits for it, and at `flush`, `close`
-      and the end of the process. A process that is killed loses what was not yet written; it is loaded again.
+      What lies unwritten in the buffer of another is loaded here, too; once workers have met, each value is written
+      at once.
+    * What was loaded is written when `buffer_bytes` are together, when it is a second old and more is loaded, when
+      somebody waits for it, and at `flush`, `close` and the end of the process. A process that is killed loses what
+      was not yet written; it is loaded again.
 
     It works in workers that are forked or spawned. `close` writes what this process has; the store stays open.
 
@@ -195,12 +198,15 @@ class Cached:
             raise UnsupportedError(f"an index is {shown(index)}, expected an int, str or bytes") from None
         return place + len(self.dataset) if place < 0 and hasattr(self.dataset, "__len__") else place
 
+    def _load(self, index: Any) -> Any:
+        return self.dataset[index]
+
     def __getitem__(self, index: Any) -> Any:
-        return self.cache.get(self._place(index), self.dataset.__getitem__)
+        return self.cache.get(self._place(index), self._load)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Several samples, from a store in one request."""
-        return self.cache.get_many([self._place(index) for index in indices], self.dataset.__getitem__)
+        return self.cache.get_many([self._place(index) for index in indices], self._load)
 
     def flush(self) -> None:
         """See `Cache.flush`."""

@@ -90,7 +90,7 @@ def _start(
         )
         try:
             assert process.stdin is not None
-            with process.stdin:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it has ended already
                 process.stdin.write(settings.encode())
             if _answers(process, port, timeout_s):
                 return process, port

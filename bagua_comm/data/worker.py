@@ -18,6 +18,12 @@ from .values import DamagedError, Form, checksum, decode, encode
 
 T = TypeVar("T")
 
+_MET = 1000
+"""For how many values each is written at once, after other workers asked for what was being loaded."""
+
+_OLDEST_S = 1.0
+"""How long a value may lie in the buffer, if more are loaded."""
+
 
 class Value(NamedTuple):
     """A value, and the bytes that stand for it in a store."""
@@ -48,6 +54,8 @@ class Worker:
         self._mutex = threading.RLock()
         self._buffer: dict[bytes, bytes] = {}
         self._buffered = 0  # bytes
+        self._since = 0.0  # when the oldest came
+        self._met = 0  # for how many more values each is written at once
         self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, what for) -> until when
         self._locks = self._find_locks()
         # Locks of a store that is this process's own must not meet those of other stores.
@@ -127,6 +135,7 @@ class Worker:
         number = self._number(full)
         if self._locks is None or self._locks.mine(number):  # loading one sample needs another of the same batch
             return self._load_one(full, key, load)
+        self._met = _MET
         came = self._locks.wait(number, self._wait_s)
         try:
             found = self.find([full], waited=True)
@@ -148,14 +157,17 @@ class Worker:
     # Writing ----------------------------------------------------------------------------------------
 
     def put(self, full: bytes, value: Any) -> bytes:
-        """Keep a value in the buffer, and write that if it is full or somebody waits; returns the value's bytes."""
+        """Keep a value in the buffer, and write that if it is full, old or awaited; returns the value's bytes."""
         data = encode(value, full, self._form)
+        now = time.monotonic()
         with self._mutex:
+            self._since = self._since if self._buffer else now
             self._buffered += len(data) - len(self._buffer.get(full, b""))
             self._buffer[full] = data
-            if self._buffered >= self._buffer_bytes or (
-                self._locks is not None and self._locks.wanted(self._number(full))
-            ):
+            if self._locks is not None and self._locks.wanted(self._number(full)):
+                self._met = _MET  # others ask for the same samples: they shall find the next ones, too
+            self._met = max(0, self._met - 1)
+            if self._met or self._buffered >= self._buffer_bytes or now - self._since > _OLDEST_S:
                 self.flush()
         return data
 

@@ -1,0 +1,208 @@
+"""Caches that several processes share: workers, programs, and those that are killed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bagua_comm.data import Cached, LMDBStore, local_redis
+from support import cached_program
+
+PROGRAM = cached_program.__file__
+
+
+@contextlib.contextmanager
+def started(*arguments, program=(sys.executable, PROGRAM)):
+    """The program; killed at the end, if it still runs."""
+    process = subprocess.Popen(
+        [*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def finished(process):
+    """What the program found out."""
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def run(*arguments):
+    with started(*arguments) as process:
+        return finished(process)
+
+
+def loads(log):
+    return Counter(map(int, log.read_text().split())) if log.exists() else Counter()
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return np.full(3, index)
+
+
+def test_what_forked_dataloader_workers_load_is_written_when_they_end_and_counted(tmp_path):
+    with LMDBStore(tmp_path) as store, Cached(Numbers(), store) as cached:
+        for epoch in (1, 2):
+            loader = torch.utils.data.DataLoader(cached, batch_size=4, num_workers=2)
+            assert torch.equal(torch.cat(list(loader))[:, 0], torch.arange(24))
+            del loader
+            assert store.count() == 24
+            stats = cached.stats()
+            assert (stats.misses, stats.hits) == (24, 24 * (epoch - 1))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["lmdb", pytest.param("redis", marks=pytest.mark.slow)])
+def test_workers_that_end_have_written_everything(tmp_path, method, kind):
+    log = tmp_path / "log"
+    with local_redis() if kind == "redis" else contextlib.nullcontext(tmp_path / "db") as place:
+        found = run(place, log, "--workers", 2, "--method", method, "--epochs", 2)
+    assert found["ok"]
+    assert found["warned"] == []
+    assert loads(log) == dict.fromkeys(range(12), 1)
+    assert (found["misses"], found["hits"]) == (12, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_dataloader_workers_of_either_kind_fill_it(tmp_path, method):
+    log = tmp_path / "log"
+    found = run(tmp_path / "db", log, "--workers", 2, "--method", method, "--epochs", 2, "--dataloader")
+    assert found["ok"]
+    assert loads(log) == dict.fromkeys(range(12), 1)
+    assert (found["misses"], found["hits"]) == (12, 12)
+
+
+def test_workers_that_ask_for_the_same_samples_load_each_once(tmp_path):
+    log = tmp_path / "log"
+    found = run(tmp_path / "db", log, "--workers", 4, "--shared", "--delay", 0.02)
+    assert found["ok"]
+    assert loads(log) == dict.fromkeys(range(12), 1)
+    assert (found["misses"], found["hits"]) == (12, 36)
+    assert found["waited"] > 0
+
+
+def test_two_programs_at_once_share_the_work(tmp_path):
+    log = tmp_path / "log"
+    with started(tmp_path / "db", log, "--delay", 0.02) as a, started(tmp_path / "db", log, "--delay", 0.02) as b:
+        both = [finished(a), finished(b)]
+    assert all(found["ok"] and not found["warned"] for found in both)
+    assert sum(found["misses"] for found in both) == loads(log).total()
+    assert set(loads(log)) == set(range(12))
+    again = run(tmp_path / "db", log)
+    assert (again["hits"], again["misses"]) == (12, 0)
+
+
+def test_a_program_killed_in_mid_epoch_leaves_what_it_had_written(tmp_path):
+    log = tmp_path / "log"
+    with started(tmp_path / "db", log, "--delay", 0.05, "-n", 100, "--buffer", 0) as process:
+        while loads(log).total() < 4:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    begun = loads(log).total()
+    log.unlink()
+    found = run(tmp_path / "db", log, "-n", 8)
+    assert found["ok"]
+    assert found["warned"] == []
+    assert begun - 1 <= found["hits"] <= begun
+    assert found["hits"] + loads(log).total() == 8
+
+
+@pytest.mark.slow
+def test_programs_killed_at_any_moment_never_leave_a_wrong_value(tmp_path):
+    log = tmp_path / "log"
+    for round_ in range(10):
+        with started(tmp_path / "db", log, "-n", 3000, "--buffer", 200, "--workers", 2) as process:
+            process.stdout.readline()
+            time.sleep(0.05 * round_ / 3)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            process.send_signal(signal.SIGKILL)
+            for child in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(child), signal.SIGKILL)
+    found = run(tmp_path / "db", log, "-n", 3000)
+    assert found["ok"]
+    assert (found["damaged"], found["errors"]) == (0, 0)
+    assert found["hits"] > 0
+
+
+def test_a_worker_that_is_stopped_while_it_loads_does_not_stop_others(tmp_path):
+    log = tmp_path / "log"
+    with started(tmp_path / "db", log, "--delay", 60) as stopped:
+        while not loads(log):
+            assert stopped.poll() is None
+            time.sleep(0.005)
+        stopped.send_signal(signal.SIGSTOP)
+        cached = Cached(cached_program.Slow(12, log, 0), LMDBStore(tmp_path / "db"), wait_s=0.1)
+        with pytest.warns(RuntimeWarning, match="loaded here, too"):
+            assert cached_program.right(cached[0], 0)
+        assert cached.stats().timeouts == 1
+    with cached:  # the other was killed, so its lock is free
+        assert cached_program.right(cached[1], 1)
+
+
+@contextlib.contextmanager
+def small_disk(folder):
+    """How to start a program for which `folder` is a disk of 10 MB, of its own if this may mount one."""
+    mount = f"mount -t tmpfs -o size=10m tmpfs '{folder}' && exec \"$@\""
+    for flags in (["-m"], ["-rm"]):
+        wrapped = ["unshare", *flags, "sh", "-c", mount, "sh"]
+        if shutil.which("unshare") and subprocess.run([*wrapped, "true"], capture_output=True).returncode == 0:
+            yield wrapped
+            return
+    # No mount: files may not grow beyond 10 MB, which fails in write() alike.
+    yield ["sh", "-c", "trap '' XFSZ; ulimit -f 20480; exec \"$@\"", "sh"]
+
+
+FILL = """
+import sys, warnings
+import numpy as np
+from bagua_comm.data import Cached, LMDBStore
+
+class Large:
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return np.full(1 << 19, index, np.uint8)
+
+with warnings.catch_warnings(record=True) as caught, Cached(Large(), LMDBStore(sys.argv[1])) as cached:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        for i in range(40):
+            assert (cached[i] == i).all()
+    cached.flush()
+print(cached.stats())
+print(len(caught), *(warning.message for warning in caught))
+stats = cached.stats()
+assert stats.errors == 1 and stats.damaged == 0 and len(caught) == 1, caught
+assert 0 < stats.hits < 40 and stats.unwritten > 0
+"""
+
+
+def test_a_full_disk_is_reported_once_and_loading_goes_on(tmp_path):
+    with small_disk(tmp_path) as wrapped:
+        result = subprocess.run(
+            [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")], capture_output=True, text=True, timeout=100
+        )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "a store fails to write" in result.stdout
