@@ -27,11 +27,11 @@ class BalancedSampler(Sampler):
     serpentine into its batches, and the chunks are shuffled. Steps within a chunk cost all ranks about the same.
     A step across two chunks does not, so `chunk` should be a multiple of the number of ranks. By default it does
     not depend on that number, since then another one could not go on in mid-epoch. A small chunk gives batches of
-    samples that are alike, which need little padding; a chunk of the whole epoch gives batches that are all alike,
-    for any number of ranks. `imbalance` tells how even the steps are; a large one is warned of.
+    samples that are alike, which need little padding; a chunk of the whole epoch gives batches that are all
+    alike, for any number of ranks. `imbalance` tells how even the steps are; a large one is warned of.
 
-    With `max_tokens`, samples are packed, the longest first, while samples x longest <= max_tokens. All batches cost
-    about the same, whatever the number of ranks is, and they are shuffled.
+    With `max_tokens`, samples are packed, the longest first, while samples x longest <= max_tokens. All batches
+    cost about the same, whatever the number of ranks is, and they are shuffled.
 
     Source: chunks of sorted samples are those of Bagua's load-balancing sampler, which lets one rank take all the
     first samples of its chunks.
@@ -43,8 +43,8 @@ class BalancedSampler(Sampler):
         size: Number of ranks; that of `bagua_comm.default()` if None.
         rank: This rank.
         seed: Chooses the orders.
-        noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch different
-            samples together; 0 to 1.
+        noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch
+            different samples together; 0 to 1.
         chunk: Batches of a chunk; None: 960, 240 or 48, by the number of batches.
         shuffle: False: no noise, and the longest samples first.
         drop_last: Leave out what does not fill a batch on every rank; what is left out is chosen at random.
@@ -89,8 +89,8 @@ class BalancedSampler(Sampler):
             longest = int(np.argmax(self.lengths)) if len(self.lengths) else None
             if longest is not None and self.lengths[longest] > max_tokens:
                 raise ArrayError(
-                    f"{name}: lengths[{longest}] is {self.lengths[longest]:g}, more than max_tokens={max_tokens:g}: "
-                    "raise max_tokens, or cut or leave out such samples"
+                    f"{name}: lengths[{longest}] is {self.lengths[longest]:g}, more than "
+                    f"max_tokens={max_tokens:g}: raise max_tokens, or cut or leave out such samples"
                 )
         self._default, self._warned = chunk is None and max_tokens is None, False
         self.chunk = self._default_chunk() if chunk is None else self._whole("chunk", chunk, 1)
@@ -131,7 +131,7 @@ class BalancedSampler(Sampler):
         return batches
 
     def imbalance(self) -> float:
-        """The sum over the epoch's steps of the largest rank's length, divided by the mean over ranks; 1 is ideal."""
+        """The sum over the epoch's steps of the largest rank's length, divided by the ranks' mean; 1 is ideal."""
         order, p = self.order, self.size
         full, rest = self._steps(0)
         sums = np.concatenate([[0.0], np.cumsum(self.lengths[order.indices])])[order.offsets]
@@ -155,7 +155,7 @@ class BalancedSampler(Sampler):
         return self._cut(tried, rng) if self.batch_size is not None else self._pack(tried, rng)
 
     def _cut(self, ranked: Array, rng: np.random.Generator) -> Order:
-        """Chunks of equally many batches in any order, and last what does not fill one, from anywhere in between."""
+        """Chunks of equally many batches in any order, and last what does not fill one, from anywhere."""
         assert self.batch_size is not None
         b, w = self.batch_size, self.chunk
         chunks, rest = divmod(len(ranked), b * w)

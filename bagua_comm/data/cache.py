@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import util
 from types import TracebackType
 from typing import Any, TypeVar
@@ -30,17 +30,18 @@ class Cache:
     * A value that is damaged is loaded anew, and counted.
     * A store that fails is warned of once, then bypassed for `retry_s`, and counted: loading goes on without it.
     * If several workers of a host ask for one key at a time, one loads it and the others wait for it.
-      What lies unwritten in the buffer of another is loaded here, too; once workers have met, each value is written
-      at once.
-    * What was loaded is written when `buffer_bytes` are together, when it is a second old and more is loaded, when
-      somebody waits for it, and at `flush`, `close` and the end of the process. A process that is killed loses what
-      was not yet written; it is loaded again.
+      What lies unwritten in the buffer of another is loaded here, too; once workers have met, each value is
+      written at once.
+    * What was loaded is written when `buffer_bytes` are together, when it is a second old and more is loaded,
+      when somebody waits for it, and at `flush`, `close` and the end of the process. A process that is killed
+      loses what was not yet written; it is loaded again.
 
     It works in workers that are forked or spawned. `close` writes what this process has; the store stays open.
 
     Args:
         store: Keeps the values.
-        name: Of what is cached. Caches of one store need different names; change it with the data or their decoding.
+        name: Of what is cached. Caches of one store need different names; change it with the data or their
+            decoding.
         form: "tree" keeps numbers, str, bytes, None, NumPy arrays, and lists, tuples and dicts of these. "pickle"
             keeps anything, and runs code that the store holds: then nobody else may write to the store.
         buffer_bytes: How much to write at once; with 0, each value at once.
@@ -100,7 +101,7 @@ class Cache:
             self._worker = worker
         return self._worker
 
-    def key(self, key: Hashable) -> bytes:
+    def key(self, key: Any) -> bytes:
         """The key in the store: of an int, str or bytes.
 
         Raises:
@@ -110,7 +111,7 @@ class Cache:
             own = b"s" + key.encode("utf-8", "surrogatepass") if isinstance(key, str) else b"b" + key
         else:
             try:
-                own = b"i%d" % operator.index(key)  # type: ignore[call-overload]
+                own = b"i%d" % operator.index(key)
             except TypeError:
                 raise UnsupportedError(f"a key is {shown(key)}, expected an int, str or bytes") from None
         full = self.name.encode() + b"\0" + own
@@ -118,7 +119,7 @@ class Cache:
             return full
         return b"\0%016x%016x" % (checksum(full), checksum(b"again", full))
 
-    def get(self, key: Hashable, load: Callable[[Any], Any]) -> Any:
+    def get(self, key: Any, load: Callable[[Any], Any]) -> Any:
         """The value of a key; `load(key)` makes it if it is not there, and its errors are raised as they are.
 
         Raises:
@@ -130,12 +131,12 @@ class Cache:
         """The values of several keys, from a store in one request; each that is missing is loaded."""
         return self._own().get_many([(key, self.key(key)) for key in keys], load)
 
-    def peek(self, key: Hashable) -> Any:
+    def peek(self, key: Any) -> Any:
         """The value of a key, or None if it is not there; see `put`."""
         found = self._own().find([self.key(key)])
         return found[self.key(key)].value if found else None
 
-    def put(self, key: Hashable, value: Any) -> None:
+    def put(self, key: Any, value: Any) -> None:
         """Keep a value.
 
         Raises:
@@ -167,11 +168,12 @@ class Cache:
 class Cached:
     """A data set whose samples are kept in a store: the first epoch loads them, later ones read them.
 
-    It takes the place of a map-style data set, in PyTorch's DataLoader too, which then asks for a batch at a time.
+    It takes the place of a map-style data set, in PyTorch's DataLoader too, which then asks for a batch at a
+    time.
 
     Args:
-        dataset: Has `__getitem__` for ints, or for str or bytes, and perhaps `__len__`. What is random in it (crops,
-            say) is kept as it was in the first epoch, so apply that to what this gives.
+        dataset: Has `__getitem__` for ints, or for str or bytes, and perhaps `__len__`. What is random in it
+            (crops, say) is kept as it was in the first epoch, so apply that to what this gives.
         store: Keeps the samples.
         options: Those of `Cache`: name, form, buffer_bytes, wait_s, retry_s.
 

@@ -39,7 +39,7 @@ def measure(
         dataset: The same on all ranks.
         fn: Gives the cost of a sample, such as its number of tokens.
         comm: The ranks; `bagua_comm.default()` if None.
-        store: Where the result is kept for the next program; rank 0 reads and writes it. None keeps nothing.
+        store: Where the result is kept for the next program; rank 0 reads and writes it, others ignore theirs.
         name: Under which name it is kept; change it with the data or `fn`.
 
     Returns:
@@ -48,7 +48,8 @@ def measure(
     Raises:
         CommMismatch: Data sets differ in length.
         ArrayError: `fn` gave what is not a finite number from 0 on; raised on all ranks. Other errors of `fn`
-            and of the data set are raised as they are on the first rank that has one, and in their words on others.
+            and of the data set are raised as they are on the first rank that has one, and in their words on
+            others.
 
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(2, lambda comm: measure(["a", "bcd", "ef"], len, comm))[1]
@@ -56,13 +57,14 @@ def measure(
     """
     comm = default() if comm is None else comm
     n = len(dataset)
-    counts = comm.allgather_object(n)
+    told = comm.allgather_object((n, store is not None))
+    counts = [count for count, _ in told]
     if len(set(counts)) > 1:
         raise CommMismatch(f"measure: the data set has {counts} samples on ranks 0 to {comm.size - 1}")
     cache = None
     if store is not None and comm.rank == 0:
         cache = Cache(store, name=f"measure/{name}", buffer_bytes=0)
-    if store is not None or any(comm.allgather_object(store is not None)):
+    if told[0][1]:
         found = cache.peek(str(n)) if cache is not None else None
         found = comm.broadcast_object(found, root=0)
         if isinstance(found, np.ndarray) and found.shape == (n,):

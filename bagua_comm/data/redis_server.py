@@ -22,8 +22,8 @@ _TRIES = 5
 def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> Iterator[str]:
     """Start a server, give its URL, and stop it at the end of the block.
 
-    It listens on 127.0.0.1, at a free port, with a random password, and writes nothing to disk. When it is full, it
-    forgets what was not used for long.
+    It listens on 127.0.0.1, at a free port, with a random password, and writes nothing to disk. When it is full,
+    it forgets what was not used for long.
 
     Args:
         capacity_bytes: How much it may hold.

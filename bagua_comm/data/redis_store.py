@@ -83,25 +83,27 @@ class _Server(Store):
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
-        found: list[bytes | None] = []
-        for part in _parts(list(keys)):
-            found += self._do(lambda client, part=part: client.mget([_PREFIX + key for key in part]))  # type: ignore[misc]
-        return found
+        names = [_PREFIX + key for key in keys]
+        return self._do(lambda client: [value for part in _parts(names) for value in client.mget(part)])
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        for part in _parts(list(items)):
-            self._do(lambda client, part=part: client.mset({_PREFIX + key: items[key] for key in part}))  # type: ignore[misc]
+        values = {_PREFIX + key: value for key, value in items.items()}
+        parts = [{name: values[name] for name in part} for part in _parts(list(values))]
+        self._do(lambda client: [client.mset(part) for part in parts])
 
     def count(self) -> int:
         """See `Store.count`. Goes through all keys of the server."""
-        return self._do(lambda client: sum(1 for _ in client.scan_iter(_PREFIX + b"*", count=_AT_ONCE)))
+        return len(self._names())
 
     def clear(self) -> None:
         """See `Store.clear`. Other keys of the server stay."""
-        keys = self._do(lambda client: list(client.scan_iter(_PREFIX + b"*", count=_AT_ONCE)))
-        for part in _parts(keys):
-            self._do(lambda client, part=part: client.delete(*part))  # type: ignore[misc]
+        names = self._names()
+        self._do(lambda client: [client.delete(*part) for part in _parts(names)])
+
+    def _names(self) -> list[bytes]:
+        """Our keys in the server; it may show one twice."""
+        return self._do(lambda client: list(set(client.scan_iter(_PREFIX + b"*", count=_AT_ONCE))))
 
     def close(self) -> None:
         """See `Store.close`."""

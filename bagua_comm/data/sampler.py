@@ -4,9 +4,9 @@
     BalancedSampler(lengths, max_tokens=4096)  as many samples as fit into a budget, all batches equally full
     PlainSampler(len(dataset), batch_size=32)  a random permutation
 
-An epoch is one global list of batches, which does not depend on the number of ranks p. In step s, rank r takes batch
-s p + r. If fewer than p batches are left, their samples are dealt anew into p smaller ones, so that all ranks make
-equally many steps and no sample is lost; only if fewer than p samples are left, some are repeated.
+An epoch is one global list of batches, which does not depend on the number of ranks p. In step s, rank r takes
+batch s p + r. If fewer than p batches are left, their samples are dealt anew into p smaller ones, so that all
+ranks make equally many steps and no sample is lost; only if fewer than p samples are left, some are repeated.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Sampler(ABC):
         return self._made[2]
 
     def _steps(self, start: int) -> tuple[int, int]:
-        """How many steps take p whole batches, from global batch `start` on, and how many batches are then left."""
+        """How many steps take p whole batches, from global batch `start` on, and how many batches are left."""
         return divmod(self.order.batches - start, self.size)
 
     def _count(self, start: int) -> int:
@@ -161,7 +161,7 @@ class Sampler(ABC):
 
     @property
     def padding(self) -> int:
-        """How many samples of the epoch are given twice, over all ranks: fewer than p, and none with drop_last."""
+        """How many samples of the epoch are given again, over all ranks: fewer than p; none with drop_last."""
         full, rest = self._steps(0)
         if self.drop_last or not rest:
             return 0
@@ -197,7 +197,8 @@ class Sampler(ABC):
                 `for step, batch in enumerate(loader, 1): ...; state = sampler.state_dict(step)`.
 
         Returns:
-            `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a checksum.
+            `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a
+            checksum.
 
         Raises:
             ArrayError: More steps than were handed out.
@@ -258,9 +259,9 @@ def serpentine(values: Array, hands: int) -> list[Array]:
     [[0, 5, 6], [1, 4], [2, 3]]
     """
     rounds = -(-len(values) // hands)
-    table = np.full(rounds * hands, -1, np.int64)
-    table[: len(values)] = np.arange(len(values))
-    table = table.reshape(rounds, hands)
+    places = np.full(rounds * hands, -1, np.int64)
+    places[: len(values)] = np.arange(len(values))
+    table = places.reshape(rounds, hands)
     table[1::2] = table[1::2, ::-1]
     return [values[column[column >= 0]] for column in table.T]
 

@@ -33,7 +33,7 @@ class Store(ABC):
         """The stores that hold the values: this one, unless it is made of several."""
         return (self,)
 
-    def leaf_of(self, key: bytes) -> int:  # noqa: ARG002
+    def leaf_of(self, key: bytes) -> int:
         """Which of the leaves holds this key."""
         return 0
 
@@ -61,7 +61,7 @@ class Store(ABC):
     def clear(self) -> None:
         """Remove all keys."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most stores have nothing to give back
         """Give back files and connections; the values stay, where they outlive a process."""
 
     def __enter__(self: S) -> S:
@@ -120,8 +120,8 @@ class ShardedStore(Store):
     """Several stores, each of which holds a part of the keys.
 
     A key belongs to the store with the largest hash of (key, name of the store), so that one of n stores that is
-    taken away, or added, moves 1/n of the keys, and no others. Source: rendezvous hashing, Thaler and Ravishankar,
-    "Using name-based mappings to increase hit rates", 1998.
+    taken away, or added, moves 1/n of the keys, and no others. Source: rendezvous hashing, Thaler and
+    Ravishankar, "Using name-based mappings to increase hit rates", 1998.
 
     Args:
         stores: The parts.

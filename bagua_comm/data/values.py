@@ -6,8 +6,9 @@
     head        msgpack; an array in it is {offset, dtype, shape}
     the rest    the bytes of the arrays, in C order
 
-A tree is made of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays, and comes
-back with the same types (bytearray and memoryview as bytes). Arrays that come back are new, C-contiguous and writable.
+A tree is made of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays. It
+comes back with the same types (bytearray and memoryview as bytes), and its arrays are new, C-contiguous and
+writable.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def encode(value: Any, key: bytes, form: Form = "tree") -> bytes:
     Raises:
         UnsupportedError: A tree cannot hold it, or it cannot be pickled.
     """
-    arrays: list[memoryview] = []
+    arrays: list[Any] = []
     if form == "pickle":
         try:
             head = pickle.dumps(value, protocol=5)
@@ -63,7 +64,7 @@ def encode(value: Any, key: bytes, form: Form = "tree") -> bytes:
             raise UnsupportedError(f"a {type(value).__name__} cannot be pickled: {exc}") from exc
     else:
         head = _tree(value, arrays)
-    body = [_HEAD.pack(FORMS.index(form), len(head)), head, *arrays]
+    body: list[Any] = [_HEAD.pack(FORMS.index(form), len(head)), head, *arrays]
     return b"".join([_SUM.pack(checksum(key, *body)), *body])
 
 
@@ -97,7 +98,7 @@ def _msgpack() -> Any:
     return msgpack
 
 
-def _tree(value: Any, arrays: list[memoryview]) -> bytes:
+def _tree(value: Any, arrays: list[Any]) -> bytes:
     """The head of a tree; the bytes of its arrays are appended to `arrays`."""
     msgpack = _msgpack()
     end = 0
@@ -115,7 +116,7 @@ def _tree(value: Any, arrays: list[memoryview]) -> bytes:
         if kind is np.ndarray:
             name = _dtype_name(x.dtype)
             flat = np.ascontiguousarray(x).reshape(-1)
-            arrays.append(memoryview(flat.view(np.uint8)) if flat.size else memoryview(b""))
+            arrays.append(flat.view(np.uint8).data if flat.size else b"")
             end += flat.nbytes
             return msgpack.ExtType(_ARRAY, pack([end - flat.nbytes, name, list(x.shape)]))
         if isinstance(x, np.generic):
@@ -164,14 +165,14 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
         raise _Stranger
     if dtype.kind != "V" and np.dtype(dtype.str) == dtype:
-        return dtype.str
+        return str(dtype.str)
     try:
         found = dtype_named(dtype.name)
     except (ArrayError, UnsupportedError, TypeError, AttributeError):
         raise _Stranger from None
     if found != dtype:
         raise _Stranger
-    return dtype.name
+    return str(dtype.name)
 
 
 def _dtype(name: str) -> np.dtype[Any]:

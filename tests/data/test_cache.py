@@ -50,6 +50,12 @@ class Failing(MemoryStore):
         super().set_many(items)
 
 
+def two_epochs(cached):
+    for _ in range(2):
+        list(cached)
+        cached.flush()
+
+
 def same(a, b):
     return np.array_equal(a[0], b[0]) and a[1] == b[1]
 
@@ -102,7 +108,9 @@ def test_keys_of_other_types_and_names_never_meet():
         cache.put(key, number)
     assert [cache.peek(key) for key in keys] == list(range(len(keys)))
     assert cache.peek(np.int64(1)) == cache.peek(True) == 0
-    assert len({Cache(MemoryStore(), name=name).key(key) for name, key in [("a", "b"), ("ab", ""), ("", "ab")]}) == 3
+    assert (
+        len({Cache(MemoryStore(), name=name).key(key) for name, key in [("a", "b"), ("ab", ""), ("", "ab")]}) == 3
+    )
     for wrong in (1.5, None, (1, 2), slice(3)):
         with pytest.raises(UnsupportedError, match="expected an int, str or bytes"):
             cache.get(wrong, str)
@@ -167,9 +175,7 @@ def test_a_store_that_cannot_be_read_is_reported_once_bypassed_and_tried_again()
     cached = Cached(data, store, retry_s=1e6)
     store.reads_fail = store.writes_fail = True
     with pytest.warns(RuntimeWarning) as caught:
-        for _ in range(2):
-            list(cached)
-            cached.flush()
+        two_epochs(cached)
     assert sorted(str(warning.message)[:28] for warning in caught) == [
         "cache: a store fails to read",
         "cache: a store fails to writ",
@@ -192,7 +198,10 @@ def test_a_store_that_cannot_be_read_is_reported_once_bypassed_and_tried_again()
 
 def test_a_full_store_is_still_read():
     store, data = MemoryStore(capacity_bytes=1000), Counted()
-    with Cached(data, store, buffer_bytes=0) as cached, pytest.warns(RuntimeWarning, match="fails to write.*full"):
+    with (
+        Cached(data, store, buffer_bytes=0) as cached,
+        pytest.warns(RuntimeWarning, match="fails to write.*full"),
+    ):
         list(cached)
     kept = store.count()
     assert 0 < kept < 20
@@ -225,7 +234,9 @@ def test_a_server_killed_in_mid_epoch_is_done_without():
         seen += [cached[i] for i in range(20)]
     with pytest.warns(RuntimeWarning, match="a store fails to") as caught:
         seen += [cached[i] for i in range(40)]
-    assert all(same(sample, data[i]) for sample, i in zip(seen, [*range(20), *range(20), *range(40)], strict=True))
+    assert all(
+        same(sample, data[i]) for sample, i in zip(seen, [*range(20), *range(20), *range(40)], strict=True)
+    )
     stats = cached.stats()
     assert (stats.hits, stats.misses, stats.errors, stats.unwritten) == (20, 60, 2, 40)
     assert len(caught) == 2

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support import cached_program
 
 from bagua_comm.data import Cached, LMDBStore, local_redis
-from support import cached_program
 
 PROGRAM = cached_program.__file__
 
@@ -202,7 +202,10 @@ assert 0 < stats.hits < 40 and stats.unwritten > 0
 def test_a_full_disk_is_reported_once_and_loading_goes_on(tmp_path):
     with small_disk(tmp_path) as wrapped:
         result = subprocess.run(
-            [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")], capture_output=True, text=True, timeout=100
+            [*wrapped, sys.executable, "-c", FILL, str(tmp_path / "db")],
+            capture_output=True,
+            text=True,
+            timeout=100,
         )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "a store fails to write" in result.stdout
