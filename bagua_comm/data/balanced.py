@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,30 +10,25 @@ from ..arrays import Array
 from ..errors import ArrayError, shown
 from .sampler import Order, Sampler, as_lengths, serpentine
 
-CHUNKS = (960, 240, 48)
+CHUNKS = (960, 240, 48, 24)
 """Batches of a chunk by default: the first of which an epoch has at least `LEAST_CHUNKS`, else the last."""
 
 LEAST_CHUNKS = 20
-
-UNEVEN = 1.1
-"""An imbalance that is worth a warning, if `chunk` causes it."""
 
 
 class BalancedSampler(Sampler):
     """Batches of about equally long samples, so that no rank waits long for another and little is padded.
 
-    With `batch_size`, samples are sorted by length and cut into chunks of `chunk` batches; each chunk is dealt
-    serpentine into its batches, and the chunks are shuffled. Steps within a chunk cost all ranks about the same.
-    A step across two chunks does not, so `chunk` should be a multiple of the number of ranks. By default it does
-    not depend on that number, since then another one could not go on in mid-epoch. A small chunk gives batches of
-    samples that are alike, which need little padding; a chunk of the whole epoch gives batches that are all
-    alike, for any number of ranks. `imbalance` tells how even the steps are; a large one is warned of.
+    With `batch_size`, samples are sorted by length, cut into chunks of `chunk` batches, and the chunks are
+    shuffled. A step takes the next p batches, and deals their samples serpentine to the p ranks. So all ranks
+    have about the same work in each step, and samples of one batch are about equally long. Only a step across two
+    chunks has samples of two lengths, and therefore more padding; there is none if `chunk` is a multiple of p.
+    The chunk does not depend on p by default, so that another number of ranks can go on in mid-epoch.
 
     With `max_tokens`, samples are packed, the longest first, while samples x longest <= max_tokens. All batches
     cost about the same, whatever the number of ranks is, and they are shuffled.
 
-    Source: chunks of sorted samples are those of Bagua's load-balancing sampler, which lets one rank take all the
-    first samples of its chunks.
+    Source: chunks of sorted samples, which are shuffled, are those of Bagua's load-balancing sampler.
 
     Args:
         lengths: What each sample costs, (samples,): a length or a time. `measure` finds them.
@@ -45,7 +39,7 @@ class BalancedSampler(Sampler):
         seed: Chooses the orders.
         noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch
             different samples together; 0 to 1.
-        chunk: Batches of a chunk; None: 960, 240 or 48, by the number of batches.
+        chunk: Batches of a chunk; None: 960, 240, 48 or 24, by the number of batches.
         shuffle: False: no noise, and the longest samples first.
         drop_last: Leave out what does not fill a batch on every rank; what is left out is chosen at random.
 
@@ -92,7 +86,6 @@ class BalancedSampler(Sampler):
                     f"{name}: lengths[{longest}] is {self.lengths[longest]:g}, more than "
                     f"max_tokens={max_tokens:g}: raise max_tokens, or cut or leave out such samples"
                 )
-        self._default, self._warned = chunk is None and max_tokens is None, False
         self.chunk = self._default_chunk() if chunk is None else self._whole("chunk", chunk, 1)
 
     def _default_chunk(self) -> int:
@@ -102,29 +95,10 @@ class BalancedSampler(Sampler):
     def _samples(self) -> int:
         return len(self.lengths)
 
-    def _weights(self, samples: Array) -> Array:
-        found: Array = self.lengths[samples]
-        return found
-
-    def __iter__(self) -> Iterator[list[int]]:
-        if self._default and not self._warned and self.chunk % self.size:
-            self._warned = True
-            if (found := self.imbalance()) > UNEVEN:
-                warnings.warn(
-                    f"BalancedSampler: chunk={self.chunk} is not a multiple of {self.size} ranks, so steps take "
-                    f"{found:.2f} times as long as balanced ones; set chunk={self._fitting()}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return super().__iter__()
-
-    def _fitting(self) -> int:
-        """The multiple of the number of ranks that is closest to `chunk`."""
-        return max(1, round(self.chunk / self.size)) * self.size
-
     def _deal(self, batches: list[Array]) -> list[Array]:
         if self.max_tokens is None:
-            return super()._deal(batches)
+            samples = np.concatenate(batches)
+            return serpentine(samples[np.argsort(-self.lengths[samples], kind="stable")], self.size)
         while len(batches) < self.size:  # parts of batches keep within the budget
             most = max(range(len(batches)), key=lambda b: (len(batches[b]) > 1, self.lengths[batches[b]].sum()))
             batches += serpentine(batches.pop(most), 2)
@@ -132,15 +106,14 @@ class BalancedSampler(Sampler):
 
     def imbalance(self) -> float:
         """The sum over the epoch's steps of the largest rank's length, divided by the ranks' mean; 1 is ideal."""
-        order, p = self.order, self.size
-        full, rest = self._steps(0)
-        sums = np.concatenate([[0.0], np.cumsum(self.lengths[order.indices])])[order.offsets]
-        costs = np.diff(sums)[: full * p].reshape(full, p)
-        if rest and not self.drop_last:
-            dealt = self._last_step(order, full * p)
-            costs = np.vstack([costs, [[self.lengths[part].sum() for part in dealt]]])
-        total = costs.mean(axis=1).sum()
-        return float(costs.max(axis=1).sum() / total) if total else 1.0
+        order = self.order
+        costs = np.array(
+            [
+                [self.lengths[batch].sum() for batch in self._dealt(order, step * self.size)]
+                for step in range(self._count(0))
+            ]
+        )
+        return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum()) if costs.any() else 1.0
 
     def _make(self, rng: np.random.Generator) -> Order:
         """Sort, then cut or pack."""
@@ -157,21 +130,17 @@ class BalancedSampler(Sampler):
     def _cut(self, ranked: Array, rng: np.random.Generator) -> Order:
         """Chunks of equally many batches in any order, and last what does not fill one, from anywhere."""
         assert self.batch_size is not None
-        b, w = self.batch_size, self.chunk
-        chunks, rest = divmod(len(ranked), b * w)
-        cut = int(rng.integers(chunks + 1)) if self.shuffle else chunks
-        last = ranked[cut * b * w :][:rest]
-        whole = np.delete(ranked, slice(cut * b * w, cut * b * w + rest)).reshape(chunks, b, w)
-        whole[:, 1::2] = whole[:, 1::2, ::-1]  # there and back again
-        whole = whole.transpose(0, 2, 1)  # (chunks, w, b)
-        parts = serpentine(last, -(-rest // b)) if rest else []
+        width = self.batch_size * self.chunk
+        chunks, rest = divmod(len(ranked), width)
+        cut = int(rng.integers(chunks + 1)) * width if self.shuffle else len(ranked) - rest
+        last = ranked[cut : cut + rest]
+        whole = np.delete(ranked, slice(cut, cut + rest)).reshape(chunks, width)
         if self.shuffle:
             whole = whole[rng.permutation(chunks)]
-            places = rng.permuted(np.broadcast_to(np.arange(w), (chunks, w)), axis=1)
-            whole = np.take_along_axis(whole, places[:, :, None], axis=1)
-            parts = [parts[i] for i in rng.permutation(len(parts))]
-        sizes = np.array([b] * (chunks * w) + [len(part) for part in parts], np.int64)
-        return Order.of(np.concatenate([whole.reshape(-1), *parts]), sizes)
+            whole = np.where(rng.integers(2, size=(chunks, 1)), whole, whole[:, ::-1])  # up or down
+        full, left = divmod(len(ranked), self.batch_size)
+        sizes = np.array([self.batch_size] * full + [left] * (left > 0), np.int64)
+        return Order.of(np.concatenate([whole.reshape(-1), last]), sizes)
 
     def _pack(self, ranked: Array, rng: np.random.Generator) -> Order:
         """Batches within the budget, in any order, and last that of what is left."""

@@ -4,9 +4,10 @@
     BalancedSampler(lengths, max_tokens=4096)  as many samples as fit into a budget, all batches equally full
     PlainSampler(len(dataset), batch_size=32)  a random permutation
 
-An epoch is one global list of batches, which does not depend on the number of ranks p. In step s, rank r takes
-batch s p + r. If fewer than p batches are left, their samples are dealt anew into p smaller ones, so that all
-ranks make equally many steps and no sample is lost; only if fewer than p samples are left, some are repeated.
+An epoch is one global list of batches, which does not depend on the number of ranks p. Step s takes batches s p
+up to s p + p, and deals them, or their samples, to the ranks. If fewer than p are left, their samples are dealt
+into p smaller ones, so that all ranks make equally many steps and no sample is lost; only if fewer than p samples
+are left, some are repeated.
 """
 
 from __future__ import annotations
@@ -105,10 +106,6 @@ class Sampler(ABC):
     def _make(self, rng: np.random.Generator) -> Order:
         """The batches of an epoch, from its random numbers."""
 
-    def _weights(self, samples: Array) -> Array:
-        """What the samples cost."""
-        return np.ones(len(samples))
-
     @property
     def order(self) -> Order:
         """The batches of this epoch for all ranks, alike for any number of ranks."""
@@ -140,22 +137,20 @@ class Sampler(ABC):
             yield batch.tolist()
 
     def _batch(self, order: Order, start: int, step: int) -> Array:
-        first = start + step * self.size
-        if first + self.size <= order.batches:
-            return order.samples(first + self.rank, first + self.rank + 1)
-        return self._last_step(order, first)[self.rank]
+        return self._dealt(order, start + step * self.size)[self.rank]
 
-    def _last_step(self, order: Order, first: int) -> list[Array]:
-        """Deal the fewer than p batches from `first` on to the p ranks."""
-        rest = order.samples(first, order.batches)
-        if len(rest) < self.size:
-            return list(np.resize(rest, self.size)[:, None])
-        return self._deal([order.samples(b, b + 1) for b in range(first, order.batches)])
+    def _dealt(self, order: Order, first: int) -> list[Array]:
+        """What each rank takes in the step that begins at global batch `first`."""
+        last = min(first + self.size, order.batches)
+        if last - first < self.size:
+            rest = order.samples(first, last)
+            if len(rest) < self.size:
+                return list(np.resize(rest, self.size)[:, None])
+        return self._deal([order.samples(batch, batch + 1) for batch in range(first, last)])
 
     def _deal(self, batches: list[Array]) -> list[Array]:
-        """Make as many batches as there are ranks of fewer; they have enough samples."""
-        rest = np.concatenate(batches)
-        return serpentine(rest[np.argsort(-self._weights(rest), kind="stable")], self.size)
+        """One batch for each rank, of as many or fewer, which have enough samples."""
+        return batches if len(batches) == self.size else serpentine(np.concatenate(batches), self.size)
 
     # Counts -----------------------------------------------------------------------------------------
 

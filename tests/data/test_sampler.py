@@ -47,7 +47,7 @@ def flat(steps):
 
 
 @given(makers(), sizes)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_every_sample_is_taken_once_but_for_what_is_counted(maker, p):
     make, lengths = maker
     samplers = [make(p, r) for r in range(p)]
@@ -70,17 +70,19 @@ def test_every_sample_is_taken_once_but_for_what_is_counted(maker, p):
 
 
 @given(makers(), sizes, sizes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_global_order_does_not_depend_on_the_number_of_ranks(maker, p, q):
     make, _ = maker
-    some, others = (taken([make(n, r) for r in range(n)]) for n in (p, q))
-    a, b = ([batch for step in steps for batch in step] for steps in (some, others))
-    whole = min(len(a) // p * p - p, len(b) // q * q - q)  # but for the last step, which is dealt anew
-    assert a[: max(0, whole)] == b[: max(0, whole)]
+    orders = [make(n, 0).order for n in (p, q)]
+    assert np.array_equal(orders[0].indices, orders[1].indices)
+    assert np.array_equal(orders[0].offsets, orders[1].offsets)
+    for step, batches in enumerate(taken([make(p, r) for r in range(p)])):
+        expected = orders[0].samples(step * p, min(step * p + p, orders[0].batches))
+        assert set(expected) == {index for batch in batches for index in batch}
 
 
 @given(makers(), sizes, sizes, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_state_in_mid_epoch_goes_on_with_any_number_of_ranks(maker, p, q, data):
     make, lengths = maker
     first = [make(p, r) for r in range(p)]
@@ -128,7 +130,7 @@ def test_epochs_differ_and_repeat():
     assert list(other) != first
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("p", [2, 3, 8])
 def test_ranks_wait_for_each_other_less_than_five_percent_on_a_lognormal_set(p):
     lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
     samplers = [BalancedSampler(lengths, batch_size=16, size=p, rank=r) for r in range(p)]
@@ -146,13 +148,11 @@ def test_batches_within_a_budget_of_tokens_are_nearly_full():
     assert np.median(padded) > 0.95 * 4096
 
 
-def test_a_chunk_that_does_not_fit_the_ranks_is_warned_of_once():
-    lengths = np.random.default_rng(0).lognormal(4, 0.8, 4000)
-    sampler = BalancedSampler(lengths, batch_size=4, size=36, rank=0)
-    with pytest.warns(RuntimeWarning, match=r"chunk=48 is not a multiple of 36 ranks.*set chunk=36"):
-        list(sampler)
-    list(sampler)
-    list(BalancedSampler(lengths, batch_size=4, size=36, rank=0, chunk=36))
+def test_samples_of_a_batch_are_about_equally_long():
+    lengths = np.ceil(np.random.default_rng(0).lognormal(4, 0.8, 20000))
+    sampler = BalancedSampler(lengths, batch_size=16, size=4, rank=0)
+    padded = sum(len(batch) * lengths[batch].max() for batch in sampler)
+    assert sum(lengths[batch].sum() for batch in sampler) > 0.95 * padded
 
 
 def test_size_and_rank_are_those_of_the_default_communicator(monkeypatch):
