@@ -1,21 +1,21 @@
 """How even the work of ranks is by each sampler, and what a cache saves.
 
-    python -m benchmarks.data                       # both tables, about two minutes on two cores
+    python -m benchmarks.data                       # both tables, about five minutes on two cores
     python -m benchmarks.data samplers --ranks 8
 
-**Samplers.** Lengths are lognormal. "uneven" is the sum over the epoch's steps of the largest rank's cost, divided by
-the mean over ranks: how much longer an epoch is than if the work were shared out evenly. Costs are tokens, and
-tokens with padding (samples x longest). A small transformer is trained on one core, one rank after another; a
-step takes as long as its slowest rank, and tokens/s are real ones, without padding. Samplers take turns.
+**Samplers.** Lengths are lognormal. "uneven" is the sum over the epoch's steps of the largest rank's cost, divided
+by the mean over ranks: how much longer an epoch is than if the work were shared out evenly. Costs are tokens, and
+tokens with padding (samples x longest). A small transformer is trained on one core, one rank after another. A step
+takes as long as its slowest rank, and tokens/s are real ones, without padding. Samplers take turns.
 
-    pytorch    torch.utils.data.DistributedSampler, batches of b bagua      the method of Bagua's
-    LoadBalancingDistributedSampler: chunks of p samples of similar length, in any
+    pytorch    torch.utils.data.DistributedSampler, batches of b
+    bagua      the method of Bagua's LoadBalancingDistributedSampler: chunks of p samples of similar length, in any
                order, dealt to the p ranks; batches of b
     balanced   BalancedSampler(batch_size=b)
     tokens     BalancedSampler(max_tokens=...), with about as many steps as the others
 
-**Cache.** Each sample is a JPEG that is decoded and made smaller. An epoch reads all of them, by the program itself or
-by workers of a DataLoader; the second one finds them. Every sample is compared with the first that was decoded.
+**Cache.** Each sample is a JPEG that is decoded and made smaller. An epoch reads all of them, by the program itself
+or by workers of a DataLoader; the second one finds them. Every sample is compared with what was decoded at first.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tables", nargs="*", default=["samplers", "cache"], help="samplers, cache")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--samples", type=int, default=4000, help="of the lengths")
+    parser.add_argument("--samples", type=int, default=2000, help="how many have lengths")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the lengths")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each sampler")
-    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--images", type=int, default=96)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--repeats", type=int, default=3, help="times that each cache is filled and read")
     parser.add_argument("--json", type=Path, default=RESULTS / "data.json")
@@ -116,9 +116,8 @@ def compare_samplers(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train on the epochs of each sampler in turn."""
     rng = np.random.default_rng(0)
     lengths = np.clip(np.ceil(rng.lognormal(3.5, options.sigma, options.samples)), 1, 512).astype(np.int64)
-    print(
-        f"#\n# {len(lengths)} lengths: mean {lengths.mean():.1f}, median {np.median(lengths):.0f}, {lengths.max()} max"
-    )
+    about = f"mean {lengths.mean():.1f}, median {np.median(lengths):.0f}, largest {lengths.max()}"
+    print(f"#\n# {len(lengths)} lengths: {about}")
     print(*SAMPLERS.header(), sep="\n")
     results = []
     for ranks in options.ranks:
@@ -208,6 +207,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(64, 512)
 
     def forward(self, words: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        """Scores of words, (samples, longest, 512)."""
         found: torch.Tensor = self.head(self.layers(self.embedding(words), src_key_padding_mask=padding))
         return found
 
