@@ -3,19 +3,20 @@
     python -m benchmarks.data                       # both tables, about five minutes on two cores
     python -m benchmarks.data samplers --ranks 8
 
-**Samplers.** Lengths are lognormal. "uneven" is the sum over the epoch's steps of the largest rank's cost, divided
-by the mean over ranks: how much longer an epoch is than if the work were shared out evenly. Costs are tokens, and
-tokens with padding (samples x longest). A small transformer is trained on one core, one rank after another. A step
-takes as long as its slowest rank, and tokens/s are real ones, without padding. Samplers take turns.
+**Samplers.** Lengths are lognormal. "uneven" is the sum over the epoch's steps of the largest rank's cost,
+divided by the mean over ranks: how much longer an epoch is than if the work were shared out evenly. Costs are
+tokens, and tokens with padding (samples x longest). A small transformer is trained on one core, one rank after
+another. A step takes as long as its slowest rank; tokens/s are real ones, without padding. Samplers take turns.
 
     pytorch    torch.utils.data.DistributedSampler, batches of b
-    bagua      the method of Bagua's LoadBalancingDistributedSampler: chunks of p samples of similar length, in any
-               order, dealt to the p ranks; batches of b
+    bagua      the method of Bagua's LoadBalancingDistributedSampler: chunks of p samples of similar length, in
+               any order, dealt to the p ranks; batches of b
     balanced   BalancedSampler(batch_size=b)
     tokens     BalancedSampler(max_tokens=...), with about as many steps as the others
 
-**Cache.** Each sample is a JPEG that is decoded and made smaller. An epoch reads all of them, by the program itself
-or by workers of a DataLoader; the second one finds them. Every sample is compared with what was decoded at first.
+**Cache.** Each sample is a JPEG that is decoded and made smaller. An epoch reads all of them, by the program
+itself or by workers of a DataLoader; the second one finds them. Every sample is compared with what was decoded at
+first.
 """
 
 from __future__ import annotations

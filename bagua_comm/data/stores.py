@@ -10,6 +10,7 @@ A store raises `StoreError` when it fails. A cache then goes on without it.
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -84,13 +85,22 @@ class MemoryStore(Store):
         self.capacity_bytes = capacity_bytes
         self._values: dict[bytes, bytes] = {}
         self._nbytes = 0
-        self._lock = threading.Lock()
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+
+    def _own(self) -> threading.Lock:
+        if self._pid != os.getpid():  # another thread may have held it at the fork
+            self._renew()
+        return self._lock
 
     def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in vars(self).items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+        vars(self).update(state)
+        self._renew()
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
@@ -98,7 +108,7 @@ class MemoryStore(Store):
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        with self._lock:
+        with self._own():
             for key, value in items.items():
                 nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
                 if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -111,7 +121,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """See `Store.clear`."""
-        with self._lock:
+        with self._own():
             self._values.clear()
             self._nbytes = 0
 

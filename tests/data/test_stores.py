@@ -150,6 +150,7 @@ def test_a_full_file_keeps_what_it_has(tmp_path):
     assert store.get_many([b"a", b"b0"]) == [b"1", None]
 
 
+@pytest.mark.slow
 def test_another_process_may_make_the_file_larger(tmp_path):
     store = LMDBStore(tmp_path, capacity_bytes=1 << 18)
     code = (
