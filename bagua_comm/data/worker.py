@@ -63,7 +63,9 @@ class Worker:
 
     def _find_locks(self) -> Locks | None:
         try:
-            return locks_in(cache_folder("bagua_comm") / "data.lock")
+            locks = locks_in(cache_folder("bagua_comm") / "data.lock")
+            locks.wanted(0)  # raises where the file system has no locks
+            return locks
         except OSError as exc:
             self._warn("locks", f"workers of this host may load one sample more than once: {exc}")
             return None

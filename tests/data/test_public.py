@@ -1,0 +1,21 @@
+"""What users of the package see."""
+
+import inspect
+
+import pytest
+
+from bagua_comm import data
+
+
+@pytest.mark.parametrize("name", data.__all__)
+def test_everything_public_has_a_docstring(name):
+    value = getattr(data, name)
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        for method, function in inspect.getmembers(value, inspect.isfunction):
+            assert method.startswith("_") or inspect.getdoc(function), method
+
+
+def test_what_is_collective_says_so_and_nothing_else_does():
+    found = [name for name in data.__all__ if "\nCollective." in (inspect.getdoc(getattr(data, name)) or "")]
+    assert found == ["measure"]
