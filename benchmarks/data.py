@@ -1,12 +1,13 @@
 """How even the work of ranks is by each sampler, and what a cache saves.
 
-    python -m benchmarks.data                       # both tables, about five minutes on two cores
+    python -m benchmarks.data                       # both tables, a few minutes on two cores
     python -m benchmarks.data samplers --ranks 8
 
 **Samplers.** Lengths are lognormal. "uneven" is the sum over the epoch's steps of the largest rank's cost,
 divided by the mean over ranks: how much longer an epoch is than if the work were shared out evenly. Costs are
 tokens, and tokens with padding (samples x longest). A small transformer is trained on one core, one rank after
-another. A step takes as long as its slowest rank; tokens/s are real ones, without padding. Samplers take turns.
+another. A step takes as long as its slowest rank, in seconds of the processor, so that other programs matter
+little. Tokens/s are real ones, without padding. Samplers take turns.
 
     pytorch    torch.utils.data.DistributedSampler, batches of b
     bagua      the method of Bagua's LoadBalancingDistributedSampler: chunks of p samples of similar length, in
@@ -94,11 +95,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tables", nargs="*", default=["samplers", "cache"], help="samplers, cache")
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--samples", type=int, default=2000, help="how many have lengths")
+    parser.add_argument("--samples", type=int, default=1000, help="how many have lengths")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of the lengths")
-    parser.add_argument("--rounds", type=int, default=3, help="epochs of each sampler")
-    parser.add_argument("--images", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=2, help="epochs of each sampler")
+    parser.add_argument("--images", type=int, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--repeats", type=int, default=3, help="times that each cache is filled and read")
     parser.add_argument("--json", type=Path, default=RESULTS / "data.json")
@@ -214,7 +215,7 @@ class Transformer(nn.Module):
 
 
 def train(steps: Steps, lengths: Array) -> float:
-    """Seconds of an epoch, if ranks worked at the same time: the sum over steps of the slowest rank's."""
+    """Seconds of an epoch, if ranks worked at the same time: the sum of the slowest rank's in each step."""
     torch.manual_seed(0)
     model = Transformer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -223,14 +224,14 @@ def train(steps: Steps, lengths: Array) -> float:
         optimizer.zero_grad()
         seconds = []
         for batch in step:
-            start = time.perf_counter()
+            start = time.process_time()
             sizes = torch.from_numpy(lengths[batch])
             longest = int(sizes.max())
             padding = torch.arange(longest)[None] >= sizes[:, None]
             words = (torch.arange(longest)[None] * 7 + sizes[:, None]) % 512
             out = model(words, padding)
             nn.functional.cross_entropy(out[~padding], words[~padding]).backward()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.process_time() - start)
         optimizer.step()
         total += max(seconds)
     return total

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
-from multiprocessing import util
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -86,6 +85,8 @@ class Cache:
     def _own(self) -> Worker:
         """What belongs to this process: a forked child must not write what its parent has in its buffer."""
         if self._worker is None or self._worker.pid != os.getpid():
+            from multiprocessing import util  # changes sys.modules, so not before a cache is used
+
             warned = self._worker.warned if self._worker is not None else ()
             worker = Worker(
                 self.store,

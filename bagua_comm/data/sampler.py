@@ -96,8 +96,9 @@ class Sampler(ABC):
     @property
     def rank(self) -> int:
         """This rank."""
-        assert self.size
-        assert self._rank is not None
+        if self._rank is None:
+            comm = default()
+            self._size, self._rank = comm.size, comm.rank
         return self._rank
 
     # The order --------------------------------------------------------------------------------------
