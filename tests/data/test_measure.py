@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.launch import run_python
 
 from bagua_comm import ArrayError, CommMismatch
 from bagua_comm.data import LMDBStore, MemoryStore, measure
@@ -85,3 +86,29 @@ def test_data_sets_of_different_lengths_are_refused():
             measure(WORDS[: comm.rank + 1], len, comm)
 
     run_ranks(2, body)
+
+
+@pytest.mark.slow
+def test_samplers_and_measure_use_the_world_of_mpirun(tmp_path):
+    script = """
+        import sys
+        import bagua_comm
+        from bagua_comm.data import BalancedSampler, Cached, LMDBStore, PlainSampler, measure
+
+        words = ["x" * (i % 7 + 1) for i in range(100)]
+        with bagua_comm.connect() as comm:
+            store = LMDBStore(sys.argv[1])
+            lengths = measure(words, len, store=store)
+            assert lengths.tolist() == [len(word) for word in words]
+            for sampler in (BalancedSampler(lengths, batch_size=4), PlainSampler(100, batch_size=4)):
+                assert (sampler.size, sampler.rank) == (comm.size, comm.rank)
+                with Cached(words, store) as cached:
+                    mine = [index for batch in sampler for index in batch]
+                    assert [cached[index] for index in mine] == [words[index] for index in mine]
+                every = comm.allgather_object(mine)
+                assert sorted(index for each in every for index in each) == list(range(100))
+            print("well")
+    """
+    result = run_python(3, tmp_path / "db", script=(tmp_path / "script.py", script))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["well"] * 3
