@@ -95,8 +95,8 @@ class Worker:
                 self._count(hits=1)
         return given
 
-    def find(self, keys: list[bytes], *, waited: bool = False) -> dict[bytes, Value]:
-        """Those of these keys that are there and whole."""
+    def find(self, keys: list[bytes], *, again: bool = False, waited: bool = False) -> dict[bytes, Value]:
+        """Those of these keys that are there and whole; `again` after another look, which counted the damaged."""
         with self._mutex:
             raw = {key: self._buffer[key] for key in keys if key in self._buffer}
         for leaf, asked in self._by_leaf(key for key in keys if key not in raw).items():
@@ -107,7 +107,7 @@ class Worker:
             try:
                 found[key] = Value(decode(data, key, self._form), data)
             except DamagedError as exc:
-                self._count(damaged=1)
+                self._count(damaged=int(not again))
                 self._warn("damaged", f"a value is damaged, and loaded anew: {exc}")
             else:
                 self._count(hits=1, waited=int(waited), read_bytes=len(data))
@@ -118,7 +118,9 @@ class Worker:
         loaded: dict[bytes, Value] = {}
         taken = [full for full in missing if self._take(full)]
         try:
-            loaded |= self.find(taken)  # another worker may have written it between our look and our lock
+            loaded |= self.find(
+                taken, again=True
+            )  # another worker may have written it between our look and our lock
             for full in tuple(taken):
                 if full not in loaded:
                     loaded[full] = self._load_one(full, missing[full], load)
@@ -140,7 +142,7 @@ class Worker:
         self._met = _MET
         came = self._locks.wait(number, self._wait_s)
         try:
-            found = self.find([full], waited=True)
+            found = self.find([full], again=True, waited=True)
             if full in found:
                 return found[full]
             if not came:
