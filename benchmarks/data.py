@@ -17,7 +17,7 @@ little. Tokens/s are real ones, without padding. Samplers take turns.
 
 **Cache.** Each sample is a JPEG that is decoded and made smaller. An epoch reads all of them, by the program
 itself or by workers of a DataLoader; the second one finds them. Every sample is compared with what was decoded at
-first.
+first. "cpu ms" are the processor's milliseconds for each sample, without those of workers.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ CACHE = Table(
         Column("epoch 2", "(/s)", 8),
         Column("epoch 1", "of none", 7),
         Column("epoch 2", "of none", 7),
+        Column("epoch 1", "cpu ms", 7),
+        Column("epoch 2", "cpu ms", 7),
         Column("hits", "2nd", 6),
         Column("written", "(MB)", 7),
         Column("#wrong", width=6),
@@ -303,6 +305,7 @@ def compare_caches(options: argparse.Namespace) -> list[dict[str, Any]]:
             result: dict[str, Any] = {"store": name, "workers": workers}
             for e in (1, 2):
                 result[f"epoch_{e}"] = asdict(Spread.of(np.array([run[f"epoch_{e}"] for run in found[name]])))
+                result[f"cpu_ms_{e}"] = float(np.median([run[f"cpu_ms_{e}"] for run in found[name]]))
                 result[f"epoch_{e}_of_none"] = result[f"epoch_{e}"]["median"] / base[e - 1]
             result |= {key: found[name][-1][key] for key in ("hits", "written_bytes")}
             result["wrong"] = sum(run["wrong"] for run in found[name])
@@ -330,11 +333,12 @@ def two_epochs(photos: Photos, store: Any, workers: int, expected: list[Array]) 
     loader = torch.utils.data.DataLoader(data, batch_size=16, num_workers=workers, collate_fn=list)
     result: dict[str, float] = {"wrong": 0}
     for epoch in (1, 2):
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         seen = [sample for batch in loader for sample in batch]
         if store is not None:
             data.flush()
-        result[f"epoch_{epoch}"] = len(seen) / (time.perf_counter() - start)
+        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+        result[f"epoch_{epoch}"], result[f"cpu_ms_{epoch}"] = len(seen) / seconds, cpu * 1e3 / len(seen)
         result["wrong"] += sum(not np.array_equal(image, expected[index]) for image, index in seen)
     stats = None if store is None else data.stats()
     return result | {
@@ -350,6 +354,7 @@ def cache_cells(result: dict[str, Any]) -> list[str]:
         str(result["workers"]),
         *(number(result[f"epoch_{e}"]["median"]) for e in (1, 2)),
         *(number(result[f"epoch_{e}_of_none"]) for e in (1, 2)),
+        *(number(result[f"cpu_ms_{e}"]) if result["workers"] == 0 else "-" for e in (1, 2)),
         str(result["hits"]),
         f"{result['written_bytes'] / 1e6:.0f}",
         str(result["wrong"]),
