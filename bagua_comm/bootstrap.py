@@ -176,6 +176,11 @@ def default() -> Communicator:
     return _default if _default is not None else connect()
 
 
+def current() -> Communicator | None:
+    """The communicator that `connect` made last, unless it is closed."""
+    return _default
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)

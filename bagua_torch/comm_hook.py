@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-import bagua_comm
 from bagua_comm import (
     ArrayError,
     Average,
@@ -34,6 +33,7 @@ from bagua_comm.algorithms.checkpoints import load_state, save_state
 from bagua_comm.averages import InPlace
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
+from .process_group import default
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -48,14 +48,15 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
     Args:
         average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)`, `Hierarchical(inner)`.
-        comm: The ranks, the same as the model's; the default communicator if None.
+        comm: The ranks, the same as the model's; if None, the default communicator, which `bagua_torch.connect` makes, and
+            which is called if it was not yet.
 
     Raises:
         ArrayError: `average` is not an Average.
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
     """
     check_average_argument("comm_hook", average)
-    comm = comm if comm is not None else bagua_comm.default()
+    comm = comm if comm is not None else default()
     enqueues = comm.device is not None and any(transport.enqueues for transport in comm.transports)
     lane = comm.lane("stream" if enqueues else "thread")
     names: dict[int, str] = {}  # names of parameters, by id

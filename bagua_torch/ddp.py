@@ -45,6 +45,7 @@ from .engine import TorchEngine, average_tensors
 from .errors import MisuseError
 from .join import Join
 from .memory import pack, specs_of
+from .process_group import default
 from .steps import Stage, TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 from .wrapping import end_older
@@ -87,7 +88,7 @@ class DistributedDataParallel(nn.Module):
             steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
             before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; if None, `bagua_comm.default()`, which connects if that was not done yet.
+        comm: The ranks; if None, the default communicator; `bagua_torch.connect` makes it, and is called if it was not yet.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
@@ -149,7 +150,7 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.comm = comm if comm is not None else bagua_comm.default()
+        self.comm = comm if comm is not None else default()
         self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
         self.static_graph = static_graph
@@ -212,6 +213,17 @@ class DistributedDataParallel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """PyTorch's own wrapper asks a module for this, and only to wrap it; Accelerate and Trainer do so unasked."""
+        raise UnsupportedError(
+            "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped by "
+            "PyTorch's DistributedDataParallel once more, which would average gradients twice. Give Accelerate's "
+            "prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
+            "bagua_torch.comm_hook(average) on what they make of it; or, with Accelerate, prepare everything but "
+            "this module"
+        )
 
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
@@ -287,6 +299,29 @@ class DistributedDataParallel(nn.Module):
                 self._contents.copy_all(self.comm, self.optimizers, root=root)
         finally:
             steps.join = None
+
+    def expect_backward(self) -> None:
+        """Average the next backward pass as well, though no forward pass of this wrapper comes before it.
+
+        Collective. Call it before each of several backward passes that follow one forward pass, if all of them
+        are to be averaged. It does nothing if the next one is averaged anyway, in `no_sync`, and where weights
+        are exchanged.
+        """
+        steps = self._steps
+        if not self._averaging or steps.watch.armed or self.engine.payload != "grad":
+            return
+        if steps.stage in (Stage.IDLE, Stage.AVERAGED):
+            steps.finish()
+            steps.open(copy_buffers=False)
+        steps.begin_forward()
+        steps.watch.armed = True
+
+    def end_backward(self) -> None:
+        """Complete a backward pass that reached no parameter on this rank, as the other ranks do.
+
+        Collective. The optimizers' step does this as well, unless backward passes run in its closure.
+        """
+        self._steps.end_backward()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Average gradients by `hook` from here on, in the place of `GradientAllReduce()`.
@@ -429,7 +464,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._steps.complete()
         self.engine.settle()
-        keeps_none = self.tuner is None and not self._keeps_state()
+        keeps_none = self.tuner is None and not self.keeps_state()
         return None if keeps_none else tree_of_engine(self.engine)
 
     def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
@@ -441,7 +476,7 @@ class DistributedDataParallel(nn.Module):
             ArrayError: What the algorithm keeps was not saved, or was saved with another algorithm.
         """
         if engine is None:
-            if self.tuner is None and self._keeps_state():
+            if self.tuner is None and self.keeps_state():
                 raise ArrayError(
                     "load: the training that was saved had an algorithm that keeps nothing, but "
                     f"{self.algorithm} keeps state; to begin with the saved weights alone, load into `.module`"
@@ -457,20 +492,23 @@ class DistributedDataParallel(nn.Module):
         """Names of the parameters and buffers that stay this rank's own."""
         return self._contents.ignored
 
-    def _keeps_state(self) -> bool:
-        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters."""
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters.
+
+        Then `state_dict()` has what `get_extra_state` gives.
+        """
         plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
         return not plain or any(keeps(state) for state in self.engine.states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.tuner is None and not self._keeps_state():  # a tuner may try another one that does
+        if self.tuner is None and not self.keeps_state():  # a tuner may try another one that does
             del destination[prefix + EXTRA_STATE]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
         key, missing = prefix + EXTRA_STATE, args[2]
-        if key in missing and not self._keeps_state():
+        if key in missing and not self.keeps_state():
             missing.remove(key)
         if key not in state_dict:
             if self._steps.watch.unfinished:

@@ -230,11 +230,15 @@ class TrainingSteps:
         if self.engine.payload == "grad" and (self.find_unused or self.static):
             self._unused.forget(fresh, static=self.static, inner=inner)
 
+    def end_backward(self) -> None:
+        """Complete a backward pass that reached no parameter. Collective."""
+        if self.stage is Stage.OPEN:
+            self.watch.end()
+
     def _before_optimizer_step(self, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
         checks.check_backward_ended(self.watch.unfinished)
-        if self.stage is Stage.OPEN:
-            self.watch.end()
+        self.end_backward()
         self.engine.settle()  # if this step was counted already
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +66,42 @@ def connect(
     if comm.device is not None and torch.cuda.is_available():
         torch.cuda.set_device(comm.device)
     return comm
+
+
+def default() -> Communicator:
+    """The communicator that `connect` made last; connects if there is none, as torchrun or mpirun want it.
+
+    Collective, if it connects.
+    """
+    return bootstrap.current() or connect()
+
+
+def provide_group(comm: Communicator) -> None:
+    """Set up torch.distributed's default group of the ranks of `comm`, where there is none, for who asks for it.
+
+    Collective. Rank 0 serves its store, on a free port; on one host it listens there alone. Nothing of this
+    library goes through that group.
+
+    Raises:
+        BootstrapError: The ranks cannot meet.
+    """
+    if comm.size == 1 or not dist.is_available() or dist.is_initialized():
+        return
+    wait = timedelta(seconds=comm.timeout_s)
+    host = "127.0.0.1" if comm.local_size == comm.size else socket.gethostname()
+    cuda = comm.device is not None and dist.is_nccl_available()
+    try:
+        place = None
+        if comm.rank == 0:
+            store = dist.TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+            place = host, store.port
+        host, port = comm.broadcast_object(place, root=0)
+        if comm.rank != 0:
+            store = dist.TCPStore(host, port, is_master=False, timeout=wait)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
 
 
 class _TorchrunWorld(ProcessGroupTransport):

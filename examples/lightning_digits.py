@@ -1,0 +1,56 @@
+"""Train on scikit-learn's digits with Lightning's Trainer, and send a quarter of the bytes.
+
+    python -m bagua_comm run -n 4 examples/lightning_digits.py
+    torchrun --nproc-per-node 4 examples/lightning_digits.py
+
+The strategy is the only line that differs from a program for one process.
+"""
+
+import lightning as L
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from bagua_comm import ByteGrad
+from bagua_torch.lightning import BaguaStrategy
+
+
+class Digits(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def training_step(self, batch):
+        x, y = batch
+        return cross_entropy(self.net(x), y)
+
+    def validation_step(self, batch):
+        x, y = batch
+        self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.003)
+
+
+def main():
+    L.seed_everything(0, verbose=False)
+    digits = load_digits()
+    images = torch.tensor(digits.data / 16, dtype=torch.float32)
+    training, validation = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
+    trainer = L.Trainer(
+        strategy=BaguaStrategy(ByteGrad()),
+        max_epochs=10,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Digits(), DataLoader(training, 32, shuffle=True), DataLoader(validation, 32))
+    if trainer.is_global_zero:
+        print(f"{trainer.world_size} ranks: accuracy {trainer.callback_metrics['accuracy']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
