@@ -416,6 +416,14 @@ class DistributedDataParallel(nn.Module):
         self.engine.settle()
         average_tensors(self.comm, self._trained.values(), self._device)
 
+    def copy_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, as a training forward pass does: for evaluation.
+
+        Collective. Does nothing without `broadcast_buffers`.
+        """
+        if self.broadcast_buffers:
+            self._contents.copy_buffers(self.comm)
+
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 

@@ -270,10 +270,9 @@ class BaguaStrategy(_Strategy, _TrainerBase):
     # Where weights differ between ranks ---------------------------------------------------------------------
 
     def _rest(self) -> None:
-        """Stop exchanging weights, and make them the same on all ranks. Collective."""
-        if self.wrapper is not None and exchanges_weights(self.wrapper.algorithm) and not self._resting:
-            self.wrapper.stop()
-            self.wrapper.average_weights()
+        """Make weights and buffers the same on all ranks, and exchange nothing. Collective."""
+        if self.wrapper is not None and not self._resting:
+            _make_equal(self.wrapper)
             self._resting = True
 
     def _go_on(self) -> None:
@@ -282,15 +281,15 @@ class BaguaStrategy(_Strategy, _TrainerBase):
             self._resting = False
 
     def on_validation_start(self) -> None:
-        """Average weights that differ between ranks. Collective."""
+        """Make weights and buffers the same on all ranks. Collective."""
         self._rest()
 
     def on_validation_end(self) -> None:
-        """Go on exchanging weights. Collective."""
+        """Go on exchanging. Collective."""
         self._go_on()
 
     def on_train_end(self) -> None:
-        """Average weights that differ between ranks. Collective."""
+        """Make weights and buffers the same on all ranks. Collective."""
         self._rest()
 
     # Checkpoints ------------------------------------------------------------------------------------------
@@ -326,8 +325,8 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
     with its optimizers, `model, optimizer = fabric.setup(model, optimizer)`. `fabric.no_backward_sync`,
     `fabric.save` and `fabric.load` work as with Fabric's own strategies.
 
-    Where an algorithm exchanges weights, call `fabric.strategy.average_weights(model)` before evaluation;
-    `fabric.save` does it itself.
+    Where an algorithm exchanges weights, or the module has BatchNorm, call `fabric.strategy.average_weights(model)`
+    before evaluation; `fabric.save` does it itself.
 
     Args:
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
@@ -391,7 +390,7 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
     def average_weights(self, module: nn.Module) -> None:
         """Average weights that differ between ranks, before evaluation; `module` is what `fabric.setup` gave.
 
-        Collective. Does nothing where the algorithm exchanges gradients.
+        Collective. Buffers become rank 0's.
 
         Raises:
             ArrayError: `fabric.setup` did not give this module.
@@ -401,10 +400,8 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
             raise ArrayError(
                 f"average_weights: the {type(module).__name__} was not set up here; give what fabric.setup returned"
             )
-        if exchanges_weights(wrapper.algorithm):
-            wrapper.stop()
-            wrapper.average_weights()
-            wrapper.resume()
+        _make_equal(wrapper)
+        wrapper.resume()
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
@@ -510,6 +507,14 @@ def exchanges_weights(algorithm: Algorithm) -> bool:
     (False, True)
     """
     return any(phase.payload == "weight" for phase in phases_of(algorithm))
+
+
+def _make_equal(wrapper: DistributedDataParallel) -> None:
+    """Average the weights, where ranks' differ, and copy rank 0's buffers; exchange nothing more. Collective."""
+    if exchanges_weights(wrapper.algorithm):
+        wrapper.stop()
+        wrapper.average_weights()
+    wrapper.copy_buffers()
 
 
 def _gather_kept(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
