@@ -529,10 +529,10 @@ class DistributedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         steps = self._steps
         steps.find_unused, steps.static = self.find_unused_parameters, self.static_graph
-        if self.training:
+        if self.module.training:
             steps.check()
         steps.watch.armed = self._averaging
-        if not self._averaging or not self.training:
+        if not self._averaging or not self.module.training:
             return
         if steps.stage in (Stage.IDLE, Stage.AVERAGED):
             steps.finish()
