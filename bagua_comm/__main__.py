@@ -13,7 +13,9 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +29,22 @@ from .planning import advise
 
 DESCRIPTION = "The command line: `python -m bagua_comm run -n 4 train.py`, `info`, `advise`."
 """Not taken from the docstring, which `python -OO` leaves out."""
+
+RUN_DESCRIPTION = (
+    "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, LOCAL_RANK "
+    "and LOCAL_WORLD_SIZE, and on one host MASTER_ADDR and MASTER_PORT, a port that is free now, so that Accelerate, "
+    "Transformers and torch.distributed find the ranks. Those that are set already stay as they are."
+)
+
+PER_RANK = (
+    "sh",
+    "-c",
+    "export RANK=${RANK:-$OMPI_COMM_WORLD_RANK} WORLD_SIZE=${WORLD_SIZE:-$OMPI_COMM_WORLD_SIZE} "
+    "LOCAL_RANK=${LOCAL_RANK:-$OMPI_COMM_WORLD_LOCAL_RANK} "
+    'LOCAL_WORLD_SIZE=${LOCAL_WORLD_SIZE:-$OMPI_COMM_WORLD_LOCAL_SIZE}; exec "$@"',
+    "sh",
+)
+"""Gives a rank of Open MPI, in the names of torchrun, the numbers that it has, and becomes the command that follows."""
 
 ULFM = ("--with-ft", "ulfm")
 """Tells Open MPI that ranks may die, and that the others go on."""
@@ -74,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bagua_comm", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="start a Python script on several ranks")
+    run = commands.add_parser("run", help="start a Python script on several ranks", description=RUN_DESCRIPTION)
     run.add_argument("-n", "--ranks", type=_positive, default=os.cpu_count() or 1, metavar="N")
     run.add_argument("--host", help="hosts to run on, as mpirun's --host")
     run.add_argument("--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun")
@@ -127,9 +145,10 @@ def _run(options: argparse.Namespace) -> int:
         return 2
     flags += ULFM if options.ulfm else ()
     hosts = ["--host", options.host] if options.host else []
-    command = [mpirun, "-n", str(options.ranks), *hosts, *flags, *options.mpirun, *python]
+    numbers = PER_RANK if flags else ()
+    command = [mpirun, "-n", str(options.ranks), *hosts, *flags, *options.mpirun, *numbers, *python]
     if options.dry_run:
-        print(*(f"{key}={value}" for key, value in variables.items()), *command)
+        print(*(f"{key}={value}" for key, value in variables.items()), shlex.join(command))
         return 0
     sys.stdout.flush()
     return os.execve(mpirun, command, {**os.environ, **variables})
@@ -159,6 +178,8 @@ def launch_settings(
         variables["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
     if "Open MPI" not in _version_of(mpirun):
         return [], variables
+    if local and _stays_here(mpirun, given) and not {"MASTER_ADDR", "MASTER_PORT"} & os.environ.keys():
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     # Ranks have several threads (the lane beside the caller), so they are not bound to a core.
     flags = ["--bind-to", "none"]
     if local and ranks > cores:
@@ -172,15 +193,27 @@ def launch_settings(
 
 def _shared_memory_will_do(mpirun: str, ranks: int, given: Sequence[str]) -> bool:
     """Whether ranks certainly run on this host alone, its memory has room, and the user chose no network."""
-    chosen = "OMPI_MCA_btl" in os.environ or "btl" in given
-    names = {argument.partition("=")[0] for argument in given}
-    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
-    if chosen or elsewhere or _has_default_hosts(mpirun):
+    if "OMPI_MCA_btl" in os.environ or "btl" in given or not _stays_here(mpirun, given):
         return False
     try:
         return shutil.disk_usage("/dev/shm").free >= ranks * SEGMENT_BYTES
     except OSError:
         return False
+
+
+def _stays_here(mpirun: str, given: Sequence[str]) -> bool:
+    """Whether ranks certainly run on this host alone."""
+    names = {argument.partition("=")[0] for argument in given}
+    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
+    return not elsewhere and not _has_default_hosts(mpirun)
+
+
+def _free_port() -> int:
+    """A port of this host that is free now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+    return port
 
 
 def _has_default_hosts(mpirun: str) -> bool:

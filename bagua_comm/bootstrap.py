@@ -189,10 +189,16 @@ def check_timeout(timeout_s: object) -> None:
 def under_torchrun() -> bool:
     """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE.
 
+    Not if they are what mpirun says: `python -m bagua_comm run` and Accelerate give its numbers these names, too.
+
     Raises:
         BootstrapError: These are not the numbers of a rank and of ranks.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return False
+    mine = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    mpirun = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
+    if mine == mpirun and "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     size = _number("WORLD_SIZE", "a number of ranks", 1)
     _number("RANK", f"a rank from 0 to {size - 1}", 0, size - 1)

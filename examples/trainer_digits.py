@@ -1,0 +1,81 @@
+"""Train on scikit-learn's digits with Transformers' Trainer, and send a quarter of the bytes.
+
+    python -m bagua_comm run -n 4 examples/trainer_digits.py
+    torchrun --nproc-per-node 4 examples/trainer_digits.py
+
+Trainer wraps the model in PyTorch's DistributedDataParallel; the callback says how that averages gradients.
+"""
+
+import tempfile
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Subset, random_split
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from bagua_comm import MinMaxUInt8, Quantized
+from bagua_torch import comm_hook
+
+
+class Digits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def forward(self, image, labels):
+        logits = self.net(image)
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+
+
+class Compress(TrainerCallback):
+    """Gradients are averaged in eight bits."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if args.world_size > 1:
+            self.trainer.model_wrapped.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8())))
+
+
+def load_images() -> tuple[Subset, Subset]:
+    images, labels = load_digits(return_X_y=True)
+    rows = [
+        {"image": torch.tensor(image / 16, dtype=torch.float32), "labels": int(label)}
+        for image, label in zip(images, labels, strict=True)
+    ]
+    return tuple(random_split(rows, [0.8, 0.2], torch.Generator().manual_seed(0)))
+
+
+def main():
+    training, validation = load_images()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=10,
+            per_device_train_batch_size=32,
+            learning_rate=0.003,
+            ddp_find_unused_parameters=False,
+            use_cpu=not torch.cuda.is_available(),
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            Digits(),
+            arguments,
+            train_dataset=training,
+            eval_dataset=validation,
+            compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
+        )
+        trainer.add_callback(Compress(trainer))
+        trainer.train()
+        accuracy = trainer.evaluate()["eval_accuracy"]
+        if trainer.is_world_process_zero():
+            print(f"{arguments.world_size} ranks: accuracy {accuracy:.3f}")
+
+
+if __name__ == "__main__":
+    main()
