@@ -1,0 +1,229 @@
+"""Strategies for Lightning. Without Lightning, which takes long to import; `slow` tests train with it."""
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from support.launch import run_python
+from torch import nn
+
+import bagua_torch
+from bagua_comm import ArrayError, ByteGrad, UnsupportedError
+from bagua_comm.testing import run_ranks
+from bagua_torch.lightning import FABRICS, TRAINERS, BaguaFabricStrategy, BaguaStrategy
+
+from .test_process_group import torchrun
+
+PROGRAMS = Path(__file__).parents[1] / "support" / "lightning_programs.py"
+BOTH = {BaguaStrategy: TRAINERS, BaguaFabricStrategy: FABRICS}
+
+
+class Base:
+    """What the strategies use of Lightning's ParallelStrategy."""
+
+    def __init__(self, **given):
+        self.given = given
+
+
+def module(name, **contents):
+    made = types.ModuleType(name)
+    vars(made).update(contents)
+    return made
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """Modules in the place of Lightning's; returns the bases by the name of their home. None is imported yet."""
+    bases = {}
+    for home in [*TRAINERS.values(), *FABRICS.values()]:
+        bases[home] = type("ParallelStrategy", (Base,), {"__module__": f"{home}.strategies"})
+        environment = type("ClusterEnvironment", (), {})
+        monkeypatch.setitem(sys.modules, f"{home}.strategies", module("s", ParallelStrategy=bases[home]))
+        monkeypatch.setitem(sys.modules, f"{home}.plugins.environments", module("e", ClusterEnvironment=environment))
+        monkeypatch.delitem(sys.modules, home, raising=False)
+    for package in ("lightning", "pytorch_lightning", "lightning_fabric"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    return bases
+
+
+def import_(monkeypatch, *homes):
+    for home in homes:
+        for name in {home, home.partition(".")[0]}:
+            monkeypatch.setitem(sys.modules, name, module(name, __path__=[]))
+        monkeypatch.setitem(sys.modules, f"{home}.plugins", module("p", __path__=[]))
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize("strategy", BOTH)
+def test_the_base_is_that_of_the_distribution_which_the_program_has_imported(
+    stand_ins, monkeypatch, strategy, package
+):
+    home, other = BOTH[strategy][package], BOTH[strategy][({*TRAINERS} - {package}).pop()]
+    import_(monkeypatch, home, FABRICS[package])
+
+    def body(comm):
+        made = strategy(ByteGrad(), comm=comm)
+        assert isinstance(made, (strategy, stand_ins[home]))
+        assert isinstance(made, stand_ins[home])
+        assert not isinstance(made, stand_ins[other])
+        assert type(made).__name__ == strategy.__name__
+        ranks = made.given["cluster_environment"]
+        assert made.given["parallel_devices"] == [torch.device("cpu")] * 3
+        assert made.num_nodes == 1
+        return ranks.global_rank(), ranks.local_rank(), ranks.world_size(), ranks.node_rank()
+
+    assert run_ranks(3, body) == [(rank, rank, 3, 0) for rank in range(3)]
+
+
+@pytest.mark.parametrize("strategy", BOTH)
+def test_which_distribution_is_meant_must_be_said_if_both_are_imported(stand_ins, monkeypatch, strategy):
+    homes = BOTH[strategy]
+    import_(monkeypatch, *homes.values(), *FABRICS.values())
+    with pytest.raises(UnsupportedError, match=r"imported both .* package='lightning'\) or package='pytorch_l"):
+        strategy()
+    with pytest.raises(UnsupportedError, match="package is 'torch', expected one of lightning, pytorch_lightning"):
+        strategy(package="torch")
+    with bagua_torch.connect() as comm:
+        for package, home in homes.items():
+            assert isinstance(strategy(comm=comm, package=package), stand_ins[home])
+
+
+def test_without_lightning_the_error_says_what_brings_it(monkeypatch):
+    for name in ("lightning", "pytorch_lightning", "lightning.pytorch", "lightning.pytorch.strategies"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'bagua-comm\[lightning\]'"):
+        BaguaStrategy(package="lightning")
+
+
+def test_what_lightning_asks_ranks_for(stand_ins, monkeypatch):
+    import_(monkeypatch, "lightning.pytorch", "lightning.fabric")
+
+    def body(comm):
+        strategy = BaguaStrategy(comm=comm)
+        found = {}
+        for op in ("mean", "sum", torch.distributed.ReduceOp.MAX, "product"):
+            found[str(op)] = strategy.reduce(torch.tensor([comm.rank + 1.0]), reduce_op=op).item()
+        assert strategy.reduce("no tensor") == "no tensor"
+        gathered = strategy.all_gather(torch.tensor([[comm.rank], [7]])).tolist()
+        assert strategy.broadcast([comm.rank], src=2) == [2]
+        strategy.barrier("here")
+        assert strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": comm.rank}
+        with pytest.raises(ArrayError, match="reduce_op is 'median', expected mean, sum"):
+            strategy.reduce(torch.ones(1), reduce_op="median")
+        with pytest.raises(UnsupportedError, match="group is .*expected None"):
+            strategy.reduce(torch.ones(1), group=object())
+        with pytest.raises(ArrayError, match="num_nodes is 2, but the 3 ranks are on 1 nodes; leave num_nodes out"):
+            strategy.num_nodes = 2
+        return list(found.values()), gathered
+
+    for found, gathered in run_ranks(3, body):
+        assert found == [2, 6, 3, 6]
+        assert gathered == [[[0], [7]], [[1], [7]], [[2], [7]]]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What the strategies use of DistributedDataParallel
+# ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_expected_backward_pass_is_averaged_though_it_is_the_second():
+    def body(comm):
+        net = nn.Linear(2, 1, bias=False)
+        ddp = bagua_torch.DistributedDataParallel(net, comm=comm)
+        found = []
+        for expected in (True, False):
+            x = torch.full((1, 2), comm.rank + 1.0)
+            out = ddp(x)
+            out.sum().backward(retain_graph=True)
+            net.weight.grad = None
+            if expected:
+                ddp.expect_backward()
+                ddp.expect_backward()  # it is expected already
+            (3 * out).sum().backward()
+            ddp.end_backward()
+            found.append(net.weight.grad.tolist())
+            net.weight.grad = None
+        with ddp.no_sync():
+            ddp.expect_backward()
+            assert not ddp._steps.watch.armed
+        ddp.close()
+        return found
+
+    averaged = [[3 * 1.5] * 2]
+    assert run_ranks(2, body) == [[averaged, [[3.0 * (rank + 1)] * 2]] for rank in range(2)]
+
+
+def test_a_backward_pass_that_reached_no_parameter_is_completed_by_a_call():
+    def body(comm):
+        net = nn.Linear(1, 1, bias=False)
+        ddp = bagua_torch.DistributedDataParallel(net, comm=comm)
+        out = ddp(torch.ones(1, 1))
+        if comm.rank == 0:
+            out.sum().backward()
+        ddp.end_backward()
+        ddp.close()
+        return net.weight.grad.item()
+
+    assert run_ranks(2, body) == [0.5, 0.5]
+
+
+def test_buffers_are_copied_for_evaluation():
+    def body(comm):
+        net = nn.BatchNorm1d(1)
+        ddp = bagua_torch.DistributedDataParallel(net, comm=comm)
+        ddp(torch.tensor([[0.0], [2.0 + comm.rank]])).sum().backward()
+        before = net.running_mean.item()
+        ddp.copy_buffers()
+        ddp.close()
+        return before, net.running_mean.item()
+
+    (mine, first), (other, second) = run_ranks(2, body)
+    assert mine == first == second != other
+
+
+def test_a_wrapper_trains_when_its_module_does():
+    def body(comm):
+        net = nn.Linear(1, 1, bias=False)
+        ddp = bagua_torch.DistributedDataParallel(net, torch.optim.SGD(net.parameters(), 0.1), comm=comm)
+        ddp.eval()
+        net.train()  # and not the wrapper, as Lightning does after validation
+        for _ in range(3):
+            ddp(torch.ones(1, 1)).sum().backward()
+            ddp.optimizers[0].step()
+        ddp.close()
+        return ddp.engine.step
+
+    assert run_ranks(2, body) == [3, 3]
+
+
+def test_pytorchs_own_wrapper_is_refused_around_ours():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with bagua_torch.connect() as comm:
+            ddp = bagua_torch.DistributedDataParallel(nn.Linear(2, 1), comm=comm)
+            with pytest.raises(UnsupportedError, match=r"wrapped by bagua_torch already.*plain module.*comm_hook"):
+                nn.parallel.DistributedDataParallel(ddp)
+            ddp.close()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "package"),
+    [("mpirun", 2, "lightning"), ("torchrun", 2, "pytorch_lightning"), ("mpirun", 4, "pytorch_lightning")],
+)
+def test_real_programs_train_as_with_lightnings_own_strategy(launcher, ranks, package):
+    start = {"mpirun": run_python, "torchrun": torchrun}[launcher]
+    programs = ["equal", "resume", "weights", "failing", "fabric"]
+    process = start(ranks, PROGRAMS, package, *programs, timeout_s=600)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert [line.rpartition(" ")[2] for line in process.stdout.splitlines() if "as expected" in line] == programs

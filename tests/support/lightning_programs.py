@@ -1,0 +1,269 @@
+"""Programs for Lightning's Trainer and Fabric on scikit-learn's digits, each beside Lightning's own DDPStrategy.
+
+    python -m bagua_comm run -n 2 tests/support/lightning_programs.py lightning equal resume fabric
+
+The first argument is the distribution. Every program prints its name once it has found what it expects.
+"""
+
+import importlib
+import logging
+import os
+import sys
+import tempfile
+import warnings
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+import bagua_torch
+from bagua_comm import (
+    ArrayError,
+    AsyncModelAverage,
+    ByteGrad,
+    Decentralized,
+    ErrorFeedback,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    Quantized,
+)
+from bagua_torch.lightning import FABRICS, TRAINERS, BaguaFabricStrategy, BaguaStrategy
+
+PACKAGE = sys.argv[1]
+L = importlib.import_module(TRAINERS[PACKAGE])
+F = importlib.import_module(FABRICS[PACKAGE])
+callbacks = importlib.import_module(f"{L.__name__}.callbacks")
+Theirs = importlib.import_module(f"{L.__name__}.strategies").DDPStrategy
+TheirsInFabric = importlib.import_module(f"{F.__name__}.strategies").DDPStrategy
+
+comm = bagua_torch.connect(timeout_s=60)
+images, labels = load_digits(return_X_y=True)
+images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+TRAINING, VALIDATION = TensorDataset(images[:640], labels[:640]), TensorDataset(images[640:900], labels[640:900])
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+ALGORITHMS = [
+    None,
+    ByteGrad(),
+    GradientAllReduce(ErrorFeedback(Quantized())),
+    Decentralized("all"),
+    LowPrecisionDecentralized(),
+]
+
+
+def layers(norm=False, dropout=0.0):
+    return nn.Sequential(
+        nn.Linear(64, 32), nn.BatchNorm1d(32) if norm else nn.Tanh(), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10)
+    )
+
+
+class Digits(L.LightningModule):
+    def __init__(self, norm=False, dropout=0.0, lr=0.01):
+        super().__init__()
+        self.net, self.lr = layers(norm, dropout), lr
+
+    def training_step(self, batch):
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch):
+        out = self.net(batch[0])
+        self.log("val_loss", cross_entropy(out, batch[1]), sync_dist=True)
+        self.log("right", (out.argmax(1) == batch[1]).sum().float(), sync_dist=True, reduce_fx="sum")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class TwoOptimizers(Digits):
+    """Manual optimization: two backward passes in a step, each of other parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.other = False, nn.Linear(64, 10)
+
+    def training_step(self, batch):
+        for optimizer, net in zip(self.optimizers(), (self.net, self.other), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = cross_entropy(net(batch[0]), batch[1])
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+        self.log("loss", loss, sync_dist=True)
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.net, self.other)]
+
+
+def fit(strategy, make, *, epochs=2, ckpt_path=None, **settings):
+    L.seed_everything(3, verbose=False)
+    module = make()
+    ours = isinstance(strategy, BaguaStrategy)
+    settings = {"enable_checkpointing": False, **({} if ours else {"devices": comm.size}), **settings}
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=epochs, **QUIET, **settings)
+    loaders = DataLoader(TRAINING, 16, shuffle=True), DataLoader(VALIDATION, 32)
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    comm.check_consistency(bagua_torch.as_array(flat(module)))
+    return trainer, module
+
+
+def flat(module):
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def folder():
+    return comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None, root=0)
+
+
+def equal():
+    """Weights and metrics are those of Lightning's own strategy; with two ranks, bit for bit."""
+    programs = {
+        "plain": (lambda: Digits(dropout=0.1), {}, {}),
+        "norm": (lambda: Digits(norm=True), {}, {}),
+        "clipped": (Digits, {"gradient_clip_val": 0.1}, {}),
+        "accumulated": (Digits, {"accumulate_grad_batches": 3}, {}),
+        "bfloat16": (Digits, {"precision": "bf16-mixed"}, {}),
+        "manual": (TwoOptimizers, {}, {"find_unused_parameters": True}),
+        "stopped early": (
+            lambda: Digits(lr=0.5),
+            {"epochs": 20, "callbacks": lambda: [callbacks.EarlyStopping("val_loss", patience=1)]},
+            {},
+        ),
+    }
+    for name, (make, settings, options) in programs.items():
+        found = []
+        for strategy in (BaguaStrategy(**options), Theirs(process_group_backend="gloo", **options)):
+            given = {key: value() if key == "callbacks" else value for key, value in settings.items()}
+            trainer, module = fit(strategy, make, **given)
+            metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+            found.append((flat(module), metrics, trainer.global_step, trainer.current_epoch, trainer.world_size))
+        (mine, my_metrics, *my_numbers), (theirs, their_metrics, *their_numbers) = found
+        tolerance = 0 if comm.size == 2 else 1e-2 if name == "bfloat16" else 1e-3
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        assert my_numbers == their_numbers, (name, my_numbers, their_numbers)
+        assert my_numbers[-1] == comm.size
+        assert my_metrics.keys() == their_metrics.keys()
+        for key, value in my_metrics.items():
+            assert abs(value - their_metrics[key]) <= 4 * tolerance * max(1, abs(value)), (name, key, found)
+        if name == "stopped early":
+            assert my_numbers[1] < 20
+
+
+def resume():
+    """From the Trainer's own checkpoint, training goes on bit for bit; evaluation finds the same on all ranks."""
+    for algorithm in ALGORITHMS:
+        place = folder()
+        saving = callbacks.ModelCheckpoint(dirpath=place, filename="{epoch}", save_top_k=-1)
+        trainer, module = fit(BaguaStrategy(algorithm), Digits, epochs=3, enable_checkpointing=True, callbacks=[saving])
+        path = os.path.join(place, "epoch=1.ckpt")
+        _, again = fit(BaguaStrategy(algorithm), Digits, epochs=3, ckpt_path=path)
+        assert torch.equal(flat(module), flat(again)), algorithm
+        _, shorter = fit(BaguaStrategy(algorithm), Digits, epochs=2)
+        loaded = Digits()
+        loaded.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        assert torch.equal(flat(loaded), flat(shorter)), algorithm
+        (validated,) = trainer.validate(module, DataLoader(VALIDATION, 32), verbose=False)
+        assert validated["right"] >= 180
+        assert all(found == validated for found in comm.allgather_object(validated))
+
+
+def weights():
+    """Ranks' weights are the same where they are looked at, and differ where they are trained."""
+
+    class Look(callbacks.Callback):
+        differed = False
+
+        def on_train_batch_end(self, trainer, module, *_):
+            theirs = comm.allgather_object(flat(module))
+            self.differed = self.differed or any(not torch.equal(theirs[0], other) for other in theirs)
+
+        def on_validation_batch_start(self, trainer, module, *_):
+            comm.check_consistency(bagua_torch.as_array(flat(module)))
+
+    for algorithm in (Decentralized("all"), AsyncModelAverage(interval_s=0.0, warmup_steps=3)):
+        look = Look()
+        fit(BaguaStrategy(algorithm), Digits, callbacks=[look], val_check_interval=5)
+        assert look.differed, algorithm
+
+
+def failing():
+    """An error on all ranks ends the fit, and the next one works."""
+
+    class Fails(Digits):
+        def training_step(self, batch):
+            raise ValueError("my own error")
+
+    try:
+        fit(BaguaStrategy(ByteGrad()), Fails)
+    except ValueError as error:
+        assert "my own error" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
+    fit(BaguaStrategy(ByteGrad()), Digits, epochs=1)
+
+
+def train_in_fabric(strategy, algorithm_saves=None, loads=None, **settings):
+    torch.manual_seed(0)
+    fabric = F.Fabric(accelerator="cpu", strategy=strategy, **settings)
+    fabric.launch()
+    model = layers(norm=True)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), 0.01))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if loads:
+        assert fabric.load(loads, state) == {}
+        assert state["step"] == 6
+    batches = list(fabric.setup_dataloaders(DataLoader(TRAINING, 16)))
+    for step in range(state["step"], 12):
+        x, y = batches[step % len(batches)]
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            fabric.backward(cross_entropy(model(x), y))
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 5 and algorithm_saves:
+            fabric.save(algorithm_saves, {**state, "step": 6})
+    if isinstance(strategy, BaguaFabricStrategy):
+        strategy.average_weights(model)
+    assert fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum") == sum(range(comm.size))
+    assert fabric.all_gather(torch.tensor([fabric.global_rank])).ravel().tolist() == list(range(comm.size))
+    assert fabric.broadcast(fabric.global_rank, src=1) == 1
+    comm.check_consistency(bagua_torch.as_array(flat(model)))
+    return flat(model)
+
+
+def fabric():
+    """As Fabric's own strategy, with accumulation and bfloat16; saved and loaded, it goes on bit for bit."""
+    mine = train_in_fabric(BaguaFabricStrategy(), precision="bf16-mixed")
+    theirs = train_in_fabric(
+        TheirsInFabric(process_group_backend="gloo"), devices=comm.size, precision="bf16-mixed"
+    )
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0 if comm.size == 2 else 1e-2)
+    for algorithm in ALGORITHMS:
+        path = os.path.join(folder(), "fabric.ckpt")
+        whole = train_in_fabric(BaguaFabricStrategy(algorithm), algorithm_saves=path)
+        assert torch.equal(whole, train_in_fabric(BaguaFabricStrategy(algorithm), loads=path)), algorithm
+    alone = F.Fabric(accelerator="cpu", strategy=BaguaFabricStrategy(Decentralized("all")))
+    alone.launch()
+    try:
+        alone.setup_module(nn.Linear(2, 2))
+    except ArrayError as error:
+        assert "fabric.setup(model, optimizer)" in str(error)
+    else:
+        raise AssertionError("an algorithm that needs the optimizers did without")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29517")
+    for name in sys.argv[2:]:
+        globals()[name]()
+        if comm.rank == 0:
+            print("found as expected:", name, flush=True)
