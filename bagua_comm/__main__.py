@@ -31,9 +31,9 @@ DESCRIPTION = "The command line: `python -m bagua_comm run -n 4 train.py`, `info
 """Not taken from the docstring, which `python -OO` leaves out."""
 
 RUN_DESCRIPTION = (
-    "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, LOCAL_RANK "
-    "and LOCAL_WORLD_SIZE, and on one host MASTER_ADDR and MASTER_PORT, a port that is free now, so that Accelerate, "
-    "Transformers and torch.distributed find the ranks. Those that are set already stay as they are."
+    "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, "
+    "LOCAL_RANK and LOCAL_WORLD_SIZE, and on one host MASTER_ADDR and MASTER_PORT, a port that is free now, so "
+    "that Accelerate, Transformers and torch.distributed find the ranks. What is set already stays as it is."
 )
 
 PER_RANK = (
@@ -44,7 +44,7 @@ PER_RANK = (
     'LOCAL_WORLD_SIZE=${LOCAL_WORLD_SIZE:-$OMPI_COMM_WORLD_LOCAL_SIZE}; exec "$@"',
     "sh",
 )
-"""Gives a rank of Open MPI, in the names of torchrun, the numbers that it has, and becomes the command that follows."""
+"""Gives a rank of Open MPI its numbers in torchrun's names, too, and becomes the command that follows."""
 
 ULFM = ("--with-ft", "ulfm")
 """Tells Open MPI that ranks may die, and that the others go on."""

@@ -48,8 +48,8 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
     Args:
         average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)`, `Hierarchical(inner)`.
-        comm: The ranks, the same as the model's; if None, the default communicator, which `bagua_torch.connect` makes, and
-            which is called if it was not yet.
+        comm: The ranks, the same as the model's; if None, the default communicator; `bagua_torch.connect` makes
+            it, and is called if it was not yet.
 
     Raises:
         ArrayError: `average` is not an Average.

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import bagua_comm
 from bagua_comm import (
     Algorithm,
     ArrayError,
@@ -88,7 +87,8 @@ class DistributedDataParallel(nn.Module):
             steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
             before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; if None, the default communicator; `bagua_torch.connect` makes it, and is called if it was not yet.
+        comm: The ranks; if None, the default communicator; `bagua_torch.connect` makes it, and is called if it
+            was not yet.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
@@ -122,7 +122,8 @@ class DistributedDataParallel(nn.Module):
         UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
             than the communicator's; it is named.
 
-    >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=bagua_comm.ByteGrad())
+    >>> from bagua_comm import ByteGrad
+    >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=ByteGrad())
     >>> model(torch.ones(3, 2)).sum().backward()
     >>> model.module.bias.grad
     tensor([3.])
@@ -216,11 +217,11 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """PyTorch's own wrapper asks a module for this, and only to wrap it; Accelerate and Trainer do so unasked."""
+        """PyTorch's own wrapper asks a module for this to wrap it; Accelerate and Trainer let it, unasked."""
         raise UnsupportedError(
-            "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped by "
-            "PyTorch's DistributedDataParallel once more, which would average gradients twice. Give Accelerate's "
-            "prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
+            "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped "
+            "by PyTorch's DistributedDataParallel once more, which would average gradients twice. Give "
+            "Accelerate's prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
             "bagua_torch.comm_hook(average) on what they make of it; or, with Accelerate, prepare everything but "
             "this module"
         )
@@ -340,8 +341,9 @@ class DistributedDataParallel(nn.Module):
                 not GradientAllReduce; the hook does not take (state, bucket).
             UnsupportedError: The hook cannot be called, or the Average does not take the dtype of a parameter.
 
+        >>> from bagua_comm import MinMaxUInt8, Quantized
         >>> model = DistributedDataParallel(nn.Linear(2, 1))
-        >>> model.register_comm_hook(None, bagua_comm.Quantized(bagua_comm.MinMaxUInt8()))
+        >>> model.register_comm_hook(None, Quantized(MinMaxUInt8()))
         >>> model.close()
         """
         if self._hooked:

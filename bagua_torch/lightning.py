@@ -3,12 +3,12 @@
     trainer = Trainer(strategy=BaguaStrategy(ByteGrad()))
     fabric = Fabric(strategy=BaguaFabricStrategy(ByteGrad()))
 
-mpirun, torchrun or `python -m bagua_comm run` starts the processes; a strategy asks its communicator who they are,
-so `devices` and `num_nodes` need not be given.
+mpirun, torchrun or `python -m bagua_comm run` starts the processes; a strategy asks its communicator who they
+are, so `devices` and `num_nodes` need not be given.
 
-Lightning is sold under two names, `lightning` and `pytorch_lightning`, whose classes know nothing of each other. A
-strategy therefore gets its base class when it is made: `BaguaStrategy(...)` is an instance of `BaguaStrategy`, and
-of the ParallelStrategy of the distribution that the program has imported. `_based` does that.
+Lightning has two distributions, `lightning` and `pytorch_lightning`, whose classes know nothing of each other. A
+strategy therefore gets its base class when it is made: `BaguaStrategy(...)` is an instance of `BaguaStrategy`,
+and of the ParallelStrategy of the distribution that the program has imported. `_based` does that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import importlib
 import importlib.util
 import socket
 import sys
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -65,7 +64,7 @@ class _Strategy:
         self.comm = comm if comm is not None else default()
         self._num_nodes = len(set(self.comm.allgather_object(self.comm.node)))
         cuda = self.comm.device is not None and torch.cuda.is_available()
-        self._device = torch.device("cuda", self.comm.device) if cuda else torch.device("cpu")
+        self._device = torch.device(f"cuda:{self.comm.device}") if cuda else torch.device("cpu")
         fabric = FABRICS[_package_of(type(self), homes)]
         environments = importlib.import_module(f"{fabric}.plugins.environments")
         environment = _based(_Ranks, environments.ClusterEnvironment)
@@ -146,7 +145,7 @@ class _Strategy:
         return gathered
 
 
-class BaguaStrategy(_Strategy, _TrainerBase):
+class BaguaStrategy(_Strategy, _TrainerBase):  # type: ignore[misc]
     """A strategy for Lightning's Trainer: DistributedDataParallel over any algorithm of bagua_comm.
 
     Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`, and pass
@@ -217,13 +216,13 @@ class BaguaStrategy(_Strategy, _TrainerBase):
         self._resting = self._failed = False
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+            self.model = self._layer_sync.apply(self.lightning_module)
         super().setup(trainer)
+        module: Any = self.model
         if fitting:
-            self.model = self._wrap(self.model, self.optimizers)
+            self.model = self._wrap(module, self.optimizers)
         else:
-            tensors = [*self.model.parameters(), *self.model.buffers()]
-            broadcast_tensors(self.comm, tensors)
+            broadcast_tensors(self.comm, [*module.parameters(), *module.buffers()])
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -318,15 +317,15 @@ class BaguaStrategy(_Strategy, _TrainerBase):
             _load_kept(self.wrapper, checkpoint[KEY])
 
 
-class BaguaFabricStrategy(_Strategy, _FabricBase):
+class BaguaFabricStrategy(_Strategy, _FabricBase):  # type: ignore[misc]
     """A strategy for Lightning Fabric: DistributedDataParallel over any algorithm of bagua_comm.
 
     Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`. Set the module up together
     with its optimizers, `model, optimizer = fabric.setup(model, optimizer)`. `fabric.no_backward_sync`,
     `fabric.save` and `fabric.load` work as with Fabric's own strategies.
 
-    Where an algorithm exchanges weights, or the module has BatchNorm, call `fabric.strategy.average_weights(model)`
-    before evaluation; `fabric.save` does it itself.
+    Where an algorithm exchanges weights, or the module has BatchNorm, call
+    `fabric.strategy.average_weights(model)` before evaluation; `fabric.save` does it itself.
 
     Args:
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
@@ -398,7 +397,7 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
         wrapper = next((part for part in module.modules() if isinstance(part, DistributedDataParallel)), None)
         if wrapper is None:
             raise ArrayError(
-                f"average_weights: the {type(module).__name__} was not set up here; give what fabric.setup returned"
+                f"average_weights: this {type(module).__name__} was not set up here; give what fabric.setup gave"
             )
         _make_equal(wrapper)
         wrapper.resume()
@@ -417,7 +416,9 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
         plain = module.module if isinstance(module, DistributedDataParallel) else module
         super().load_module_state_dict(plain, state_dict, strict=strict)
 
-    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, **options: Any
+    ) -> None:
         """Write a checkpoint on rank 0, with what the algorithm keeps on every rank. Collective."""
         wrappers = {name: part for name, part in state.items() if isinstance(part, DistributedDataParallel)}
         for wrapper in wrappers.values():
@@ -426,9 +427,11 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):
         kept = {name: ranks for name, ranks in kept.items() if ranks}
         if kept:
             state = {**state, KEY: kept}
-        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+        super().save_checkpoint(path, state, storage_options=storage_options, **options)
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, **options: Any
+    ) -> dict[str, Any]:
         """Load a checkpoint, and what the algorithm keeps; returns what `state` did not ask for. Collective."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, **options)
         if isinstance(state, dict) and state:
@@ -518,7 +521,7 @@ def _make_equal(wrapper: DistributedDataParallel) -> None:
 
 
 def _gather_kept(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
-    """What every rank's algorithm keeps, and its optimizers where these differ: on rank 0, else empty. Collective."""
+    """On rank 0 what every rank's algorithm keeps, and its optimizers if they differ; else empty. Collective."""
     if not wrapper.keeps_state():
         return []
     mine: dict[str, Any] = {"algorithm": wrapper.get_extra_state()}
@@ -561,8 +564,8 @@ def _imported(name: str, homes: Mapping[str, str]) -> str:
     imported = [package for package, home in homes.items() if home in sys.modules]
     if len(imported) > 1:
         raise UnsupportedError(
-            f"{name}: this program has imported both {' and '.join(homes.values())}; say whose the Trainer or the "
-            f"Fabric is: {name}(..., package={imported[0]!r}) or package={imported[1]!r}"
+            f"{name}: this program has imported both {' and '.join(homes.values())}; say whose the Trainer "
+            f"or the Fabric is: {name}(..., package={imported[0]!r}) or package={imported[1]!r}"
         )
     return next(iter(imported or filter(_is_installed, homes)), "lightning")
 
@@ -577,7 +580,7 @@ def _package_of(cls: type, homes: Mapping[str, str]) -> str:
     return next(package for package, home in homes.items() if any(m.startswith(home + ".") for m in modules))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _based(cls: type, base: type) -> type:
     """The class `cls`, with `base` behind it."""
     if issubclass(cls, base):

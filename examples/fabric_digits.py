@@ -1,7 +1,7 @@
 """Train on scikit-learn's digits with Lightning Fabric, averaging weights in the place of gradients.
 
-    python -m bagua_comm run -n 4 examples/fabric_digits.py
-    torchrun --nproc-per-node 4 examples/fabric_digits.py
+python -m bagua_comm run -n 4 examples/fabric_digits.py
+torchrun --nproc-per-node 4 examples/fabric_digits.py
 """
 
 import torch

@@ -6,7 +6,7 @@
 The strategy is the only line that differs from a program for one process.
 """
 
-import lightning as L
+import lightning
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -17,29 +17,34 @@ from bagua_comm import ByteGrad
 from bagua_torch.lightning import BaguaStrategy
 
 
-class Digits(L.LightningModule):
+class Digits(lightning.LightningModule):
+    """A network of two layers, and how it is trained."""
+
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def training_step(self, batch):
+        """The loss of a batch."""
         x, y = batch
         return cross_entropy(self.net(x), y)
 
     def validation_step(self, batch):
+        """Log the mean accuracy of all ranks."""
         x, y = batch
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
 
     def configure_optimizers(self):
+        """What steps the parameters."""
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 
 def main():
-    L.seed_everything(0, verbose=False)
+    lightning.seed_everything(0, verbose=False)
     digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
     training, validation = random_split(TensorDataset(images, torch.tensor(digits.target)), [0.8, 0.2])
-    trainer = L.Trainer(
+    trainer = lightning.Trainer(
         strategy=BaguaStrategy(ByteGrad()),
         max_epochs=10,
         logger=False,

@@ -20,11 +20,14 @@ from bagua_torch import comm_hook
 
 
 class Digits(nn.Module):
+    """A network of two layers, which Trainer expects to return its loss."""
+
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def forward(self, image, labels):
+        """Arguments are columns of the data."""
         logits = self.net(image)
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
@@ -36,6 +39,7 @@ class Compress(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """The model has been wrapped, unless there is one rank."""
         if args.world_size > 1:
             self.trainer.model_wrapped.register_comm_hook(None, comm_hook(Quantized(MinMaxUInt8())))
 

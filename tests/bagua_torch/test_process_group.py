@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.launch import torchrun
 
 import bagua_comm
 import bagua_torch
@@ -506,18 +507,6 @@ def test_torchrun_without_an_address_to_meet_at_is_refused(monkeypatch):
 # ---------------------------------------------------------------------------------------------------
 # Processes
 # ---------------------------------------------------------------------------------------------------
-
-
-def torchrun(ranks, *arguments, timeout_s=90):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=timeout_s,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def environment_of_a_world(ranks):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_on_cpu.install import environment
-from support.launch import run_python
+from support.launch import run_python, torchrun
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
@@ -133,3 +133,15 @@ def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
     values = f"exact {(ranks - 1) / 2:.1f}, quantized {ranks - 1:.4f}, on a lane {1.5 * (ranks - 1):.1f}"
     for rank in range(ranks):
         assert f"rank {rank} of {ranks}, GPU 0, over {transport}: {values}" in process.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("start", [run_python, torchrun], ids=["mpirun", "torchrun"])
+@pytest.mark.parametrize("framework", ["lightning", "fabric", "trainer", "accelerate"])
+def test_two_ranks_train_in_another_framework(framework, start):
+    process = start(2, EXAMPLES / f"{framework}_digits.py", timeout_s=380)
+    assert process.returncode == 0, process.stdout + process.stderr
+    says, _, accuracy = process.stdout.strip().splitlines()[-1].rpartition(" ")
+    assert says == "2 ranks: accuracy"
+    assert float(accuracy) >= 0.9

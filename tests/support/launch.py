@@ -37,3 +37,16 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         timeout=timeout_s,
         env=_finding(TESTS.parent, os.environ if env is None else env),
     )
+
+
+def torchrun(ranks, *arguments, timeout_s=90):
+    """Run a program under torchrun; returns its result."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        env=_finding(TESTS.parent, {**os.environ, "OMP_NUM_THREADS": "1"}),
+    )

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import warnings
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -54,7 +55,11 @@ ALGORITHMS = [
 
 def layers(norm=False, dropout=0.0):
     return nn.Sequential(
-        nn.Linear(64, 32), nn.BatchNorm1d(32) if norm else nn.Tanh(), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 10)
+        nn.Linear(64, 32),
+        nn.BatchNorm1d(32) if norm else nn.Tanh(),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(32, 10),
     )
 
 
@@ -144,7 +149,9 @@ def equal():
             found.append((flat(module), metrics, trainer.global_step, trainer.current_epoch, trainer.world_size))
         (mine, my_metrics, *my_numbers), (theirs, their_metrics, *their_numbers) = found
         tolerance = 0 if comm.size == 2 else 1e-2 if name == "bfloat16" else 1e-3
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine, theirs, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
         assert my_numbers == their_numbers, (name, my_numbers, their_numbers)
         assert my_numbers[-1] == comm.size
         assert my_metrics.keys() == their_metrics.keys()
@@ -159,7 +166,9 @@ def resume():
     for algorithm in ALGORITHMS:
         place = folder()
         saving = callbacks.ModelCheckpoint(dirpath=place, filename="{epoch}", save_top_k=-1)
-        trainer, module = fit(BaguaStrategy(algorithm), Digits, epochs=3, enable_checkpointing=True, callbacks=[saving])
+        trainer, module = fit(
+            BaguaStrategy(algorithm), Digits, epochs=3, enable_checkpointing=True, callbacks=[saving]
+        )
         path = os.path.join(place, "epoch=1.ckpt")
         _, again = fit(BaguaStrategy(algorithm), Digits, epochs=3, ckpt_path=path)
         assert torch.equal(flat(module), flat(again)), algorithm
@@ -198,12 +207,8 @@ def failing():
         def training_step(self, batch):
             raise ValueError("my own error")
 
-    try:
+    with pytest.raises(ValueError, match="my own error"):
         fit(BaguaStrategy(ByteGrad()), Fails)
-    except ValueError as error:
-        assert "my own error" in str(error)
-    else:
-        raise AssertionError("nothing was raised")
     fit(BaguaStrategy(ByteGrad()), Digits, epochs=1)
 
 
@@ -250,12 +255,8 @@ def fabric():
         assert torch.equal(whole, train_in_fabric(BaguaFabricStrategy(algorithm), loads=path)), algorithm
     alone = F.Fabric(accelerator="cpu", strategy=BaguaFabricStrategy(Decentralized("all")))
     alone.launch()
-    try:
+    with pytest.raises(ArrayError, match=r"fabric.setup\(model, optimizer\)"):
         alone.setup_module(nn.Linear(2, 2))
-    except ArrayError as error:
-        assert "fabric.setup(model, optimizer)" in str(error)
-    else:
-        raise AssertionError("an algorithm that needs the optimizers did without")
 
 
 if __name__ == "__main__":
