@@ -69,6 +69,19 @@ def test_torchrun_is_refused_with_what_to_do(monkeypatch):
         bagua_comm.connect()
 
 
+def test_mpiruns_own_numbers_in_torchruns_names_are_not_torchrun(monkeypatch):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert not bootstrap.under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "4")  # another world than mpirun's
+    assert bootstrap.under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # mpirun has started torchrun
+    assert bootstrap.under_torchrun()
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

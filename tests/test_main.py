@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -148,6 +149,35 @@ def test_ranks_on_one_host_listen_on_no_port(tmp_path):
     result = run_python(2, script=(tmp_path / "script.py", script))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("listens at []") == 2
+
+
+def test_ranks_on_one_host_are_told_where_to_meet(open_mpi):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        open_mpi.delenv(name, raising=False)
+    _, variables = cli.launch_settings("mpirun", 2, local=True)
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", int(variables["MASTER_PORT"])))
+    for elsewhere in ({"local": False}, {"local": True, "given": ["--hostfile=hosts"]}):
+        assert "MASTER_PORT" not in cli.launch_settings("mpirun", 2, **elsewhere)[1]
+    open_mpi.setenv("MASTER_PORT", "7")
+    assert "MASTER_ADDR" not in cli.launch_settings("mpirun", 2, local=True)[1]
+
+
+def test_a_rank_of_open_mpi_has_its_numbers_in_torchruns_names_unless_they_are_set():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in given.items()}
+    show = [*cli.PER_RANK, sys.executable, "-c", f"import os; print(*map(os.environ.get, {names}))"]
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+
+    def shown(**more):
+        return subprocess.run(
+            show, env={**environment, **mpi, **more}, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert shown() == "3 4 1 2\n"
+    assert shown(LOCAL_RANK="0") == "3 4 0 2\n"
 
 
 def test_ulfm_is_one_flag_of_open_mpi_and_of_no_other(open_mpi, capsys):
