@@ -87,18 +87,18 @@ def provide_group(comm: Communicator) -> None:
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
-    c10d: Any = dist.distributed_c10d
+    stores: Any = dist  # torch does not export TCPStore to type checkers
     wait = timedelta(seconds=comm.timeout_s)
     host = "127.0.0.1" if comm.local_size == comm.size else socket.gethostname()
     cuda = comm.device is not None and dist.is_nccl_available()
     try:
         place = None
         if comm.rank == 0:
-            store: Any = c10d.TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+            store: Any = stores.TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
             place = host, store.port
         host, port = comm.broadcast_object(place, root=0)
         if comm.rank != 0:
-            store = c10d.TCPStore(host, port, is_master=False, timeout=wait)
+            store = stores.TCPStore(host, port, is_master=False, timeout=wait)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
