@@ -41,6 +41,7 @@ from .errors import (
     CommMismatch,
     CommTimeout,
     RankFailed,
+    StoreError,
     UnsupportedError,
 )
 from .lane import Lane
@@ -87,6 +88,7 @@ __all__ = [
     "Quantized",
     "RankFailed",
     "Rounds",
+    "StoreError",
     "TensorSpec",
     "Tuner",
     "UnsupportedError",

@@ -1,11 +1,13 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
+from . import functional
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
 from .comm_hook import comm_hook
 from .ddp import DistributedDataParallel
 from .fused import fuse
+from .moe import MoE
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
 from .sync_batchnorm import SyncBatchNorm
@@ -13,6 +15,7 @@ from .sync_batchnorm import SyncBatchNorm
 __all__ = [
     "Checkpoints",
     "DistributedDataParallel",
+    "MoE",
     "ProcessGroupTransport",
     "QAdamOptimizer",
     "SyncBatchNorm",
@@ -22,6 +25,7 @@ __all__ = [
     "broadcast_tensors",
     "comm_hook",
     "connect",
+    "functional",
     "fuse",
     "torch_stream",
 ]
