@@ -351,6 +351,7 @@ LAYOUTS = {
 each_layout = pytest.mark.parametrize("nodes", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
+@pytest.mark.covering(1)
 @each_layout
 @pytest.mark.parametrize("dtype", sorted(FLOATS))
 def test_hierarchical_is_the_true_mean(nodes, dtype):

@@ -61,7 +61,7 @@ def twice(codec, x, shift=0):
 # MinMaxUInt8
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", CODED)
 @pytest.mark.parametrize(

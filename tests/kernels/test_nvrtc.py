@@ -38,8 +38,8 @@ def joined(value):
 
 @pytest.mark.parametrize(
     ("file", "options", "architecture"),
-    [  # by default the architecture of other tests, too, and all for the file that compiles fastest
-        pytest.param(file, each[0], arch, marks=() if arch == "90" or file == "cast.cu" else pytest.mark.slow)
+    [
+        pytest.param(file, each[0], arch, marks=() if arch == "90" else pytest.mark.slow)
         for file, each in MODULES.items()
         for arch in ARCHITECTURES
     ],
