@@ -181,9 +181,10 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
         stepped = {id(p) for group in bare.param_groups for p in group["params"]}
         for model in models:
             ignored = {id(p) for name, p in model.module.named_parameters() if name in model.ignored_names}
-            if stepped & ignored:
+            here = bool(stepped & {id(p) for p in model.module.parameters()})
+            if stepped & ignored or (here and model.parts_stay):
                 return {"state": Own(state)}
-            if stepped & {id(p) for p in model.module.parameters()} and _weights_differ(model):
+            if here and _weights_differ(model):
                 return {"state": Own(state, "mean")}
     return {"state": state}
 
@@ -217,12 +218,16 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
     for name, value in state["entries"].items():
         part = "ignored" if name in model.ignored_names else "weights" if name in weights else "buffers"
         parts[part][name] = value
+    names: Any = list(state["entries"])
+    versions: Any = state["versions"]
+    if model.parts_stay:  # they are others on each rank, or there are none, and so are their names
+        names, versions = Own(names), Own(versions)
     return {
         "weights": Own(parts["weights"], "mean") if _weights_differ(model) else parts["weights"],
         "buffers": Own(parts["buffers"], "first" if model.broadcast_buffers else "mean"),
-        "ignored": Own(parts["ignored"]) if parts["ignored"] else {},
-        "names": list(state["entries"]),
-        "versions": state["versions"],
+        "ignored": Own(parts["ignored"]) if parts["ignored"] or model.parts_stay else {},
+        "names": names,
+        "versions": versions,
         "engine": engine,
     }
 

@@ -48,6 +48,11 @@ def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
     return {*names, *of_rank, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
 
 
+def parts_stay(module: nn.Module) -> bool:
+    """Whether a part of the module says `stays_on_rank`; it may be empty on this rank."""
+    return any(getattr(part, "stays_on_rank", False) for part in module.modules())
+
+
 def check_module(comm: Communicator, contents: Contents) -> torch.device:
     """The device that the trained parameters are on.
 

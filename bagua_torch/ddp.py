@@ -502,6 +502,11 @@ class DistributedDataParallel(nn.Module):
         """Names of the parameters and buffers that stay this rank's own."""
         return self._contents.ignored
 
+    @property
+    def parts_stay(self) -> bool:
+        """Whether the module has parts that stay on their rank, as experts of a MoE; the same on all ranks."""
+        return checks.parts_stay(self.module)
+
     def keeps_state(self) -> bool:
         """Whether a checkpoint must hold more than the module: values, or a number of steps that matters.
 

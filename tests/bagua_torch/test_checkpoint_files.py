@@ -34,6 +34,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import Checkpoints, DistributedDataParallel
+from bagua_torch.moe import MoE
 
 REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
 FEEDBACK = GradientAllReduce(ErrorFeedback())
@@ -305,6 +306,39 @@ def test_ignored_parameters_stay_a_ranks_own(tmp_path):
 
     written = run_ranks(2, body)
     assert not torch.equal(written[0][0], written[1][0])
+    for mine, theirs in zip(run_ranks(2, body), written, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+    with pytest.raises(CheckpointError, match=r"\['ignored'\] is a rank's own"):
+        run_ranks(3, body)
+
+
+@pytest.mark.parametrize("experts", [1, 3], ids=["rank 0 has none", "rank 1 has more"])
+def test_experts_go_on_where_they_stood(tmp_path, experts):
+    """Ranks have other experts, so other names in their state dicts, and optimizers of other lengths."""
+
+    def body(comm):
+        layer = MoE(4, lambda: nn.Linear(4, 4), experts, 1, comm=comm, seed=0)
+        model = filled(nn.Sequential(nn.Linear(4, 4), layer), seed=0)
+        optimizer = adam(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+
+        def steps(first, last):
+            for step in range(first, last):
+                optimizer.zero_grad()
+                ddp(batch(comm.rank, step)).square().sum().backward()
+                optimizer.step()
+
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            if checkpoints.latest() is None:
+                steps(0, 2)
+                checkpoints.save(2, model=ddp, optimizer=optimizer)
+            else:
+                checkpoints.load(model=ddp, optimizer=optimizer)
+        steps(2, 4)
+        ddp.close()
+        return [p.detach().clone() for p in model.parameters()]
+
+    written = run_ranks(2, body)
     for mine, theirs in zip(run_ranks(2, body), written, strict=True):
         assert all(map(torch.equal, mine, theirs))
     with pytest.raises(CheckpointError, match=r"\['ignored'\] is a rank's own"):
