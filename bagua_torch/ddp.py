@@ -276,10 +276,19 @@ class DistributedDataParallel(nn.Module):
 
         Raises:
             CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
+            UnsupportedError: Parts of the module stay on their ranks (`bagua_torch.moe`), so that all ranks are
+                needed in every step, and `throw_on_early_termination` is False.
         """
         if not enable:
             yield
             return
+        if self.parts_stay and self.comm.size > 1 and not throw_on_early_termination:
+            raise UnsupportedError(
+                "join: this module has parts that stay on their ranks, such as the experts of a MoE; a rank that "
+                "has ended would run them no more, and the other ranks would wait for it. Give it empty batches "
+                "instead, so that all ranks make equally many steps, or enter "
+                "join(throw_on_early_termination=True)"
+            )
         if divide_by_initial_world_size is not None:
             divide_by_initial_size = divide_by_initial_world_size
         steps = self._steps

@@ -54,9 +54,10 @@ class MoE(nn.Module):
     divided by the number of ranks, as the average of all others is: the loss is the mean of the ranks' losses.
     Every expert runs in every forward pass, without tokens too, so that a gradient is zero rather than None.
 
-    These have the whole model in view, but see only this rank's experts: `clip_grad_norm_` (use the one here),
-    `GradScaler` (use bfloat16), and `ddp.join()` (give empty batches). Checkpoint (recompute) an expert, not this
-    layer, whose bias may change in between.
+    These have the whole model in view, but see only this rank's experts: `clip_grad_norm_` (use the one here) and
+    `GradScaler` (use bfloat16). `ddp.join()` is refused: give empty batches. Checkpoint (recompute) an expert,
+    not this layer, whose bias may change in between. `bagua_torch.Checkpoints` load on as many ranks as saved
+    them; for another number, save `global_state_dict` and `global_optimizer_state`.
 
     Args:
         hidden: The size of a token, and of what an expert returns for it.

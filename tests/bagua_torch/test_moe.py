@@ -9,7 +9,7 @@ from support.launch import run_python
 from support.torch_training import through_a_file
 from torch import nn
 
-from bagua_comm import ArrayError, ByteGrad, CommMismatch, MinMaxUInt8, UnsupportedError
+from bagua_comm import ArrayError, ByteGrad, CommError, CommMismatch, MinMaxUInt8, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, as_array, moe
 from bagua_torch.moe import MoE, global_state_dict, load_global_state_dict
@@ -542,3 +542,21 @@ def test_processes_get_the_gradients_of_one_process_and_are_told_of_their_mistak
     torch.testing.assert_close(torch.load(file), run_ranks(1, body)[0])
     assert result.stdout.count("told:") == 2
     assert "backward of functional.allreduce #" in result.stdout
+
+
+def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended():
+    def body(comm):
+        ddp = DistributedDataParallel(Model(comm, experts=2), comm=comm)
+
+        def train(**settings):
+            with ddp.join(**settings):
+                for _ in range(1 + comm.rank):
+                    ddp(share(draw(4, HIDDEN), comm)).sum().backward()
+
+        with pytest.raises(UnsupportedError, match="Give it empty batches instead"):
+            train()
+        with pytest.raises(CommError, match="rank 0 has no more batches"):
+            train(throw_on_early_termination=True)
+        ddp.close()
+
+    run_ranks(2, body)
