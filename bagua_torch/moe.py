@@ -306,7 +306,8 @@ def global_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state dict of `module` with the experts of all ranks, for any number of ranks.
 
     Collective. Every rank gets all of it, so there must be memory for all experts. It is the state dict that one
-    process with all experts has. What is not an expert is this rank's.
+    process with all experts has, in its order, so that ranks can save it together (`Checkpoints`). What is not
+    an expert is this rank's.
 
     Raises:
         ArrayError: There is no MoE in `module`.
@@ -314,7 +315,13 @@ def global_state_dict(module: nn.Module) -> dict[str, Any]:
     state = dict(module.state_dict())
     for prefix, layer in _layers(module):
         own = {key: value for key, value in state.items() if key.startswith(f"{prefix}experts.")}
-        state.update(_of_all_ranks(layer.comm, own))
+        experts = _of_all_ranks(layer.comm, own)
+        whole: dict[str, Any] = {}
+        for key in [key for key in state if key not in own]:
+            whole[key] = state[key]
+            if key == f"{prefix}gate.weight":  # the experts come next, on ranks that have none as well
+                whole.update(experts)
+        state = {**whole, **experts}
     return state
 
 
@@ -338,21 +345,19 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], *, stric
 def global_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer of `module` by the names of parameters, with the experts of all ranks.
 
-    Collective. It is for `load_global_optimizer_state` alone, on any number of ranks.
+    Collective. It is for `load_global_optimizer_state` alone, on any number of ranks. It is alike on all ranks if
+    what is not an expert's is.
 
     Raises:
         ArrayError: There is no MoE in `module`, or the optimizer steps a parameter that is not in it.
     """
     names = _names(module, optimizer)
     state = {names[p]: optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]}
-    groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for prefix, layer in _layers(module):
         own = {key: value for key, value in state.items() if key.startswith(f"{prefix}experts.")}
         state.update(_of_all_ranks(layer.comm, own))
-    return {"state": state, "param_groups": groups}
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
 def load_global_optimizer_state(

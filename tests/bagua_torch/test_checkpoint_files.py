@@ -33,7 +33,7 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.testing import run_ranks
-from bagua_torch import Checkpoints, DistributedDataParallel
+from bagua_torch import Checkpoints, DistributedDataParallel, moe
 from bagua_torch.moe import MoE
 
 REPEATABLE = [algorithm for algorithm in ALGORITHMS if algorithm not in ASYNC_ALGORITHMS]
@@ -343,6 +343,35 @@ def test_experts_go_on_where_they_stood(tmp_path, experts):
         assert all(map(torch.equal, mine, theirs))
     with pytest.raises(CheckpointError, match=r"\['ignored'\] is a rank's own"):
         run_ranks(3, body)
+
+
+def test_the_experts_of_all_ranks_are_saved_for_another_number(tmp_path):
+    """On five ranks, two have no expert."""
+
+    def body(comm):
+        layer = MoE(4, lambda: nn.Linear(4, 4), 3, 1, comm=comm, seed=0)
+        model = filled(nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 2)), seed=0)
+        optimizer = adam(model.parameters())
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            if checkpoints.latest() is None:
+                model(batch(comm.rank, 0)).sum().backward()
+                optimizer.step()
+            else:
+                tree = checkpoints.load().tree
+                moe.load_global_state_dict(model, tree["model"])
+                moe.load_global_optimizer_state(model, optimizer, tree["optimizer"])
+            whole = moe.global_state_dict(model)
+            states = moe.global_optimizer_state(model, optimizer)
+            checkpoints.save(comm.size, model=whole, optimizer=states)
+        return whole, states["state"]
+
+    first, first_states = run_ranks(1, body)[0]
+    for ranks in (2, 5, 1):
+        for whole, states in run_ranks(ranks, body):
+            assert list(whole) == list(first)
+            assert all(torch.equal(whole[name], value) for name, value in first.items())
+            for name, state in first_states.items():
+                assert all(torch.equal(states[name][key], value) for key, value in state.items())
 
 
 class Sampler:
