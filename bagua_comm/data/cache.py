@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -178,6 +179,10 @@ class Cached:
         store: Keeps the samples.
         options: Those of `Cache`: name, form, buffer_bytes, wait_s, retry_s.
 
+    Raises:
+        ArrayError: An argument has a wrong value, or a data set of another length is cached in this store under
+            this name: each would be given the samples of the other.
+
     >>> from bagua_comm.data import MemoryStore
     >>> squares = Cached([0, 1, 4], MemoryStore())
     >>> squares[2], squares[-1], len(squares), squares.stats().misses
@@ -187,6 +192,21 @@ class Cached:
     def __init__(self, dataset: Any, store: Store, **options: Any) -> None:
         self.dataset = dataset
         self.cache = Cache(store, **options)
+        for other in list(_cached):
+            lengths = _length(other.dataset), _length(dataset)
+            if None not in lengths and lengths[0] != lengths[1] and self._meets(other):
+                raise ArrayError(
+                    f"Cached: this store has samples of a data set of {lengths[0]} under the name "
+                    f"{self.cache.name!r}, and this one has {lengths[1]}; give each a name of its own, as in "
+                    'Cached(dataset, store, name="train")'
+                )
+        _cached.add(self)
+
+    def _meets(self, other: Cached) -> bool:
+        """Whether both keep samples under the same keys."""
+        mine, theirs = self.cache.store, other.cache.store
+        same = mine is theirs or (mine.identity is not None and mine.identity == theirs.identity)
+        return same and self.cache.name == other.cache.name
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -230,3 +250,11 @@ class Cached:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+_cached: weakref.WeakSet[Cached] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None

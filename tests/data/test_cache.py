@@ -101,6 +101,17 @@ def test_data_sets_share_a_store_by_name():
     assert store.count() == 2
 
 
+def test_data_sets_of_two_lengths_need_two_names(tmp_path):
+    """A set for training and one for validation would be given each other's samples."""
+    with LMDBStore(tmp_path) as store, LMDBStore(tmp_path) as again:
+        train = Cached([1, 2, 3], store)
+        with pytest.raises(ArrayError, match=r'of 3 under the name .*this one has 2; give .*name="train"'):
+            Cached([4, 5], again)
+        assert Cached([4, 5], store, name="validation")[0] == 4
+        assert Cached([1, 2, 3], again)[0] == train[0] == 1
+        assert Cached([4, 5], MemoryStore())[0] == 4
+
+
 def test_keys_of_other_types_and_names_never_meet():
     cache = Cache(MemoryStore())
     keys = [1, -1, "1", b"1", "i1", "", b"", 1 << 100, "x" * 1000, "x" * 1001, "\udcff"]
