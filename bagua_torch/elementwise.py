@@ -15,6 +15,8 @@ from bagua_comm import UnsupportedError
 
 STEPS = 4
 """How many steps an optimizer makes on trial."""
+RATE = 1e-3
+"""The learning rate on trial of an optimizer that has 0."""
 EVEN = (8 * 64, 4 * 64, 16 * 64)
 """Sizes without a rest that PyTorch would compute one by one, after the vectors of the processor."""
 UNEVEN = (1, 3, 6, 7, 9, 13, 15, 16, 21, 30, 33, 63, 65, 120, 129, 205, 257, 99)
@@ -146,6 +148,9 @@ def _run(
     everyone = (p for each in (*optimizer.param_groups, group) for p in each["params"])
     other = bare(optimizer, kind, dict.fromkeys(map(id, everyone), parameters[0]))
     settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
+    rate = settings.get("lr")
+    if isinstance(rate, (int, float, Tensor)) and rate == 0:  # a warm-up may begin so; then nothing would be seen
+        settings["lr"] = rate + RATE
     other.param_groups.append({**settings, "params": parameters})
     step = step_of(kind)
     for gradient in gradients:

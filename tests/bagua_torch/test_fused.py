@@ -495,6 +495,7 @@ def matrices():
     ("make", "message"),
     [
         (lambda p: LAMB(p, lr=0.1), "LAMB does not work element by element"),
+        (lambda p: LAMB(p, lr=0.0), "LAMB does not work element by element"),
         (lambda p: LARS(p, lr=0.1), "LARS does not work element by element"),
         (lambda p: NoisySGD(p, lr=0.1), "NoisySGD does not work element by element"),
         (lambda p: Listed(p, lr=0.1), "Listed "),
@@ -505,7 +506,19 @@ def matrices():
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
         (lambda p: torch.optim.SGD(p, momentum=0.9, fused=True), r"SGD as it is set rounds .* fused=True"),
     ],
-    ids=["lamb", "lars", "noisy", "listed", "adafactor", "muon", "lbfgs", "sparse", "differentiable", "fused"],
+    ids=[
+        "lamb",
+        "lamb in warm-up",
+        "lars",
+        "noisy",
+        "listed",
+        "adafactor",
+        "muon",
+        "lbfgs",
+        "sparse",
+        "differentiable",
+        "fused",
+    ],
 )
 def test_what_cannot_be_fused_is_refused_by_its_name(make, message):
     ps = matrices()
