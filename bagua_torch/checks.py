@@ -59,8 +59,16 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
     Raises:
         ArrayError: No parameter is trained, or one is lazy. A RuntimeError as well.
         UnsupportedError: The communicator cannot carry a parameter or a buffer, or they are on several devices,
-            or on another than the communicator's.
+            or on another than the communicator's, or a part is spread over fewer or more ranks.
     """
+    for name, part in contents.module.named_modules():
+        ranks = getattr(part, "ranks", comm.size) if getattr(part, "stays_on_rank", False) else comm.size
+        if ranks != comm.size:
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} is spread over {ranks} ranks, expected all {comm.size} of "
+                "this wrapper: otherwise ranks would hold copies of one part, and nothing would average them; "
+                "give both the same communicator"
+            )
     if not contents.trained:
         raise MisuseError("DistributedDataParallel: the module has no parameter to train")
     for name, tensor in contents.tensors().items():

@@ -38,6 +38,11 @@ class Experts(nn.ModuleDict):
     stays_on_rank: ClassVar[bool] = True
     """What is in here belongs to this rank: `DistributedDataParallel` neither copies nor averages it."""
 
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        """How many ranks hold the experts of the layer together: all that train the model, or it is refused."""
+
 
 class MoE(nn.Module):
     """A mixture of experts over the ranks of a communicator; a token is sent to `k` of them.
@@ -65,7 +70,8 @@ class MoE(nn.Module):
             each expert of this rank.
         experts: E, how many there are on all ranks together.
         k: How many each token is sent to.
-        comm: The ranks; if None, `bagua_comm.default()`.
+        comm: The ranks; if None, `bagua_comm.default()`. All those that train the model: with fewer, an expert
+            would be on several ranks, whose weights nothing averages, and `DistributedDataParallel` refuses it.
         balance: What keeps experts equally busy. "bias": choose by s_e + b_e, weight by s_e; after each training
             forward pass b_e grows by `gamma` where an expert had fewer tokens than the mean of all, and shrinks
             where it had more. "loss": add `balance_loss`, times 0.01 say, to the loss of every rank.
@@ -135,7 +141,7 @@ class MoE(nn.Module):
         seed = self._agree(experts, seed)
         with _drawn_from(seed, "gate"):
             self.gate = nn.Linear(hidden, experts, bias=False)
-        self.experts = Experts()
+        self.experts = Experts(self.comm.size)
         for number in self.held:
             with _drawn_from(seed, number):
                 self._add(number, make_expert())

@@ -560,3 +560,11 @@ def test_join_is_refused_where_ranks_would_wait_for_one_that_has_ended():
         ddp.close()
 
     run_ranks(2, body)
+
+
+def test_experts_over_some_of_the_ranks_are_refused():
+    def body(comm):
+        DistributedDataParallel(Model(comm.split(comm.rank // 2), experts=2), comm=comm)
+
+    with pytest.raises(UnsupportedError, match=r"'moe\.experts' is spread over 2 ranks, expected all 4"):
+        run_ranks(4, body)
