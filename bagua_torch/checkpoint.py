@@ -67,6 +67,8 @@ class Checkpoints:
             wait: Return when the checkpoint is complete.
             objects: What to save, by name. Anything with `state_dict`, or a tree of tensors, arrays and plain
                 values. In `Own(...)` what belongs to this rank, such as the state of a generator.
+                A DataLoader with workers takes batches from a sampler ahead, which would be left out after
+                loading: there save what `sampler.state_dict(steps)` gives for the steps that were made.
 
         Raises:
             ArrayError: There is nothing to save.
