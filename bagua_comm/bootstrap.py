@@ -19,6 +19,7 @@ import ctypes
 import faulthandler
 import functools
 import importlib.util
+import io
 import os
 import signal
 import site
@@ -30,7 +31,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -646,8 +647,11 @@ class _Ending:
         if os.getpid() != self.process:
             self._hook(kind, error, trace)
             return
-        self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
-        self._end_all(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        # torch.distributed's hook, which calls this one, keeps what is printed for later: none comes.
+        lasting = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        with redirect_stderr(lasting):
+            self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
+            self._end_all(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
         error, trace, thread = args.exc_value, args.exc_traceback, args.thread

@@ -216,6 +216,23 @@ def test_pytorchs_own_wrapper_is_refused_around_ours():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
+def test_a_traceback_is_shown_though_the_hook_of_torch_distributed_keeps_what_is_printed(tmp_path):
+    script = """
+        import sys, torch, bagua_comm
+        comm = bagua_comm.connect(timeout_s=60)
+        ours = sys.excepthook
+        torch.distributed.init_process_group("gloo", rank=comm.rank, world_size=comm.size)
+        assert sys.excepthook is not ours
+        raise RuntimeError("a bad day")
+    """
+    process = run_python(2, script=(tmp_path / "script.py", script), timeout_s=100)
+    assert process.returncode == 1
+    assert "Traceback" in process.stderr
+    assert "RuntimeError: a bad day" in process.stderr
+    assert " of 2:" in process.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Training
 # ---------------------------------------------------------------------------------------------------------

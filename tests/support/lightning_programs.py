@@ -55,7 +55,8 @@ ALGORITHMS = [
 
 def layers(norm=False, dropout=0.0):
     return nn.Sequential(
-        nn.Linear(64, 32),
+        # A bias before BatchNorm has no gradient but rounding errors, of which Adam makes whole steps.
+        nn.Linear(64, 32, bias=not norm),
         nn.BatchNorm1d(32) if norm else nn.Tanh(),
         nn.ReLU(),
         nn.Dropout(dropout),
@@ -126,7 +127,7 @@ def folder():
 
 
 def equal():
-    """Weights and metrics are those of Lightning's own strategy; with two ranks, bit for bit."""
+    """Weights and metrics are those of Lightning's own: bit for bit with two ranks, to rounding with more."""
     programs = {
         "plain": (lambda: Digits(dropout=0.1), {}, {}),
         "norm": (lambda: Digits(norm=True), {}, {}),
@@ -136,7 +137,12 @@ def equal():
         "manual": (TwoOptimizers, {}, {"find_unused_parameters": True}),
         "stopped early": (
             lambda: Digits(lr=0.5),
-            {"epochs": 20, "callbacks": lambda: [callbacks.EarlyStopping("val_loss", patience=1)]},
+            # In float64: so large a step makes much of a rounding error.
+            {
+                "epochs": 20,
+                "precision": "64-true",
+                "callbacks": lambda: [callbacks.EarlyStopping("val_loss", patience=1)],
+            },
             {},
         ),
     }
@@ -148,7 +154,9 @@ def equal():
             metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
             found.append((flat(module), metrics, trainer.global_step, trainer.current_epoch, trainer.world_size))
         (mine, my_metrics, *my_numbers), (theirs, their_metrics, *their_numbers) = found
-        tolerance = 0 if comm.size == 2 else 1e-2 if name == "bfloat16" else 1e-3
+        # More than two ranks are summed in another order than gloo's, which rounds otherwise in each of 20 steps;
+        # in bfloat16 that may round an activation otherwise, and Adam then moves a weight by up to a step, 0.01.
+        tolerance = 0 if comm.size == 2 else 1e-2 if name == "bfloat16" else 1e-5
         torch.testing.assert_close(
             mine, theirs, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
