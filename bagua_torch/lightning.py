@@ -171,9 +171,6 @@ class BaguaStrategy(_Strategy, _TrainerBase):  # type: ignore[misc]
 
     Raises:
         UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
-
-    >>> from lightning.pytorch import Trainer  # doctest: +SKIP
-    >>> trainer = Trainer(strategy=BaguaStrategy(bagua_comm.ByteGrad()))  # doctest: +SKIP
     """
 
     def __new__(cls, *_: Any, package: Package | None = None, **__: Any) -> BaguaStrategy:  # noqa: D102
