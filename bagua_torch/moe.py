@@ -60,9 +60,10 @@ class MoE(nn.Module):
     Every expert runs in every forward pass, without tokens too, so that a gradient is zero rather than None.
 
     These have the whole model in view, but see only this rank's experts: `clip_grad_norm_` (use the one here) and
-    `GradScaler` (use bfloat16). `ddp.join()` is refused: give empty batches. Checkpoint (recompute) an expert,
-    not this layer, whose bias may change in between. `bagua_torch.Checkpoints` load on as many ranks as saved
-    them; for another number, save `global_state_dict` and `global_optimizer_state`.
+    `GradScaler`, so that training in float16 is refused: use bfloat16. `ddp.join()` is refused: give empty
+    batches. Checkpoint (recompute) an expert, not this layer, whose bias may change in between.
+    `bagua_torch.Checkpoints` load on as many ranks as saved them; for another number, save `global_state_dict`
+    and `global_optimizer_state`.
 
     Args:
         hidden: The size of a token, and of what an expert returns for it.
@@ -167,10 +168,17 @@ class MoE(nn.Module):
         Raises:
             ArrayError: `x` does not hold tokens, or an expert returns something of another shape.
             CommMismatch: Only some of the ranks need a gradient, or their tokens are of several dtypes.
+            UnsupportedError: It would train in float16, on more than one rank.
         """
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.hidden,):
             what = f"{x.dtype}{list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise ArrayError(f"MoE: x is {what}, expected tokens of floats, (..., {self.hidden})")
+        dtype = self._dtype(x)
+        if dtype is torch.float16 and self.training and torch.is_grad_enabled() and self.comm.size > 1:
+            raise UnsupportedError(
+                "MoE: it would train in float16, whose GradScaler skips a step on those ranks alone whose "
+                "experts overflow; train in bfloat16 or float32"
+            )
         tokens = x.reshape(-1, self.hidden)  # (n, hidden)
         scores, weights, chosen = self._route(tokens)
         table = self.comm.allgather(self._count(chosen))  # (p, E): all that any rank must know, in one message
@@ -178,7 +186,7 @@ class MoE(nn.Module):
         sends, recvs = _sums(table[self.comm.rank], self.counts), held.sum(1).tolist()
 
         order = chosen.reshape(-1).argsort(stable=True)  # by expert, so by rank
-        sent = tokens.repeat_interleave(self.k, 0)[order].to(self._dtype(x))  # (n k, hidden)
+        sent = tokens.repeat_interleave(self.k, 0)[order].to(dtype)  # (n k, hidden)
         came = alltoallv(self.comm, sent, sends, recvs, codec=self.codec)  # by rank, then by expert
         made = self._run(came, held)
         if torch.is_grad_enabled() and not made.requires_grad:

@@ -286,6 +286,19 @@ def test_the_mean_of_balance_losses_is_that_of_the_whole_batch():
 # Kinds of use --------------------------------------------------------------------------------------------
 
 
+def test_training_in_float16_is_refused_since_each_rank_would_skip_other_steps():
+    def body(comm):
+        layer = MoE(HIDDEN, make_expert, 4, 1, comm=comm, seed=0)
+        with torch.autocast("cpu", torch.float16):
+            with pytest.raises(UnsupportedError, match="train in bfloat16 or float32"):
+                layer(torch.ones(1, HIDDEN))
+            with torch.no_grad():
+                layer(torch.ones(1, HIDDEN))
+            return layer.eval()(torch.ones(1, HIDDEN)).dtype
+
+    assert run_ranks(2, body) == [torch.float16] * 2
+
+
 def test_autocast_sends_half_the_bytes():
     def body(comm):
         model = Model(comm, experts=4)
