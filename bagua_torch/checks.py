@@ -5,8 +5,10 @@ What concerns single arguments of PyTorch's own wrapper is in `torch_arguments`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +47,28 @@ def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
         for tensors in (part.named_parameters, part.named_buffers)
         for name, _ in tensors(remove_duplicate=False)
     }
-    return {*names, *of_rank, *getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    if inspect.getattr_static(module, PYTORCHS_NAMES, None) is refused_to_pytorchs_own:
+        return {*names, *of_rank}  # a wrapper of ours, which this one takes over from
+    return {*names, *of_rank, *getattr(module, PYTORCHS_NAMES, ())}
+
+
+PYTORCHS_NAMES = "_ddp_params_and_buffers_to_ignore"
+"""The attribute in which a module tells PyTorch's own wrapper what to ignore."""
+
+
+def _refuse(module: nn.Module) -> Any:
+    """PyTorch's own wrapper asks for this; Accelerate and Trainer let it wrap our wrapper, unasked."""
+    raise UnsupportedError(
+        "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped by "
+        "PyTorch's DistributedDataParallel once more, which would average gradients twice. Give Accelerate's "
+        "prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
+        "bagua_torch.comm_hook(average) on what they make of it; or, with Accelerate, prepare everything but "
+        "this module"
+    )
+
+
+refused_to_pytorchs_own = property(_refuse)
+"""What our wrapper has as `PYTORCHS_NAMES`."""
 
 
 def parts_stay(module: nn.Module) -> bool:

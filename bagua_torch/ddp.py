@@ -215,16 +215,7 @@ class DistributedDataParallel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """PyTorch's own wrapper asks a module for this to wrap it; Accelerate and Trainer let it, unasked."""
-        raise UnsupportedError(
-            "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped "
-            "by PyTorch's DistributedDataParallel once more, which would average gradients twice. Give "
-            "Accelerate's prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
-            "bagua_torch.comm_hook(average) on what they make of it; or, with Accelerate, prepare everything but "
-            "this module"
-        )
+    _ddp_params_and_buffers_to_ignore = checks.refused_to_pytorchs_own
 
     def __getstate__(self) -> Any:
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
