@@ -28,7 +28,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -168,7 +167,7 @@ class ProcessGroupTransport(Transport):
         self._gloo: Any = None
         self._leaving = False
         self._splits = 0
-        self._children: WeakSet[ProcessGroupTransport] = WeakSet()
+        self._children: list[ProcessGroupTransport] = []  # a group dropped unclosed may have messages on their way
         self._about = 0  # bytes of the array that the current call is about
         self._number = 0  # a number that all ranks must share in a collective call
         self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): posted for the next message
@@ -378,7 +377,7 @@ class ProcessGroupTransport(Transport):
         )
         self._splits += 1
         child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where)
-        self._children.add(child)
+        self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
     def abort(self, exit_code: int = 1) -> None:
@@ -387,7 +386,7 @@ class ProcessGroupTransport(Transport):
         This ends no process; but torchrun ends all processes when one ends with an error.
         """
         self._break("aborted")
-        for child in list(self._children):
+        for child in self._children:
             child.abort(exit_code)
         gloo = self._gloo
         for peer in self.others() if gloo is not None else ():
@@ -399,7 +398,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """Close the connections, once short messages have been received and the other ranks close as well.
 
-        Collective. The process group stays.
+        Collective. The process group stays. A group split off that was dropped without being closed ends here.
         """
         try:
             if self._broken is None:
@@ -412,6 +411,7 @@ class ProcessGroupTransport(Transport):
             self._break("closed")
             self._posted.clear()
             self._sent.clear()
+            self._children.clear()
             self._gloo = None
 
     def _take_leave(self) -> None:

@@ -1,6 +1,7 @@
 """torch.distributed as transport: on threads where that will do, and under torchrun, as users start it."""
 
 import functools
+import gc
 import json
 import math
 import os
@@ -197,6 +198,26 @@ def test_short_messages_leave_before_they_are_received_and_survive_close():
         return out.tolist()
 
     assert run_threads(2, body)[1] == list(range(UNSENT_FRAMES))
+
+
+def test_short_messages_survive_a_group_that_its_sender_drops_unclosed():
+    dropped = threading.Event()
+
+    def body(transport):
+        group = transport.dup()
+        if transport.rank == 0:
+            group.exchange([(1, np.arange(4.0)) for _ in range(3)], [])
+            del group
+            gc.collect()
+            dropped.set()
+            return True
+        dropped.wait(30)
+        outs = [np.zeros(4) for _ in range(3)]
+        group.exchange([], [(0, out) for out in outs])
+        return all(out.tolist() == [0, 1, 2, 3] for out in outs)
+
+    assert run_threads(2, body) == [True, True]
+
 
 
 # ---------------------------------------------------------------------------------------------------
