@@ -31,7 +31,7 @@ from bagua_comm import (
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import phases_of
+from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.algorithms.checkpoints import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
@@ -376,7 +376,7 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, self.engine.plan, self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
-        differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
+        differed = exchanges_weights(self.algorithm)
         self.engine.close()
         self.tuner = None
         if differed:
