@@ -145,7 +145,8 @@ def check_optimizers(
         if not mine & wanted:
             raise ArrayError(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
-                "module's parameters; was the module copied after the optimizer was made?"
+                "parameters that are averaged. If it steps experts or ignored parameters alone, leave it out of "
+                "the list; else, was the module copied after the optimizer was made?"
             )
         owned |= mine
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]
