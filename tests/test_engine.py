@@ -150,8 +150,7 @@ def test_waiting_for_exchanges_is_counted():
     def body(comm):
         with make_engine(comm, Slow()) as engine:
             engine.at(Point.BACKWARD)
-            numbers = engine.counters.as_dict()
-        return numbers
+            return engine.counters.as_dict()
 
     for numbers in run_ranks(2, body):
         assert numbers["exchange/calls"] == 3
