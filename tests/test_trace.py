@@ -413,6 +413,17 @@ def test_a_listener_that_is_not_active_or_ignored_is_told_nothing(listener):
     assert listener not in trace.listeners
 
 
+def test_of_several_listeners_those_that_are_active_are_told(listener):
+    second = Listener()
+    trace.listen(second)
+    listener.on = False
+    try:
+        Communicator([LocalTransport()]).barrier()
+    finally:
+        trace.ignore(second)
+    assert (len(listener.told), len(second.told)) == (0, 2)
+
+
 @pytest.mark.parametrize("when", ["begin", "end"])
 def test_a_listener_that_fails_does_not_end_the_call(when):
     class Broken(Listener):
