@@ -14,12 +14,9 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from .comm import Communicator
 
 ROOT = logging.getLogger("bagua_comm")
 ROOT.addHandler(logging.NullHandler())
@@ -30,8 +27,8 @@ def tell(logger: logging.Logger, rank: int, text: str, *args: object) -> None:
     logger.log(logging.DEBUG if rank else logging.INFO, text, *args, stacklevel=2)
 
 
-def tell_world(logger: logging.Logger, comm: Communicator, nodes: Sequence[object]) -> None:
-    """Log the world that `comm` is: its ranks, its `nodes` (one label for each rank), what carries arrays."""
+def tell_world(logger: logging.Logger, comm: Any, nodes: Sequence[object]) -> None:
+    """Log the world that a communicator is: its ranks, their `nodes` (a label for each), what carries arrays."""
     if not logger.isEnabledFor(logging.DEBUG if comm.rank else logging.INFO):
         return
     from . import __version__
