@@ -39,6 +39,7 @@ PACKAGES = {
     "torch": "torch",
     "tqdm": "examples",
     "transformers": "test",
+    "trove_classifiers": "test",
     "xxhash": "data",
     "yaml": "test",
 }
