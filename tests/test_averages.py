@@ -644,6 +644,7 @@ def test_a_codec_that_has_no_hash_is_taken_all_the_same():
     assert results == run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank]).tobytes())
 
 
+@pytest.mark.needs("numba")
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_kernels_chosen_now_work_though_others_did_before(bound, monkeypatch):
     encoded, encode = [], host.minmax_encode

@@ -94,6 +94,7 @@ def test_what_would_come_back_otherwise_is_refused_by_its_place(value, message):
         encode(value, b"k")
 
 
+@pytest.mark.needs("torch")
 def test_a_tensor_is_refused_with_a_hint():
     import torch
 
