@@ -9,6 +9,8 @@ Each extra gets a virtual environment of its own, in which tests that concern it
 left out (tests/support/needs.py). Results: benchmarks/results/extras.json and, as a table, extras.md. "Oldest"
 is the oldest release of each package that pyproject.toml names, with the newest that these need.
 
+A row may have a "note", written by hand, which says what is to be known of it.
+
 Where packages come from is up to uv's and pip's own settings: UV_FIND_LINKS, for one, names a folder of wheels.
 `--with 'torch==2.13.0'` adds requirements; `--without-dependencies torch==2.15.0` takes wheels alone.
 """
@@ -193,6 +195,7 @@ def table(rows):
         lines.append(
             f"| {extra} | {row['bound']} | {versions} | {row['python']} | {counts} | {row['seconds']} s |"
         )
+    lines += [f"\n`{row['extra']}`, {row['bound']}: {row['note']}" for row in rows if "note" in row]
     return "\n".join(lines) + "\n"
 
 
