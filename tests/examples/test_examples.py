@@ -26,6 +26,7 @@ def result_of(process):
     return result
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
@@ -46,6 +47,7 @@ def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
     assert any(e["ts"] < start < e["ts"] + e["dur"] for e in passes for start in first)
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 def test_one_rank_needs_no_mpirun():
     command = [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "1"]
@@ -53,6 +55,7 @@ def test_one_rank_needs_no_mpirun():
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
+@pytest.mark.needs("sklearn")
 @pytest.mark.parametrize(
     ("ranks", "algorithm"),
     [(1, "low_precision_one_peer"), pytest.param(3, "hierarchical", marks=pytest.mark.slow)],
@@ -64,6 +67,7 @@ def test_training_without_a_framework(ranks, algorithm):
     assert (result["wire_bytes_per_step"] > 0) == (ranks > 1)
 
 
+@pytest.mark.needs("sklearn")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path):
@@ -91,6 +95,7 @@ def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path)
         assert result["wire_bytes_per_step"] > 0
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("balance", ["bias", "loss"])
@@ -138,9 +143,8 @@ def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
 
 def scalars_in(folder):
     """All values in TensorBoard's files, by tag: records of a length, a checksum, an event and a checksum."""
-    event_pb2 = pytest.importorskip(
-        "tensorboardX.proto.event_pb2", reason="the example writes through tensorboardX, which is not installed"
-    )
+    from tensorboardX.proto import event_pb2
+
     values = {}
     for file in folder.iterdir():
         data = file.read_bytes()
@@ -153,10 +157,10 @@ def scalars_in(folder):
     return values
 
 
+@pytest.mark.needs("sklearn", "tensorboardX")
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_counters_are_shown_in_tensorboard(tmp_path):
-    pytest.importorskip("tensorboardX", reason="the example writes through tensorboardX, which is not installed")
     options = ["--logdir", tmp_path, "--steps", "200", "--every", "100"]
     process = run_python(2, EXAMPLES / "tensorboard_digits.py", *options, timeout_s=180)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -172,6 +176,7 @@ def test_counters_are_shown_in_tensorboard(tmp_path):
             assert all(value > 0 for _, value in found[f"{name}_per_step"]), name
 
 
+@pytest.mark.needs("accelerate", "lightning", "sklearn", "transformers")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("start", [run_python, torchrun], ids=["mpirun", "torchrun"])
