@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bagua_comm.__main__ import find_mpirun
+from bagua_comm.commands.mpirun import find_mpirun
 from bagua_comm.testing import run_ranks
 from benchmarks import bench
 from benchmarks.bench import ROOT, arguments, checking, named, record, report, table, timing

@@ -160,10 +160,10 @@ MUTANTS = [
         "tests/test_bootstrap.py -k nccl",
     ),
     Mutant(
-        "bagua_comm/__main__.py",
+        "bagua_comm/commands/run.py",
         "str(max(1, cores // ranks))",
         "str(max(1, cores))",
-        "tests/test_main.py",
+        "tests/commands/test_run.py",
     ),
     Mutant(
         "bagua_torch/arrays.py",
