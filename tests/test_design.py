@@ -18,7 +18,8 @@ FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rg
 
 LAYERS = [
     {"errors", "files", "former", "processes", "trace"},
-    {"arrays", "topology"},
+    {"arrays", "launchers", "topology"},
+    {"roll"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
