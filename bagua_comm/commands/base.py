@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -25,3 +26,15 @@ def positive(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) < 10**9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number; expected e.g. 4")
     return int(text)
+
+
+def parse_variable(text: str) -> tuple[str, str | None]:
+    """Name and value of an environment variable, from "NAME=VALUE"; None for the value if there is only a name.
+
+    Raises:
+        CommandError: This is no name of a variable.
+    """
+    name, equals, value = text.partition("=")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise CommandError(f"--env {text}: {name!r} is not the name of a variable; expected NAME or NAME=VALUE")
+    return name, value if equals else None

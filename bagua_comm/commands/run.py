@@ -19,7 +19,7 @@ from pathlib import Path
 
 from .. import bootstrap
 from . import write
-from .base import CommandError, positive, program_name
+from .base import CommandError, parse_variable, positive, program_name
 from .hosts import Host, named_hosts, number_of_ranks
 from .mpirun import PER_RANK, Mpirun, Setting, ask_mpirun, find_mpirun
 
@@ -122,6 +122,9 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"there is no file {options.script}")
     if options.write:
         return write.run(options)
+    for flag, given, other in (("--image", options.image, "--write k8s"), ("--force", options.force, "--write")):
+        if given:
+            raise CommandError(f"{flag} is for {other}")
     mpirun = find_mpirun()
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
@@ -283,12 +286,10 @@ def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
 
 def _variable(text: str) -> dict[str, str]:
     """The variable that `--env` asks for."""
-    name, equals, value = text.partition("=")
-    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-        raise CommandError(f"--env {text}: {name!r} is not the name of a variable; expected NAME or NAME=VALUE")
-    if not equals and name not in os.environ:
+    name, value = parse_variable(text)
+    if value is None and name not in os.environ:
         raise CommandError(f"--env {name}: {name} is not set here; set it, or give --env {name}=VALUE")
-    return {name: value if equals else os.environ[name]}
+    return {name: os.environ[name] if value is None else value}
 
 
 def _check_interface(name: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import CommandError
+from .base import CommandError, parse_variable
 from .hosts import named_hosts, number_of_ranks
 
 KINDS = ("slurm", "sbatch-array", "k8s")
@@ -154,7 +154,7 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     """A script for sbatch; with `array`, one for several such jobs."""
     shape = _shape(options)
     variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
-    given = {text.partition("=")[0] for text in options.env}
+    given = {parse_variable(text)[0] for text in options.env}
     forwarded = [word for name in variables if name not in given for word in ("--env", name)]
     # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts as many ranks.
     start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "$SLURM_NTASKS"'
@@ -177,7 +177,7 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
 def k8s(options: argparse.Namespace, file: str) -> str:
     """An MPIJob for Kubernetes' MPI Operator."""
     for text in options.env:
-        if "=" not in text:
+        if parse_variable(text)[1] is None:
             raise CommandError(
                 f"--env {text}: a pod has no variable to take over; give --env {text}=VALUE, or add it to the "
                 "launcher in the file, from a Secret, and --env to its command"
@@ -213,8 +213,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _items(words: Iterable[str], indent: int) -> str:
-    """The lines of a YAML list; a string of JSON is one of YAML, too."""
-    return "\n".join(f"{' ' * indent}- {json.dumps(word)}" for word in words)
+    """The lines of a YAML list; a string of JSON is one of YAML, too. Kubernetes would replace "$(NAME)"."""
+    return "\n".join(f"{' ' * indent}- {json.dumps(word.replace('$(', '$$('))}" for word in words)
 
 
 def _name(script: str) -> str:

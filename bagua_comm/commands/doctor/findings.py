@@ -232,7 +232,7 @@ def _networks(world: World) -> Iterator[Finding]:
         which = "; ".join(f"{address} ({', '.join(names[:3])})" for address, names in twice.items())
         yield Finding(
             "warning",
-            f"hosts have the same address, as bridges of containers do: {which}; who connects to it reaches itself",
+            f"hosts have the same address, as containers' bridges do: {which}; who connects to it reaches itself",
             choose,
         )
     elif not chosen and any(len(interfaces) > 1 for interfaces in found.values()):
