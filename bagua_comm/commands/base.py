@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,13 @@ class CommandError(Exception):
 def program_name() -> str:
     """The name by which the command line was called: "bagua", or "python -m bagua_comm"."""
     return "bagua" if Path(sys.argv[0]).stem == "bagua" else "python -m bagua_comm"
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def positive(text: str) -> int:

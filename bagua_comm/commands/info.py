@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from .. import __version__, arrays, bootstrap, cuda
+from .base import cores
 from .mpirun import find_mpirun
 
 SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
@@ -49,7 +50,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
         },
         "MPI": mpi_facts(),
         "devices": {
-            "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "CPU cores": len(cores()),
             "CUDA devices": cuda.device_count(),
             **cuda.device_facts(),
             "device arrays": _device_side(),

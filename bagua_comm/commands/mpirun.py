@@ -24,6 +24,9 @@ PER_RANK = (
 )
 """Gives a rank of Open MPI its numbers in torchrun's names, too, and becomes the command that follows."""
 
+SEGMENT_BYTES = 16 << 20
+"""The room in /dev/shm that Open MPI wants for each rank. Where there is less, it needs the network."""
+
 OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import bootstrap
-from . import write
+from . import base, write
 from .base import CommandError, parse_variable, positive, program_name
 from .hosts import Host, named_hosts, number_of_ranks
-from .mpirun import PER_RANK, Mpirun, Setting, ask_mpirun, find_mpirun
+from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
 
 SUMMARY = "start a Python script on several ranks"
 
@@ -30,9 +30,6 @@ DESCRIPTION = (
     "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT where the first host is known, so "
     "that Accelerate, Transformers and torch.distributed find the ranks. What is set already stays as it is."
 )
-
-SEGMENT_BYTES = 32 << 20
-"""Twice the room in /dev/shm that Open MPI wants for each rank. Where there is less, it needs the network."""
 
 MASTER_PORT = 29500
 """The port where ranks meet, on a host whose free ports cannot be asked from here: PyTorch's own choice."""
@@ -194,7 +191,7 @@ def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
     hosts = named_hosts(options)
     alone = not hosts and stays_here(mpirun, options.mpirun)
     ranks = number_of_ranks(options, hosts)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(base.cores())
 
     settings = []
     if hosts:
@@ -299,11 +296,11 @@ def _check_interface(name: str) -> None:
 
 
 def _shared_memory_will_do(ranks: int, given: Sequence[str]) -> bool:
-    """Whether this host's memory has room, and the user chose no network."""
+    """Whether /dev/shm has twice the room that is needed, and the user chose no network."""
     if "OMPI_MCA_btl" in os.environ or "btl" in given:
         return False
     try:
-        return shutil.disk_usage("/dev/shm").free >= ranks * SEGMENT_BYTES
+        return shutil.disk_usage("/dev/shm").free >= ranks * 2 * SEGMENT_BYTES
     except OSError:
         return False
 

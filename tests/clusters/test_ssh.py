@@ -1,4 +1,4 @@
-"""Ranks that mpirun starts by ssh, on hosts as the MPI Operator makes them: what `run --write k8s` starts there."""
+"""Ranks that mpirun starts by ssh, on hosts as the MPI Operator makes them, as `run --write k8s` asks for."""
 
 import json
 import subprocess

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.launch import run_python
+from support.launch import run_python, torchrun
 
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import doctor
@@ -263,6 +263,14 @@ def test_four_ranks_under_mpirun_are_examined_together(tmp_path):
     assert len(record["pairs"]) == 6
     assert all(rank["MPI"]["threads"] for rank in record["ranks"])
     assert figure.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_are_examined_together():
+    result = torchrun(2, "-m", "bagua_comm", "doctor", "--json")
+    record = json.loads(result.stdout)
+    assert (result.returncode, len(record["ranks"]), len(record["pairs"])) == (0, 2, 1), result.stderr
+    assert any(finding["what"].startswith("torchrun started these ranks") for finding in record["findings"])
 
 
 @pytest.mark.slow

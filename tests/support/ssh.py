@@ -3,9 +3,9 @@
     with ssh.workers(tmp_path, count=2, slots=2) as pods:
         result = pods.launch([sys.executable, "-m", "bagua_comm", "run", "--hostfile", str(pods.hostfile), ...])
 
-A host of `benchmarks.netlab` stands for a pod: it has a network, a host name, and a file of names of its own. Keys
-and configurations lie in the folder that is given; the files of the user are neither read nor written. This needs
-root and Debian's packages openssh-server and openssh-client.
+A host of `benchmarks.netlab` stands for a pod: it has a network, a host name, and a file of names of its own.
+Keys and configurations lie in the folder that is given; the files of the user are neither read nor written. This
+needs root and Debian's packages openssh-server and openssh-client.
 """
 
 import contextlib
@@ -17,9 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.launch import TESTS
-
 from benchmarks import netlab
+from support.launch import TESTS
 
 SSHD = "/usr/sbin/sshd"
 

@@ -3,6 +3,7 @@
     mpirun -n 4 python -m bagua_comm doctor
     python -m bagua_comm run --hostfile hosts -m bagua_comm doctor
     srun --mpi=pmix python -m bagua_comm doctor --json
+    torchrun --nproc-per-node 4 -m bagua_comm doctor
 
 `facts` collects what a rank knows of itself, `measure` sends messages, `findings` draws conclusions, and `report`
 shows them on rank 0.
@@ -11,9 +12,11 @@ shows them on rank 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from ... import bootstrap
 from ...comm import Communicator
@@ -55,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         CommandError: There is no world to examine, or the figure cannot be drawn.
     """
     try:
-        with bootstrap.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False) as comm:
+        with _connect() as comm:
             return _examine_all(comm, options)
     except CommTimeout as exc:
         hint = (
@@ -64,6 +67,16 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"{exc}; {hint}", exit_code=1) from exc
     except BaguaError as exc:
         raise CommandError(str(exc), exit_code=1) from exc
+
+
+def _connect() -> Communicator:
+    """The world, whoever started it. Collective."""
+    library: Any = bootstrap
+    if bootstrap.under_torchrun():
+        # Nothing in bagua_comm needs bagua_torch, which is built on it; but who has torchrun has that, too.
+        library = importlib.import_module("bagua_torch")
+    comm: Communicator = library.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False)
+    return comm
 
 
 def _examine_all(comm: Communicator, options: argparse.Namespace) -> int:

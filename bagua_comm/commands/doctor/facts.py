@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__, bootstrap, cuda
+from ..base import cores
 from ..info import installed, mpi_facts
 
 LIMITS = {
@@ -32,7 +33,7 @@ def collect() -> dict[str, Any]:
         "pid": os.getpid(),
         "versions": versions(),
         "MPI": _mpi(),
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": cores(),
         "cores of the host": os.cpu_count() or 1,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "limits": {name: _limit(number) for name, number in LIMITS.items()},
@@ -84,7 +85,7 @@ def gpu() -> dict[str, Any]:
 def _mpi() -> dict[str, Any]:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
-        return {"running": False, **mpi_facts()}  # MPI starts in another process, which it may end
+        return {"running": False, **({} if bootstrap.under_torchrun() else mpi_facts())}
     return {
         "running": True,
         "library": mpi.Get_library_version().split(",")[0].strip(),

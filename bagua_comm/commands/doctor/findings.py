@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..mpirun import SEGMENT_BYTES
 from .measure import Pair
-
-SEGMENT_BYTES = 16 << 20
-"""The room in /dev/shm that Open MPI takes for each rank."""
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64
 """What a rank may need: files for each other rank, and threads."""
@@ -99,6 +97,9 @@ def _versions(world: World) -> Iterator[Finding]:
 
 def _mpi(world: World) -> Iterator[Finding]:
     mpi = world.facts[0]["MPI"]
+    if not mpi["running"] and len(world.facts) > 1:
+        yield Finding("note", "torchrun started these ranks: they talk over gloo, and MPI was not looked at")
+        return
     if not mpi["running"]:
         yield Finding(
             "note",

@@ -1,5 +1,6 @@
-"""What `run --write` writes for Slurm, submitted to a real Slurm of two nodes."""
+"""The command line on a real Slurm of two nodes: what `run --write` writes, and `doctor`."""
 
+import json
 import subprocess
 import sys
 
@@ -52,3 +53,18 @@ def test_a_written_array_starts_one_job_for_each_number(slurm, tmp_path):
     texts = [(tmp_path / f"out-{number}").read_text() for number in range(2)]
     assert result.returncode == 0, result.stderr + "".join(texts) + slurm.logs()
     assert texts == [ranks_text("0"), ranks_text("1")]
+
+
+def test_the_doctor_examines_ranks_that_srun_starts(slurm):
+    result = slurm.run("srun", "--mpi=pmix", "-N2", "-n4", sys.executable, "-m", "bagua_comm", "doctor", "--json")
+    record = json.loads(result.stdout)
+    assert record["hosts"] == {"n1": [0, 1], "n2": [2, 3]}
+    problems = [finding["what"] for finding in record["findings"] if finding["level"] == "problem"]
+    assert (result.returncode, problems) == (0, []), result.stderr + slurm.logs()
+
+
+def test_the_doctor_says_why_ranks_do_not_find_each_other(slurm):
+    result = slurm.run("srun", "--mpi=none", "-N1", "-n2", sys.executable, "-m", "bagua_comm", "doctor")
+    assert result.returncode == 1, result.stderr + slurm.logs()
+    assert "doctor: connect: " in result.stderr
+    assert "--mpi=pmix" in result.stderr
