@@ -96,9 +96,9 @@ def connect(
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
-    Collective. The result is also the default communicator, until it is closed; until then a second `connect` is
-    refused, unless it is given a `transport`. `default` returns the communicator that is open, and
-    `Communicator.dup` makes another one of the same ranks.
+    Collective. The result is also the default communicator, until it is closed. Until then a second `connect`
+    raises an error, unless `comm` or `transport` says which world to make: `default` returns the open one, and
+    `Communicator.dup` makes another communicator of the same ranks.
 
     A process that a launcher started as one of many, but that finds itself alone, or among too few, gets an error
     which says what to do; its launcher and MPI do not understand each other.
@@ -185,7 +185,7 @@ def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | 
     given = [name for name, is_given in choices.items() if is_given]
     if len(given) > 1:
         raise BootstrapError(f"connect: {' and '.join(given)} exclude each other; give one of them")
-    if transport is None:
+    if comm is None and transport is None:
         refuse_a_second_world()
 
 
@@ -194,7 +194,8 @@ def refuse_a_second_world() -> None:
     if _default is not None and _default.turn.is_of_this_process:
         raise BootstrapError(
             "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
-            "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew"
+            "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "
+            "connect(comm=mpi4py.MPI.COMM_WORLD) makes another world with other settings"
         )
 
 

@@ -146,6 +146,8 @@ def test_a_second_world_is_refused_while_the_first_is_open():
             with pytest.raises(BootstrapError, match=r"default\(\) returns .* its dup\(\) makes .* close\(\) it"):
                 bagua_comm.connect(**options)
         assert bagua_comm.default() is comm
+        with bagua_comm.connect(transport=bagua_comm.transports.LocalTransport()) as other:
+            assert bagua_comm.default() is other
     with bagua_comm.connect() as again:
         assert again is not comm
 

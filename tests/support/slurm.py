@@ -9,9 +9,9 @@
 `run` starts any command with the variables that Slurm's tools need (`cluster.environment`). In tests/clusters the
 fixture `slurm` starts one cluster for a file, or skips with the reason why there is none.
 
-A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2) and sees none of the other's
-processes; both have this machine's network and files. All files of Slurm lie in the folder that is given. At the
-end, also after an error, every process on a node is killed.
+A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2; each finds the other's address by
+it) and sees none of the other's processes. Both have this machine's network and files. All files of Slurm lie in
+the folder that is given. At the end, also after an error, every process on a node is killed.
 
 This needs root and Debian's packages in `PACKAGES`; `install` installs them.
 """
@@ -35,7 +35,8 @@ PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "l
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "sinfo", "unshare", "setpriv")
 
-NODES = ("n1", "n2")
+NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
+"""The nodes' host names, and the addresses that these stand for on the nodes."""
 
 SLOTS = 2
 """How many tasks a node takes, whatever cores this machine has."""
@@ -157,7 +158,7 @@ def start(folder):
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_daemon(folder, "slurmctld", "-D", "-i", "-f", configuration))
         for node in NODES:
-            named = ["sh", "-c", 'hostname "$0" && exec "$@"', node]
+            named = ["sh", "-c", f'hostname "$0" && mount --bind {folder}/hosts /etc/hosts && exec "$@"', node]
             daemons.enter_context(_daemon(folder, *named, "slurmd", "-D", "-N", node, "-f", configuration))
         _wait_for_nodes(cluster)
         yield cluster
@@ -167,18 +168,20 @@ def _configure(folder):
     """Write slurm.conf; returns its path."""
     for name in ("state", *(f"{part}-{node}" for node in NODES for part in ("spool", "tmp"))):
         (folder / name).mkdir(parents=True, exist_ok=True)
-    port, *ports = _free_ports(1 + len(NODES))
+    port, *ports = free_ports(1 + len(NODES))
     nodes = "\n".join(
         f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={each} CPUs={SLOTS} State=UNKNOWN"
         for node, each in zip(NODES, ports, strict=True)
     )
     path = folder / "slurm.conf"
     host = socket.gethostname()
+    addresses = [f"{address} {node}\n" for node, address in NODES.items()]
+    (folder / "hosts").write_text("".join([Path("/etc/hosts").read_text(), *addresses]))
     path.write_text(CONFIGURATION.format(folder=folder, host=host, port=port, nodes=nodes, names=",".join(NODES)))
     return path
 
 
-def _free_ports(count):
+def free_ports(count):
     """Ports of this machine that are free now."""
     with contextlib.ExitStack() as sockets:
         ports = []
