@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog=program_name(), description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.SUMMARY, description=command.DESCRIPTION))
     return parser

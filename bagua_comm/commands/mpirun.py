@@ -84,13 +84,17 @@ class Mpirun:
             return ()
         return tuple(word for item in variables.items() if item[0] != "PATH" for word in ("-genv", *item))
 
-    def interface(self, name: str) -> tuple[str, ...]:
-        """The arguments that keep MPI, and what starts its ranks, to one network interface."""
+    def interface(self, name: str) -> Setting:
+        """What keeps MPI, what starts its ranks, gloo and NCCL to one network interface."""
+        variables = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), name)
         if self.is_open_mpi:
             starts = ("--mca", "oob_tcp_if_include") if self._major() < 5 else ("--prtemca", "prte_if_include")
-            return ("--mca", "btl_tcp_if_include", name, *starts, name)
-        self._must_be_known("--interface")
-        return ("-iface", name)
+            arguments = ["--mca", "btl_tcp_if_include", name, *starts, name]
+        else:
+            self._must_be_known("--interface")
+            arguments = ["-iface", name]
+            variables["FI_TCP_IFACE"] = name  # libfabric, by which both send messages over TCP
+        return Setting("--interface: the network for MPI, gloo and NCCL", tuple(arguments), variables)
 
     def links(self, count: int) -> tuple[str, ...]:
         """The arguments for several TCP connections between two ranks."""

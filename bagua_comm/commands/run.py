@@ -216,9 +216,7 @@ def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
     if options.interface:
         if alone:
             _check_interface(options.interface)
-        names = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), options.interface)
-        words = mpirun.interface(options.interface)
-        variables.append(Setting("--interface: the network for MPI, gloo and NCCL", words, names))
+        variables.append(mpirun.interface(options.interface))
     variables += [Setting("--env", variables=_variable(text)) for text in options.env]
     settings += variables
     elsewhere = mpirun.forward({name: value for each in variables for name, value in each.variables.items()})

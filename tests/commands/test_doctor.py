@@ -169,6 +169,15 @@ def test_gpus_that_cannot_be_used_are_warned_of():
     assert "since ranks [0, 1] share the GPU 0" in found("warning", "through host memory", every).what
 
 
+def test_a_gpu_is_examined_where_cupy_sees_one(device, capsys, monkeypatch):
+    monkeypatch.setattr(facts, "mpi_facts", dict)
+    assert cli.main(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ranks"][0]["gpu"]["count"] == 1
+    whats = [finding["what"] for finding in record["findings"]]
+    assert "each rank has a GPU, and NCCL can be used" in whats
+
+
 def test_pairs_and_clocks_are_measured_alike_on_all_ranks(monkeypatch):
     monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.03)
 

@@ -166,6 +166,18 @@ MUTANTS = [
         "tests/commands/test_run.py",
     ),
     Mutant(
+        "bagua_comm/commands/run.py",
+        "address = here if hosts[0].name",
+        "address = hosts[0].name if hosts[0].name",
+        "tests/commands/test_run.py",
+    ),
+    Mutant(
+        "bagua_comm/commands/doctor/findings.py",
+        "if len(cores) < len(ranks):",
+        "if len(cores) > len(ranks):",
+        "tests/commands/test_doctor.py",
+    ),
+    Mutant(
         "bagua_torch/arrays.py",
         'return from_dlpack(array.view("int16")).view(torch.bfloat16)',
         'return from_dlpack(array.view("int16")).to(torch.bfloat16)',
