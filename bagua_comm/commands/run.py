@@ -182,6 +182,27 @@ class Plan:
         yield f"  {shlex.join(program)}"
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What a plan is made from."""
+
+    options: argparse.Namespace
+    mpirun: Mpirun
+    hosts: tuple[Host, ...]
+    ranks: int
+    cores: int
+    """Those of this host that may be used."""
+    alone: bool
+    """Whether ranks certainly run on this host alone."""
+
+    def where(self) -> str:
+        if self.hosts:
+            return f"{count(len(self.hosts), 'host')}: {', '.join(map(str, self.hosts))}"
+        if self.alone:
+            return f"this host, which has {count(self.cores, 'core')}"
+        return "the hosts that mpirun finds itself"
+
+
 def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
     """What the arguments of `run` ask for.
 
@@ -190,71 +211,77 @@ def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
     """
     hosts = named_hosts(options)
     alone = not hosts and stays_here(mpirun, options.mpirun)
-    ranks = number_of_ranks(options, hosts)
-    cores = len(base.cores())
-
-    settings = []
-    if hosts:
-        settings.append(Setting("you named these hosts", mpirun.hosts(hosts, options.hostfile)))
-    if mpirun.is_open_mpi:
-        settings.append(
-            Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
-        )
-    if mpirun.is_open_mpi and alone and ranks > cores:
-        why = f"{count(ranks, 'rank')} share {count(cores, 'core')}: who waits leaves the core to others"
-        settings.append(Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1")))
-    if mpirun.is_open_mpi and alone and _shared_memory_will_do(ranks, options.mpirun):
-        why = "one host: ranks talk through shared memory, and listen on no port"
-        settings.append(Setting(why, ("--mca", "btl", "self,sm")))
-    if options.ulfm:
-        settings.append(Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm()))
-    if options.links:
-        settings.append(
-            Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))
-        )
-    variables = list(_variables(options, mpirun, hosts, ranks, cores, alone=alone))
-    if options.interface:
-        if alone:
-            _check_interface(options.interface)
-        variables.append(mpirun.interface(options.interface))
-    variables += [Setting("--env", variables=_variable(text)) for text in options.env]
-    settings += variables
-    elsewhere = mpirun.forward({name: value for each in variables for name, value in each.variables.items()})
-    if elsewhere and not alone:
-        settings.append(Setting("ranks on other hosts get these variables, too", elsewhere))
-    if path := mpirun.search_path():
-        settings.append(Setting("mpirun finds its own programs beside it", variables=path))
-    if mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
-        allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-        settings.append(Setting("you are root, which Open MPI refuses otherwise", variables=allowed))
+    job = _Job(options, mpirun, hosts, number_of_ranks(options, hosts), len(base.cores()), alone)
+    variables = list(_variables(job))
+    settings = [*_arguments(job), *variables, *_forwarded(job, variables), *_for_mpirun_itself(job)]
     if options.mpirun:
         settings.append(Setting("--mpirun: your own", tuple(options.mpirun)))
-
     python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
-    if hosts:
-        where = f"{count(len(hosts), 'host')}: {', '.join(map(str, hosts))}"
-    else:
-        where = f"this host, which has {count(cores, 'core')}" if alone else "the hosts that mpirun finds itself"
-    return Plan(mpirun, ranks, where, tuple(settings), (*(PER_RANK if mpirun.is_open_mpi else ()), *python))
+    program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
+    return Plan(mpirun, job.ranks, job.where(), tuple(settings), program)
 
 
-def _variables(
-    options: argparse.Namespace, mpirun: Mpirun, hosts: Sequence[Host], ranks: int, cores: int, *, alone: bool
-) -> Iterator[Setting]:
-    """The environment variables that ranks need, unless they are set already."""
+def _arguments(job: _Job) -> Iterator[Setting]:
+    """How ranks are placed, and how they talk."""
+    options, mpirun = job.options, job.mpirun
+    if job.hosts:
+        yield Setting("you named these hosts", mpirun.hosts(job.hosts, options.hostfile))
+    if mpirun.is_open_mpi:
+        yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
+    if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
+        why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: who waits leaves the core to others"
+        yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
+    if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
+        why = "one host: ranks talk through shared memory, and listen on no port"
+        yield Setting(why, ("--mca", "btl", "self,sm"))
+    if options.ulfm:
+        yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
+    if options.links:
+        yield Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))
+
+
+def _variables(job: _Job) -> Iterator[Setting]:
+    """The environment variables of ranks: those that they need, unless they are set already, and the user's."""
+    options, mpirun = job.options, job.mpirun
     chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
     ours = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in chosen}
     if ours and mpirun.is_open_mpi:
         yield Setting("pieces of collectives are sent without asking the receiver first", variables=ours)
-    if "OMP_NUM_THREADS" not in chosen and alone:
+    if "OMP_NUM_THREADS" not in chosen and job.alone:
         why = "else every rank would start a thread on each core, and they would stand in each other's way"
-        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, cores // ranks))})
-    if mpirun.is_open_mpi and (alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
-        address, port, free = meeting_point(hosts)
+        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
+    if mpirun.is_open_mpi and (job.alone or job.hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        address, port, free = meeting_point(job.hosts)
         why = "torch.distributed meets here; the port is free now"
         if not free:
             why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
         yield Setting(why, variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    if options.interface:
+        if job.alone:
+            _check_interface(options.interface)
+        yield mpirun.interface(options.interface)
+    for text in options.env:
+        yield Setting("--env", variables=_variable(text))
+
+
+def _forwarded(job: _Job, settings: Sequence[Setting]) -> Iterator[Setting]:
+    """What takes variables to ranks on other hosts."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    for setting in settings:
+        variables |= setting.variables
+    arguments = job.mpirun.forward(variables)
+    if arguments and not job.alone:
+        yield Setting("ranks on other hosts get these variables, too", arguments)
+
+
+def _for_mpirun_itself(job: _Job) -> Iterator[Setting]:
+    """The environment variables without which mpirun does not start."""
+    if path := job.mpirun.search_path():
+        yield Setting("mpirun finds its own programs beside it", variables=path)
+    if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
+        allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+        yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
 
 
 def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
@@ -262,21 +289,33 @@ def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
 
     That is on rank 0's host, the first. Without hosts, it is this one.
     """
+    loopback = ("localhost", "127.0.0.1")
+    if all(host.name in loopback for host in hosts):
+        return "127.0.0.1", _free_port(), True
+    # Under the name "localhost", another host would look for itself.
+    address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name
+    return (address, _free_port(), True) if _is_here(address) else (address, MASTER_PORT, False)
+
+
+def _is_here(address: str) -> bool:
+    """Whether this is certainly this host. Other names are not looked up: a name server may take its time."""
     here = socket.gethostname()
-    names = {host.name for host in hosts}
-    if names <= {"localhost", "127.0.0.1"}:
-        address = "127.0.0.1"
-    else:  # where another host would look for itself under the name "localhost"
-        address = here if hosts[0].name in ("localhost", "127.0.0.1") else hosts[0].name
-    # Only an address or this host's own name is looked up: a name server may be slow to not know another.
-    if address in (here, here.partition(".")[0]) or re.fullmatch(r"[0-9.]+", address):
+    if not re.fullmatch(r"[0-9.]+", address):
+        return address in (here, here.partition(".")[0])
+    with socket.socket() as one:
         try:
-            with socket.socket() as one:
-                one.bind((address, 0))
-                return address, one.getsockname()[1], True
+            one.bind((address, 0))
         except OSError:
-            pass
-    return address, MASTER_PORT, False
+            return False
+    return True
+
+
+def _free_port() -> int:
+    """A port that is free now on all addresses of this host."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port: int = one.getsockname()[1]
+    return port
 
 
 def _variable(text: str) -> dict[str, str]:

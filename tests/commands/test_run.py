@@ -177,12 +177,15 @@ def test_ranks_on_one_host_are_told_where_to_meet(quiet):
     assert "MASTER_ADDR" not in plan("-n", "2").variables
 
 
-def test_ranks_on_several_hosts_meet_on_the_first(capsys):
+def test_ranks_on_several_hosts_meet_on_the_first(quiet):
     made = plan("--host", "node1:2,node2:2")
     assert made.variables["MASTER_ADDR"] == "node1"
     assert made.variables["MASTER_PORT"] == "29500"
     assert "whether the port is free on node1 cannot be seen from here" in "\n".join(made.lines())
     assert has(made, "-x", "MASTER_ADDR", "-x", "MASTER_PORT")
+    quiet.setenv("MASTER_PORT", "8")  # what is set already stays, and goes to the other hosts, too
+    assert has(plan("--host", "node1:2,node2:2"), "-x", "MASTER_PORT", "sh")
+    quiet.delenv("MASTER_PORT")
 
     made = plan("--host", "localhost:2,node2:2")  # node2 would look for itself under the name "localhost"
     assert made.variables["MASTER_ADDR"] == socket.gethostname()

@@ -161,14 +161,14 @@ MUTANTS = [
     ),
     Mutant(
         "bagua_comm/commands/run.py",
-        "str(max(1, cores // ranks))",
-        "str(max(1, cores))",
+        "str(max(1, job.cores // job.ranks))",
+        "str(max(1, job.cores))",
         "tests/commands/test_run.py",
     ),
     Mutant(
         "bagua_comm/commands/run.py",
-        "address = here if hosts[0].name",
-        "address = hosts[0].name if hosts[0].name",
+        "address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name",
+        "address = hosts[0].name",
         "tests/commands/test_run.py",
     ),
     Mutant(
