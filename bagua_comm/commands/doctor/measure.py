@@ -55,7 +55,7 @@ def _lead(comm: Communicator, peer: int, seconds: float) -> Pair:
     latency = min(latency, *_trips(comm, peer, 1, _clip(0.2 * seconds / (2 * latency), 2, 200)))
     per_byte = min(_trips(comm, peer, SMALL_BYTES, 2)) / SMALL_BYTES
     nbytes = _clip(0.1 * seconds / (2 * per_byte), SMALL_BYTES, LARGE_BYTES)
-    # Not the fastest, since links let a burst pass before they hold to their rate; nor the median, on a busy host.
+    # Not the fastest, since links let bursts pass before they hold to their rate; nor the median, on a busy host.
     times = sorted(_trips(comm, peer, nbytes, _clip(0.6 * seconds / (2 * per_byte * nbytes), 4, 20)))
     comm.send(np.zeros(2, np.int64), dest=peer)
     return Pair(comm.rank, peer, latency, nbytes / times[len(times) // 4])
