@@ -470,6 +470,16 @@ class _Ending:
         self._print_once(message)
         self._end_all(1)
 
+    def _is_alone(self) -> bool:
+        """Whether MPI's world is this process."""
+        alone: bool = self._mpi.COMM_WORLD.Get_size() == 1
+        return alone
+
+    def _name(self) -> str:
+        """This rank, as messages call it; its launcher may know of ranks that MPI does not find."""
+        world = self._mpi.COMM_WORLD
+        return self._roll.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
+
     def _wait_for_turn(self) -> None:
         time.sleep(min(TURN_S * self._roll.rank, LAST_TURN_S))
 
@@ -484,7 +494,7 @@ class _Ending:
             with suppress(Exception):
                 stream.flush()
         mpi = self._mpi
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
             mpi.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
@@ -533,7 +543,7 @@ class _Ending:
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
         """Print an error of this library briefly and once; print any other by `show`."""
-        who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
+        who = self._name()
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self._wait_for_turn()
             self._print_once(
@@ -566,8 +576,11 @@ class _Ending:
         error = _last_error()
         if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
             # Another hook has printed it without calling ours.
-            who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
-            print(f"{who} ended with {type(error).__name__}, and all ranks with it", file=sys.stderr, flush=True)
+            print(
+                f"{self._name()} ended with {type(error).__name__}, and all ranks with it",
+                file=sys.stderr,
+                flush=True,
+            )
             self._end_all(1)
         start_s = time.monotonic()
         for world in list(self.worlds):

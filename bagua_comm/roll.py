@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .launchers import SRUN_PMIX
+from .launchers import SRUN, SRUN_PMIX, find
 from .processes import state_of
 
 LATE_S, START_S = 3.0, 30.0
@@ -109,8 +109,9 @@ class Roll:
 
         self.rank = number("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") or 0
         self.size = number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        if self.size is None and SRUN_PMIX.started(variables):
-            self.size = number("SLURM_STEP_NUM_TASKS")
+        launch = find(variables)
+        if launch is not None and launch.launcher in (SRUN, SRUN_PMIX):
+            self.rank, self.size = launch.rank or 0, launch.size
         self._members = members
         self._local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
         self._job = variables.get("PMIX_NAMESPACE", "")
@@ -169,10 +170,13 @@ class Roll:
             f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
         )
 
+    def name(self) -> str:
+        """This rank, as its launcher counts."""
+        return f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
+
     def me(self) -> str:
         """This rank, and where it is."""
-        size = "" if self.size is None else f" of {self.size}"
-        return f"rank {self.rank}{size} on {socket.gethostname()}"
+        return f"{self.name()} on {socket.gethostname()}"
 
     def missing(self) -> Missing:
         """The ranks that have not called `connect`."""

@@ -1,6 +1,9 @@
 """Launchers are told apart by environment variables alone, and a world with too few ranks is explained."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -164,3 +167,26 @@ def test_what_is_no_communicator_of_mpi4py_is_refused(comm):
         BootstrapError, match=f"comm is of type {type(comm).__name__}, expected .*mpi4py.MPI.Comm"
     ):
         bagua_comm.connect(comm=comm)
+
+
+@pytest.mark.parametrize("module", ["bagua_comm", pytest.param("bagua_torch", marks=pytest.mark.slow)])
+def test_under_a_foreign_mpirun_every_process_says_so(module):
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {module}; {module}.connect()"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**without_launchers(os.environ), **OF_HYDRA},
+    )
+    assert result.returncode == 1
+    assert "rank 3 of 4 on " in result.stderr
+    assert (
+        f"BootstrapError: connect: {HYDRA.name} started 4 processes (PMI_SIZE=4), but this one is"
+        in result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+def without_launchers(variables):
+    names = ("OMPI_COMM_", "PMI", "MPI_LOCAL", "SLURM_", "PRTE_")
+    return {name: value for name, value in variables.items() if not name.startswith(names)}

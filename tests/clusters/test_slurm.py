@@ -59,6 +59,28 @@ def test_srun_with_pmix_makes_one_world_with_its_nodes(slurm, where, options, pl
     assert result.stdout == places
 
 
+NODES = """
+from mpi4py import MPI
+import bagua_comm
+
+with bagua_comm.connect(timeout_s=60) as comm:
+    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    print(here.Get_size(), comm.local_size, comm.transports[0]._window is not None)
+"""
+
+
+def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_slurm, tmp_path):
+    """Open MPI then finds each rank alone on its host. (Two nodes see none of each other's processes here.)"""
+    mpi4py_needs_open_mpi()
+    script = tmp_path / "nodes.py"
+    script.write_text(NODES)
+    with slurm_of_two_nodes.start(tmp_path / "slurm", named=False) as slurm:
+        for nodes, window in (1, True), (2, False):
+            result = slurm.run("srun", "--mpi=pmix", f"-N{nodes}", "-n2", sys.executable, script)
+            assert result.returncode == 0, result.stderr + slurm.logs()
+            assert result.stdout == f"1 2 {window}\n" * 2
+
+
 ALONE = """
 import bagua_comm
 from bagua_comm import BootstrapError

@@ -41,6 +41,9 @@ NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
 SLOTS = 2
 """How many tasks a node takes, whatever cores this machine has."""
 
+APT_S = 200
+"""How long apt-get may take for the list of packages, and then to install them."""
+
 START_S = 60.0
 """How long nodes may take to come up."""
 
@@ -137,15 +140,25 @@ def install():
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for arguments in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
             command = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *arguments]
-            result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+            result = subprocess.run(
+                ["timeout", str(APT_S), *command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=env,
+            )
             if result.returncode != 0 and arguments != ["update"]:
                 reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
                 raise NoSlurm(f"apt-get cannot install {', '.join(PACKAGES)}: {reason}")
 
 
 @contextlib.contextmanager
-def start(folder):
+def start(folder, *, named=True):
     """Run a Slurm of two nodes in the body of `with`; its files lie in `folder`.
+
+    Args:
+        folder: A folder for its files.
+        named: Whether each node has Slurm's name for it as its host name; else both have this machine's.
 
     Raises:
         NoSlurm: This machine does not allow it.
@@ -153,28 +166,30 @@ def start(folder):
     """
     install()
     folder = Path(folder).absolute()
-    configuration = _configure(folder)
+    configuration = _configure(folder, named)
     cluster = Cluster(folder, _environment(configuration))
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_daemon(folder, "slurmctld", "-D", "-i", "-f", configuration))
         for node in NODES:
-            named = ["sh", "-c", f'hostname "$0" && mount --bind {folder}/hosts /etc/hosts && exec "$@"', node]
-            daemons.enter_context(_daemon(folder, *named, "slurmd", "-D", "-N", node, "-f", configuration))
+            inside = [f"mount --bind {folder}/hosts /etc/hosts", 'exec "$@"']
+            script = " && ".join([f"hostname {node}", *inside] if named else inside)
+            shell = ["sh", "-c", script, "sh"]
+            daemons.enter_context(_daemon(folder, *shell, "slurmd", "-D", "-N", node, "-f", configuration))
         _wait_for_nodes(cluster)
         yield cluster
 
 
-def _configure(folder):
+def _configure(folder, named):
     """Write slurm.conf; returns its path."""
     for name in ("state", *(f"{part}-{node}" for node in NODES for part in ("spool", "tmp"))):
         (folder / name).mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
     port, *ports = free_ports(1 + len(NODES))
     nodes = "\n".join(
-        f"NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={each} CPUs={SLOTS} State=UNKNOWN"
+        f"NodeName={node} NodeHostname={node if named else host} NodeAddr=127.0.0.1 Port={each} CPUs={SLOTS}"
         for node, each in zip(NODES, ports, strict=True)
     )
     path = folder / "slurm.conf"
-    host = socket.gethostname()
     addresses = [f"{address} {node}\n" for node, address in NODES.items()]
     (folder / "hosts").write_text("".join([Path("/etc/hosts").read_text(), *addresses]))
     path.write_text(CONFIGURATION.format(folder=folder, host=host, port=port, nodes=nodes, names=",".join(NODES)))
