@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import needs
 
 import bagua_comm
 from bagua_comm import (
@@ -626,7 +627,7 @@ def test_a_bound_average_takes_arrays_of_other_sizes_and_dtypes(shape):
 
 
 def test_a_bound_average_takes_tensors():
-    torch = pytest.importorskip("torch")
+    torch = needs.package("torch")
     for mean, expected in settled_and_direct(
         Quantized(min_bytes=0), lambda r: torch.from_numpy(normal(2, 1000)[r].copy())
     ):
@@ -643,6 +644,7 @@ def test_a_codec_that_has_no_hash_is_taken_all_the_same():
     assert results == run_ranks(2, lambda comm: quantized_allreduce(comm, x[comm.rank]).tobytes())
 
 
+@pytest.mark.needs("numba")
 @pytest.mark.parametrize("bound", [True, False])
 def test_the_kernels_chosen_now_work_though_others_did_before(bound, monkeypatch):
     encoded, encode = [], host.minmax_encode
