@@ -78,6 +78,15 @@ def test_full_shared_memory_is_a_problem_that_names_containers():
     assert "is not there" in found("problem", "/dev/shm", shared(None)).what
 
 
+def test_where_the_library_itself_differs_nothing_else_is_concluded():
+    mixed = world(versions={"bagua_comm": "0.9"})
+    del mixed.facts[3]["limits"]
+    (finding,) = [each for each in examine(mixed) if "versions of bagua_comm" in each.what]
+    assert "1.2 on ranks 0-2; 0.9 on rank 3" in finding.what
+    assert {each.level for each in examine(mixed)} == {"problem"}
+    assert "  node2: ranks 2, 3" in list(report.lines(mixed, examine(mixed), "doctor"))
+
+
 def shared(memory):
     """Two ranks on a host with this room."""
     both = world(size=2, hosts=1)
@@ -243,6 +252,7 @@ def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("matplotlib")
 def test_a_figure_shows_all_pairs(tmp_path):
     three = world(pairs=[Pair(0, 1, 1e-6, 1e9), Pair(0, 2, 2e-6, 2e9), Pair(1, 2, 9e-6, 3e9)])
     report.plot(three, tmp_path / "pairs.svg")
@@ -262,6 +272,7 @@ def test_ranks_that_do_not_come_are_told_with_what_to_do(monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("matplotlib")
 def test_four_ranks_under_mpirun_are_examined_together(tmp_path):
     figure = tmp_path / "pairs.png"
     result = run_python(4, "-m", "bagua_comm", "doctor", "--json", "--plot", figure)
@@ -275,6 +286,7 @@ def test_four_ranks_under_mpirun_are_examined_together(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("torch")
 def test_ranks_of_torchrun_are_examined_together():
     result = torchrun(2, "-m", "bagua_comm", "doctor", "--json")
     record = json.loads(result.stdout)

@@ -105,11 +105,12 @@ def examine_world(comm: Communicator) -> World:
     everyone = comm.allgather_object((mine, comm.node, _gpu(comm, mine)))
     all_facts = [each[0] for each in everyone]
     nodes = [each[1] for each in everyone]
-    if all(each[2] is not None for each in everyone):
-        all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(
-            [bootstrap.GpuFacts(*each[2]) for each in everyone]
-        )
     world = World(all_facts, nodes, [], {})
+    if world.is_mixed:
+        return world  # other versions may measure in another way
+    if all(each[2] is not None for each in everyone):
+        gpus = [bootstrap.GpuFacts(*each[2]) for each in everyone]
+        all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,

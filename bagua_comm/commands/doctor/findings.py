@@ -54,9 +54,16 @@ class World:
         """The facts of the first rank of a host."""
         return self.facts[self.hosts[host][0]]
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether ranks have different versions of this library, which may know different facts."""
+        return len({facts["versions"]["bagua_comm"] for facts in self.facts}) > 1
+
 
 def examine(world: World) -> list[Finding]:
     """Everything that is to be said."""
+    if world.is_mixed:
+        return list(_versions(world))
     checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus)
     return [finding for check in checks for finding in check(world)]
 
@@ -75,7 +82,10 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _versions(world: World) -> Iterator[Finding]:
-    entries = {name: [facts["versions"][name] for facts in world.facts] for name in world.facts[0]["versions"]}
+    entries = {
+        name: [facts["versions"].get(name, NOT_INSTALLED) for facts in world.facts]
+        for name in world.facts[0]["versions"]
+    }
     entries["MPI"] = [facts["MPI"].get("library", NOT_INSTALLED) for facts in world.facts]
     same = True
     for name, found in entries.items():

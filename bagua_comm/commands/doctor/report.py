@@ -22,7 +22,7 @@ def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
     size, hosts = len(world.facts), world.hosts
     yield f"{title}: {size} rank{'s' * (size != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
     for host, ranks in hosts.items():
-        yield f"  {host}: {ranks_text(ranks)}; {_host_text(world.on(host))}"
+        yield f"  {host}: {ranks_text(ranks)}" + ("" if world.is_mixed else f"; {_host_text(world.on(host))}")
     yield "  " + ", ".join(f"{name} {version}" for name, version in world.facts[0]["versions"].items())
     yield f"  {world.facts[0]['MPI'].get('library', 'no MPI')}"
     if world.pairs:
