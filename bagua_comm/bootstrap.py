@@ -2,7 +2,7 @@
 
 A process started by mpirun (or srun, or whatever speaks PMI) joins the MPI world; any other is a world
 of one rank, and needs no MPI. A process started by torchrun calls `bagua_torch.connect`, which brings a
-transport.
+transport. A process that was started as one of many (`launchers` tells) never becomes a world of one by mistake.
 
 If every rank has a GPU, a second transport is set up, for device arrays. It is NCCL if each rank has a GPU of its
 own, or if the ranks that share one use one of the two ways in which NCCL allows it; else arrays are copied
@@ -33,19 +33,23 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
-from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from . import cuda
+from . import cuda, launchers
 from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
 from .logs import tell_world
-from .processes import state_of
+from .processes import this_host
+from .roll import LOOK_S, Limit, Roll, Wait
+from .topology import hosts
 from .trace import NULL, Recorder, listen
 from .transports import LocalTransport, Transport, base
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -68,14 +72,6 @@ the second number later than rank 0."""
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
 
-LATE_S, START_S = 3.0, 30.0
-"""How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
-it, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a second
-to start, and more on a busy machine."""
-
-_LOOK_S = 0.5
-"""How often a rank whose time is over checks again who is missing."""
-
 SHARED_GPU_NCCL = 23000
 """From this version on (2.30), NCCL can be told to accept several ranks on one GPU, and distinguishes the slices
 of a GPU (MIG). Earlier versions know a GPU by its bus id alone."""
@@ -97,12 +93,19 @@ def connect(
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
+    alone: bool = False,
+    comm: MPI.Comm | None = None,
     transport: Transport | None = None,
     gpu: GPU = "auto",
 ) -> Communicator:
-    """Join the world: all ranks that mpirun started, or one rank if mpirun did not start this process.
+    """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
-    Collective. The result is also the default communicator, until it is closed.
+    Collective. The result is also the default communicator, until it is closed. Until then a second `connect`
+    raises an error, unless `comm` or `transport` says which world to make: `default` returns the open one, and
+    `Communicator.dup` makes another communicator of the same ranks.
+
+    A process that a launcher started as one of many, but that finds itself alone, or among too few, gets an error
+    which says what to do; its launcher and MPI do not understand each other.
 
     Under MPI `timeout_s` bounds the start of MPI as well. If a rank does not come in time, one rank prints a
     message that names it, and the job ends with exit code 1.
@@ -130,17 +133,23 @@ def connect(
         check: Compare every call among the ranks first, messages between two ranks included, and raise a
             `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
-        node: A label for this rank's node. By default ranks that can share memory share a node; give
-            labels to try out `Hierarchical` on one machine.
-        transport: Use this transport instead of looking for a world; its ranks share a node if they share a host
-            name.
+        node: A label for this rank's node. By default ranks on one host share a node: those whose host has the
+            same name and was started at the same time, or that share memory, as MPI says. Give labels to try out
+            `Hierarchical` on one machine.
+        alone: Be a world of one rank, whatever started this process, and without MPI.
+        comm: Make the ranks of this communicator of mpi4py the world, instead of all that mpirun started. Its
+            ranks call this; it is duplicated, and remains the caller's. Ranks outside need not connect, or may do
+            so with a communicator of their own. They belong to the same job: an exception that nobody catches
+            ends them, too, and messages about the end of a rank count ranks in MPI's world.
+        transport: Use this transport instead of looking for a world; its ranks share a node if they share a host.
         gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
             a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
             memory): this one, or an error. "none": nothing, and CuPy is not imported.
 
     Raises:
-        BootstrapError: A launcher started this process, but the world cannot be set up; or the transport that
-            `gpu` asks for cannot, on all ranks alike; or `timeout_s` is not such a number.
+        BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
+            the transport that `gpu` asks for cannot be set up, on all ranks alike; or an argument is not what it
+            should be; or the communicator that was made last is open.
         CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A rank died meanwhile, and mpirun let the others go on.
 
@@ -152,18 +161,19 @@ def connect(
     check_timeout(timeout_s)
     if gpu not in get_args(GPU):
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
+    _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
     ending: _Ending | None = None
     if transport is not None:
-        machines = Communicator([transport], tracer=NULL).allgather_object(socket.gethostname())
-    elif _under_mpi():
-        transport, machines, ending = _mpi_world(timeout_s)
+        machines = Communicator([transport], tracer=NULL).allgather_object(this_host())
+    elif not alone and (comm is not None or _under_mpi()):
+        transport, machines, ending = _mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     nodes = machines if node is None else setup.allgather_object(node)
     device, beside = _device_side(setup, gpu)
-    comm = _World(
+    world = _World(
         [transport, *beside],
         nodes=nodes,
         device=device,
@@ -173,9 +183,29 @@ def connect(
     )
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
-    tell_world(_log, comm, nodes)
-    _default = comm
-    return comm
+    tell_world(_log, world, nodes)
+    _default = world
+    return world
+
+
+def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | None) -> None:
+    """Raise unless these arguments of `connect` go together, and it may make a world now."""
+    choices = {"alone=True": alone, "comm=": comm is not None, "transport=": transport is not None}
+    given = [name for name, is_given in choices.items() if is_given]
+    if len(given) > 1:
+        raise BootstrapError(f"connect: {' and '.join(given)} exclude each other; give one of them")
+    if comm is None and transport is None:
+        refuse_a_second_world()
+
+
+def refuse_a_second_world() -> None:
+    """Raise `BootstrapError` if the communicator that `connect` made last is open."""
+    if _default is not None and _default.turn.is_of_this_process:
+        raise BootstrapError(
+            "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
+            "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "
+            "connect(comm=mpi4py.MPI.COMM_WORLD) makes another world with other settings"
+        )
 
 
 def default() -> Communicator:
@@ -197,22 +227,8 @@ def check_timeout(timeout_s: object) -> None:
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun started this process, or something else that sets RANK and WORLD_SIZE.
-
-    Not if they are what mpirun says: `python -m bagua_comm run` and Accelerate give its numbers these names, too.
-
-    Raises:
-        BootstrapError: These are not the numbers of a rank and of ranks.
-    """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return False
-    mine = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    mpirun = os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("OMPI_COMM_WORLD_SIZE")
-    if mine == mpirun and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return False
-    size = _number("WORLD_SIZE", "a number of ranks", 1)
-    _number("RANK", f"a rank from 0 to {size - 1}", 0, size - 1)
-    return True
+    """Whether torchrun started this process; see `launchers.under_torchrun`."""
+    return launchers.under_torchrun(os.environ)
 
 
 def torchrun_local_rank() -> int:
@@ -221,20 +237,9 @@ def torchrun_local_rank() -> int:
     Raises:
         BootstrapError: LOCAL_RANK is not a number.
     """
-    return _number("LOCAL_RANK", "a number from 0 on", 0) if "LOCAL_RANK" in os.environ else 0
-
-
-def _number(name: str, meaning: str, least: int, most: int | None = None) -> int:
-    """The number in an environment variable."""
-    text = os.environ[name]
-    with suppress(ValueError):
-        number = int(text)
-        if number >= least and (most is None or number <= most):
-            return number
-    raise BootstrapError(
-        f"connect: the environment variable {name} is {text!r}, expected {meaning}; unset it, or start this "
-        "program with torchrun or with mpirun"
-    )
+    if "LOCAL_RANK" not in os.environ:
+        return 0
+    return launchers.checked_number(os.environ, "LOCAL_RANK", "a number from 0 on", 0)
 
 
 class _World(Communicator):
@@ -282,62 +287,118 @@ class _World(Communicator):
 
 
 def _under_mpi() -> bool:
+    """Whether this process is to join a world of MPI.
+
+    Raises:
+        BootstrapError: Others were started with it, but it can join no world of theirs.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
         return True
-    if any(name in os.environ for name in MPI_VARIABLES):
-        return True
-    if under_torchrun() and int(os.environ["WORLD_SIZE"]) > 1:
-        raise BootstrapError(
-            "connect: torchrun started this process, and torchrun sets up no MPI world; call "
-            "bagua_torch.connect() instead, or start the program with mpirun -n N python script.py, or with "
-            "python -m bagua_comm run -n N script.py"
-        )
-    return False
+    launch = launchers.find(os.environ)
+    if launch is not None and launch.launcher in (launchers.ELASTIC, launchers.TORCHRUN):
+        if under_torchrun() and launch.is_one_of_many:
+            raise BootstrapError(
+                "connect: torchrun started this process, and torchrun sets up no MPI world; call "
+                "bagua_torch.connect() instead, or start the program with mpirun -n N python script.py, or with "
+                "python -m bagua_comm run -n N script.py"
+            )
+        return False
+    # Slurm's own PMI sets no variables: MPI itself finds out whether there are others.
+    return any(name in os.environ for name in MPI_VARIABLES) or (launch is not None and launch.is_one_of_many)
 
 
-def _mpi_world(timeout_s: float) -> tuple[Transport, list[int], _Ending]:
+def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
+    """The world of the ranks of `comm`, or of all that were started. Collective."""
     for name, value in MPI_SETTINGS.items():
         os.environ.setdefault(name, value)
-    roll, ending = _Roll(), _this_process()
+    ending = _this_process()
     if ending.process != os.getpid():
         raise BootstrapError(
             f"connect: this process was forked from process {ending.process}, which is a rank; a forked child "
             "cannot be a rank: start ranks with mpirun"
         )
+    roll = Roll(os.environ, None if comm is None else _members(comm))
     roll.sign()
+    launch = launchers.find(os.environ)
     try:
         ending.start_mpi(roll, timeout_s)
     except (ImportError, RuntimeError) as exc:
-        raise BootstrapError(
-            f"connect: mpirun started this process, but mpi4py cannot load an MPI library: {exc}; "
-            "pip install 'bagua-comm[mpi]' brings one"
-        ) from exc
+        raise BootstrapError(_why_there_is_no_mpi(launch, exc)) from exc
     from mpi4py import MPI
 
     from .transports.mpi import MPITransport
 
+    if comm is None and launch is not None:
+        complaint = launchers.complaint(launch, MPI.COMM_WORLD.Get_size(), _name_of(MPI))
+        if complaint:
+            raise BootstrapError(complaint)
     try:
-        with ending.limit(_Wait(roll, timeout_s + _LOOK_S)):
-            transport = MPITransport(_duplicate_world(_Wait(roll, timeout_s)), timeout_s=timeout_s)
-            here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-            # The label of a node is the number of its first rank in the world.
-            (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
+        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
+            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
+            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
             here.Free()
-            machines = Communicator([transport], tracer=NULL).allgather_object(first)
+            transport = MPITransport(duplicate, timeout_s=timeout_s)
+            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
     except CommTimeout:
         raise
     except (MPI.Exception, CommError) as exc:
         # With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it.
         raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
-    return transport, machines, ending
+    # The label of a node is the number of its first rank.
+    return transport, hosts(*zip(*facts, strict=True)), ending
 
 
-def _duplicate_world(wait: _Wait) -> Any:
-    """A duplicate of MPI's world. Collective."""
-    from mpi4py import MPI
+def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:
+    if launch is not None and importlib.util.find_spec("mpi4py") is None:
+        complaint = launchers.complaint(launch, 1, "")
+        if complaint:
+            return complaint
+    who = "mpirun" if launch is None else launch.launcher.name
+    return (
+        f"connect: {who} started this process, but mpi4py cannot load an MPI library: {error}; pip install "
+        "'bagua-comm[mpi]' brings one, or, at a site with an MPI of its own, "
+        f"{launchers.BUILD.format('that')}"
+    )
 
-    comm, request = MPI.COMM_WORLD.Idup()
+
+def _name_of(mpi: Any) -> str:
+    """The name and version of an MPI library, as "Open MPI 5.0.11"."""
+    name, version = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def _members(comm: Any) -> list[int]:
+    """The ranks in MPI's world of a communicator's ranks.
+
+    Raises:
+        BootstrapError: `comm` is none that can be a world.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise BootstrapError(
+            f"connect: comm is of type {type(comm).__name__}, expected a communicator of mpi4py (mpi4py.MPI.Comm)"
+        )
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        when = "has ended" if mpi.Is_finalized() else "has not started (call mpi4py.MPI.Init_thread before)"
+        raise BootstrapError(f"connect: comm is a communicator of mpi4py, but MPI {when}")
+    if comm == mpi.COMM_NULL:
+        raise BootstrapError(
+            "connect: comm is MPI.COMM_NULL: this rank is outside of that communicator, or it was freed; only "
+            "its ranks may connect"
+        )
+    if comm.Is_inter():
+        raise BootstrapError(
+            "connect: comm is an inter-communicator, expected one whose ranks form one group; Merge() makes one"
+        )
+    everyone = comm.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group())
+    return [rank for rank in everyone if rank != mpi.UNDEFINED]
+
+
+def _duplicate(original: Any, wait: Wait) -> Any:
+    """A duplicate of a communicator. Collective."""
+    comm, request = original.Idup()
     while not request.Test():
         complaint = wait.complaint()
         if complaint is not None:
@@ -346,205 +407,6 @@ def _duplicate_world(wait: _Wait) -> Any:
             raise CommTimeout(complaint)
         time.sleep(_NAP_S)
     return comm
-
-
-class _Limit:
-    """While the body of `with` runs, another thread polls `is_over`.
-
-    Once that returns a message, it calls `act` with it, which ends the process.
-    """
-
-    def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
-        self._is_over, self._act = is_over, act
-        self._done, self._acts = threading.Event(), threading.Lock()
-
-    def __enter__(self) -> None:
-        threading.Thread(target=self._watch, name="limit", daemon=True).start()
-
-    def __exit__(self, *error: object) -> None:
-        with self._acts:
-            self._done.set()
-
-    def _watch(self) -> None:
-        while not self._done.wait(_LOOK_S / 10):
-            message = self._is_over()
-            if message is not None:
-                with self._acts:
-                    if not self._done.is_set():
-                        self._act(message)
-
-
-class _Wait:
-    """A wait in `connect`, which begins now, and tells who is missing once it has lasted too long."""
-
-    def __init__(self, roll: _Roll, timeout_s: float) -> None:
-        self._roll, self._timeout_s = roll, timeout_s
-        self._start_s = time.monotonic()
-        self._look_s = self._start_s + timeout_s
-
-    def complaint(self) -> str | None:
-        """The message if this has lasted too long; None if not."""
-        now = time.monotonic()
-        if now < self._look_s:
-            return None
-        self._look_s = now + _LOOK_S
-        late_s = now - self._start_s - self._timeout_s
-        missing = self._roll.missing()
-        if missing.gone or (missing.late and late_s > LATE_S) or late_s > START_S:
-            return (
-                f"connect: {self._roll.me()} waited {now - self._start_s:.0f} s for the other ranks: {missing}. "
-                "Give a longer timeout_s if they are only late"
-            )
-        return None
-
-
-class _Missing(NamedTuple):
-    """The ranks that have not come to `connect`."""
-
-    gone: list[str]
-    """Sentences about those that have ended, or are stopped."""
-    late: list[str]
-    """About those that run, but have not called it."""
-    unseen: list[str]
-    """About those of whom nothing is known."""
-
-    def __str__(self) -> str:
-        found = "; ".join([*self.gone, *self.late, *self.unseen])
-        return found or "all of them have called connect"
-
-
-class _Roll:
-    """Which ranks have called `connect`, as far as this host can tell before MPI has started.
-
-    mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
-    its process id to a file of its own. /proc tells what the processes of other ranks do.
-    """
-
-    def __init__(self) -> None:
-        self.rank = _first_number("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") or 0
-        self.size = _first_number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-        self._local_size = _first_number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-        self._job = os.environ.get("PMIX_NAMESPACE", "")
-        self._folder = self._find_folder()
-        self._times = 0
-
-    def _find_folder(self) -> Path | None:
-        """The folder of this job, if it is this user's alone."""
-        name = os.environ.get("PMIX_SERVER_TMPDIR")
-        if not name or not self._job:
-            return None
-        try:
-            status = os.stat(name)
-        except OSError:
-            return None
-        return Path(name) if status.st_uid == os.geteuid() and not status.st_mode & 0o022 else None
-
-    def _file(self, name: object) -> str:
-        return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
-
-    def sign(self) -> None:
-        """Sign, once more, that this rank has called `connect`."""
-        if self._folder is None:
-            return
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            file = os.open(self._file(self.rank), flags, 0o600)
-            try:
-                os.write(file, b"%d\n" % os.getpid())
-            finally:
-                os.close(file)
-        except OSError:
-            self._folder = None
-            return
-        self._times = len(self._signatures(self.rank))
-
-    def may_speak(self) -> bool:
-        """Whether this rank is the first on this host that asks to report an error, as far as that is known."""
-        if self._folder is None:
-            return True
-        try:
-            os.close(os.open(self._file("error"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def remark(self, timeout_s: float) -> str:
-        """The message of a rank that has ended but goes on waiting for others: which of them still run here."""
-        processes = sorted(self.processes().items()) if self._job else []
-        others = [f"rank {rank} (process {pid}, {state_of(pid)})" for rank, pid in processes if rank != self.rank]
-        return (
-            f"{self.me()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it goes on "
-            f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
-        )
-
-    def me(self) -> str:
-        """This rank, and where it is."""
-        size = "" if self.size is None else f" of {self.size}"
-        return f"rank {self.rank}{size} on {socket.gethostname()}"
-
-    def missing(self) -> _Missing:
-        """The ranks that have not called `connect`."""
-        missing = _Missing([], [], [])
-        if self._folder is None or self.size is None:
-            missing.unseen.append("this launcher does not show which of them have not called connect")
-            return missing
-        processes, unseen = self.processes(), []
-        for rank in range(self.size):
-            signatures = self._signatures(rank)
-            process = int(signatures[-1]) if signatures else processes.get(rank)
-            if rank == self.rank:
-                continue
-            if process is None:
-                unseen.append(rank)
-            elif (state := state_of(process)) not in ("running", ""):
-                missing.gone.append(
-                    f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
-                )
-            elif len(signatures) < self._times:
-                missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
-        if unseen and self._local_size == self.size:
-            missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
-        elif unseen:
-            missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
-        return missing
-
-    def _signatures(self, rank: int) -> list[str]:
-        """The process ids that a rank has signed, one for each time that it connected."""
-        try:
-            return Path(self._file(rank)).read_text().split()
-        except OSError:
-            return []
-
-    def processes(self) -> dict[int, int]:
-        """The process of each rank that runs on this host."""
-        found: dict[int, list[int]] = {}
-        wanted = f"PMIX_NAMESPACE={self._job}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if wanted in variables:
-                for variable in variables:
-                    name, _, value = variable.partition(b"=")
-                    if name == b"PMIX_RANK" and value.isdigit():
-                        found.setdefault(int(value), []).append(int(folder.name))
-        # A rank's children have the same variables: take a process that is stopped, if any, else the oldest.
-        return {
-            rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
-            for rank, same in found.items()
-        }
-
-
-def _first_number(*names: str) -> int | None:
-    """The number in the first of these environment variables that holds one."""
-    return next((int(text) for text in map(os.environ.get, names) if text is not None and text.isdigit()), None)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -572,7 +434,7 @@ class _Ending:
         """The open ones."""
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
-        self._roll = _Roll()
+        self._roll = Roll(os.environ)
         self._timeout_s = TIMEOUT_S
         self._mpi: Any = None
         self._library: Any = None
@@ -582,7 +444,7 @@ class _Ending:
         self._hooked_in = False
         self._earlier_error = _last_error()
 
-    def start_mpi(self, roll: _Roll, timeout_s: float) -> None:
+    def start_mpi(self, roll: Roll, timeout_s: float) -> None:
         """Start MPI, unless it runs already, and hook into the end of this process."""
         import mpi4py
 
@@ -602,20 +464,30 @@ class _Ending:
 
         self._mpi = MPI
         if not MPI.Is_initialized():
-            with self.limit(_Wait(roll, timeout_s)):
+            with self.limit(Wait(roll, timeout_s)):
                 library = _initialize(MPI)
             self._library = library if ours else None
         self._hook_in()
 
-    def limit(self, wait: _Wait) -> _Limit:
+    def limit(self, wait: Wait) -> Limit:
         """In the body of `with`, end all ranks with a message once `wait` has lasted too long."""
-        return _Limit(wait.complaint, self.give_up)
+        return Limit(wait.complaint, self.give_up)
 
     def give_up(self, message: str) -> None:
         """Print a message, unless another rank has, and end all ranks."""
         self._wait_for_turn()
         self._print_once(message)
         self._end_all(1)
+
+    def _is_alone(self) -> bool:
+        """Whether MPI's world is this process."""
+        alone: bool = self._mpi.COMM_WORLD.Get_size() == 1
+        return alone
+
+    def _name(self) -> str:
+        """This rank, as messages call it; its launcher may know of ranks that MPI does not find."""
+        world = self._mpi.COMM_WORLD
+        return self._roll.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
 
     def _wait_for_turn(self) -> None:
         time.sleep(min(TURN_S * self._roll.rank, LAST_TURN_S))
@@ -631,7 +503,7 @@ class _Ending:
             with suppress(Exception):
                 stream.flush()
         mpi = self._mpi
-        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
             mpi.COMM_WORLD.Abort(exit_code)
         os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
@@ -680,7 +552,7 @@ class _Ending:
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
         """Print an error of this library briefly and once; print any other by `show`."""
-        who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
+        who = self._name()
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self._wait_for_turn()
             self._print_once(
@@ -713,8 +585,11 @@ class _Ending:
         error = _last_error()
         if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
             # Another hook has printed it without calling ours.
-            who = f"rank {self._mpi.COMM_WORLD.Get_rank()} of {self._mpi.COMM_WORLD.Get_size()}"
-            print(f"{who} ended with {type(error).__name__}, and all ranks with it", file=sys.stderr, flush=True)
+            print(
+                f"{self._name()} ended with {type(error).__name__}, and all ranks with it",
+                file=sys.stderr,
+                flush=True,
+            )
             self._end_all(1)
         start_s = time.monotonic()
         for world in list(self.worlds):
@@ -757,7 +632,7 @@ class _Ending:
             "process ends without it"
         )
         deadline_s = time.monotonic() + self._timeout_s
-        limit = _Limit(lambda: message if time.monotonic() > deadline_s else None, self.give_up)
+        limit = Limit(lambda: message if time.monotonic() > deadline_s else None, self.give_up)
         try:
             limit.__enter__()
         except RuntimeError:  # from Python 3.12 on, no thread can be started at this point

@@ -101,6 +101,35 @@ def place(rank: int, labels: Sequence[object]) -> Place:
     )
 
 
+def hosts(together: Sequence[int], names: Sequence[str]) -> list[int]:
+    """Which ranks run on one host: for each rank, the first rank on its host.
+
+    Two ranks are on one host if either source says so. MPI misses a host under some launchers, and names may
+    differ where containers share memory.
+
+    Args:
+        together: For each rank, the first rank that shares memory with it, as MPI sees it.
+        names: For each rank, the name of its host.
+
+    >>> hosts([0, 1, 2, 2], ["a", "a", "b", "c"])
+    [0, 0, 2, 2]
+    """
+    parents = list(range(len(names)))
+
+    def root(rank: int) -> int:
+        while parents[rank] != rank:
+            parents[rank] = parents[parents[rank]]
+            rank = parents[rank]
+        return rank
+
+    first_of: dict[str, int] = {}
+    for rank, (other, name) in enumerate(zip(together, names, strict=True)):
+        for neighbour in (other, first_of.setdefault(name, rank)):
+            low, high = sorted((root(rank), root(neighbour)))
+            parents[high] = low
+    return [root(rank) for rank in range(len(names))]
+
+
 def _check(rank: int, size: int) -> None:
     if not 0 <= rank < size:
         raise ArrayError(f"rank is {rank}, expected 0 <= rank < {size}")

@@ -27,6 +27,8 @@ from ..bucket import DEFAULT_BUCKET_BYTES
 from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, TorchDDP, advise, held_up_s, predict
 from .models import MODELS, mixture_of_experts, sync_batchnorm
 
+SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
+
 LARGEST_SIZE = 4096
 """How many ranks the last row of the second table has."""
 

@@ -27,16 +27,19 @@ def connect(
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
+    alone: bool = False,
     gpu: bootstrap.GPU = "auto",
 ) -> Communicator:
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
 
-    Collective. The result is also the default communicator, until it is closed. Its device, if it has one,
+    Collective. The result is also the default communicator, until it is closed; until then a second `connect` is
+    refused. Its device, if it has one,
     becomes PyTorch's current one, so that `module.cuda()` puts the module where it is trained.
 
     The ranks are those of torch.distributed's default process group, if there is one. Under torchrun, or
     where RANK and WORLD_SIZE say so, `connect` makes that group (gloo for host tensors, NCCL for CUDA tensors),
-    and `close` destroys it. Anywhere else this is `bagua_comm.connect`.
+    and `close` destroys it. Anywhere else this is `bagua_comm.connect`, which raises an error if a launcher
+    started this process as one of many, but it finds itself alone.
 
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
@@ -44,24 +47,28 @@ def connect(
             `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
+        alone: Be a world of one rank, whatever started this process.
         gpu: What carries CUDA tensors; see `bagua_comm.connect`.
 
     Raises:
-        BootstrapError: A launcher started this process, but the world cannot be set up, or the transport that
-            `gpu` asks for cannot.
+        BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
+            the transport that `gpu` asks for cannot be set up; or the communicator that was made last is open.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
     (0, 1)
     """
     bootstrap.check_timeout(timeout_s)
+    bootstrap.refuse_a_second_world()
     transport: Transport | None = None
-    if dist.is_available() and dist.is_initialized():
+    if alone:
+        pass
+    elif dist.is_available() and dist.is_initialized():
         transport = ProcessGroupTransport(timeout_s=timeout_s)
     elif bootstrap.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
     comm = bagua_comm.connect(
-        timeout_s=timeout_s, check=check, trace=trace, node=node, transport=transport, gpu=gpu
+        timeout_s=timeout_s, check=check, trace=trace, node=node, alone=alone, transport=transport, gpu=gpu
     )
     if comm.device is not None and torch.cuda.is_available():
         torch.cuda.set_device(comm.device)

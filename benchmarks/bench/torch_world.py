@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bagua_comm import Communicator
+from bagua_comm.processes import this_host
 
 
 @contextmanager
@@ -19,7 +20,7 @@ def gloo(comm: Communicator) -> Iterator[None]:
 
     Collective. They meet at MASTER_ADDR and MASTER_PORT, or without these at a free port of rank 0.
     """
-    one_node = comm.local_size == comm.size
+    one_node = len({*comm.allgather_object(this_host())}) == 1  # whatever its nodes are labelled
     if one_node and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mine = "127.0.0.1" if one_node else socket.getfqdn()

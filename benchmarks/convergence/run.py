@@ -271,8 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     with bagua_comm.connect() as world:
         node = world.rank * NODES // world.size
-        with bagua_comm.connect(node=node) as comm, gloo(world):
-            return run_missing(comm, options)
+    with bagua_comm.connect(node=node) as comm, gloo(comm):
+        return run_missing(comm, options)
 
 
 def run_missing(comm: Communicator, options: argparse.Namespace) -> int:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from bagua_comm import Communicator
-from bagua_comm.__main__ import find_mpirun
 from bagua_comm.bootstrap import GPU
+from bagua_comm.commands.mpirun import find_mpirun
 
 from ..bench import ROOT
 

@@ -477,6 +477,16 @@ def test_without_a_launcher_the_world_is_one_rank_and_needs_no_process_group():
         ProcessGroupTransport()
 
 
+def test_alone_is_a_world_of_one_rank_whatever_started_it(monkeypatch):
+    for name, value in {**environment_of_a_world(2), "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with bagua_torch.connect(alone=True) as comm:
+        assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "local")
+        with pytest.raises(BootstrapError, match="connected already"):
+            bagua_torch.connect()
+        assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, True, "3"], ids=str)
 def test_timeout_must_be_a_positive_number(timeout_s):
     with pytest.raises(BootstrapError, match=f"timeout_s is {timeout_s!r}, expected seconds"):

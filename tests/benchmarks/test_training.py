@@ -8,7 +8,7 @@ import torch
 from support import needs
 from support.launch import run_python
 
-from bagua_comm.__main__ import find_mpirun
+from bagua_comm.commands.mpirun import find_mpirun
 from benchmarks.training import models, report, run
 
 NAMES = ["alone", "ddp", "ddp-fp16", "exact", "bytegrad", "qadam", "low-precision-one-peer", "diloco-8"]

@@ -20,7 +20,7 @@ def test_calls(comm, check):
 def test_calls_that_differ_are_found(comm):
     if comm.size == 1:
         return  # nobody to differ from
-    with bagua_comm.connect(timeout_s=30, check=True) as checked:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, check=True) as checked:
         for check in calls.WITH_CHECK:
             check(checked, np.copy)
 
@@ -94,5 +94,8 @@ def test_other_operations_and_counts_are_found_without_being_asked_to(comm, coun
             x.reshape(-1), counts=[x.size, 0, *[0] * (comm.size - 2)][:: 1 if comm.rank == 0 else -1]
         ),
     ):
-        with bagua_comm.connect(timeout_s=30) as world, pytest.raises(CommMismatch, match="different calls"):
+        with (
+            bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as world,
+            pytest.raises(CommMismatch, match="different calls"),
+        ):
             call(world)

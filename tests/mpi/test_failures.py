@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mpi
 @contextmanager
 def world_of(comm, timeout_s=0.6):
     """A world that is given up in the test: the others go on."""
-    world = bagua_comm.connect(timeout_s=timeout_s, gpu="none")
+    world = bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=timeout_s, gpu="none")
     start = time.monotonic()
     yield world, comm.size - 1
     assert time.monotonic() - start < 40
@@ -158,7 +158,7 @@ def test_where_mpi_has_no_more_communicators_the_error_says_what_to_do(comm, mon
 def test_worlds_that_are_closed_in_order_leave_no_communicator_behind(comm):
     contexts = set()
     for _ in range(10):
-        with bagua_comm.connect(timeout_s=30, gpu="none") as world:
+        with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, gpu="none") as world:
             contexts.add(world.transports[0]._world.comm.py2f())
     assert len(contexts) < 5
 
@@ -230,7 +230,7 @@ def test_calls_that_differ_raise_on_all_ranks_and_leave_the_communicator_usable(
 
 @pytest.mark.parametrize("count", [1, 1000, 20_000])
 def test_a_broadcast_of_another_dtype_raises(comm, count):
-    with bagua_comm.connect(timeout_s=30) as world:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as world:
         x = np.zeros(count, np.float32 if comm.rank == 0 else np.int32)
         with pytest.raises(CommMismatch, match=r"called broadcast from 0 of \d+ x float32.* x int32"):
             world.broadcast(x, root=0)

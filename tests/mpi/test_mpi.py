@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import bagua_comm
 from bagua_comm import (
@@ -46,7 +47,7 @@ def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_ow
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
     monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1000)
     monkeypatch.setattr(mpi_transport, "FAST_PIECE_BYTES", 1000)
-    with bagua_comm.connect(timeout_s=30, node=comm.rank) as nodes:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, node=comm.rank) as nodes:
         assert (nodes.node, nodes.local_size) == (comm.rank, 1)
         check_transport(nodes, sizes=[101, 1000, mpi_transport.EAGER_BYTES])
 
@@ -56,7 +57,7 @@ def test_conformance_through_shared_memory(comm, monkeypatch):
         return  # more ranks and pieces are in tests/transports/test_window.py
     monkeypatch.setattr(mpi_transport, "SHARED_BYTES", 0)
     monkeypatch.setattr(window, "SLOT_BYTES", 1 << 12)
-    with bagua_comm.connect(timeout_s=30) as small:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as small:
         assert (small.transports[0]._window is not None) == (comm.size > 1)
         one_round = (1 << 12) // comm.size // 64 * 64 * comm.size
         check_transport(small, sizes=[one_round, 2 * one_round])
@@ -77,7 +78,7 @@ def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(window, "_map", lambda *place: None)
     x = np.full(mpi_transport.SHARED_BYTES, comm.rank, np.int8)
-    with bagua_comm.connect(timeout_s=30) as without:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as without:
         assert without.transports[0]._window is None
         assert (without.allreduce(x) == sum(range(comm.size))).all()
 
@@ -86,7 +87,7 @@ def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
     "colors", [pytest.param([0, 0, 1, 1, 2, 2, 3, 3], marks=pytest.mark.slow), [0, 1, 1, 1, 2, 2, 2, 2]]
 )
 def test_conformance_on_emulated_nodes(comm, colors):
-    with bagua_comm.connect(timeout_s=30, node=f"node {colors[comm.rank]}") as nodes:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, node=f"node {colors[comm.rank]}") as nodes:
         assert nodes.node == colors[comm.rank]
         assert nodes.local_size == colors[: comm.size].count(colors[comm.rank])
         check_transport(nodes, sizes=[])
@@ -107,7 +108,7 @@ def test_other_calls_on_arrays_of_one_size_raise_on_all_ranks(comm):
     if comm.size == 1:
         return  # nobody to differ from
     x = np.zeros((comm.size, 100_000), np.float32)
-    with bagua_comm.connect(timeout_s=30) as world:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as world:
         call = world.alltoall if comm.rank == 0 else world.reduce_scatter
         with pytest.raises(CommMismatch, match=r"rank 0 called alltoall .* called reduce_scatter sum"):
             call(x)
@@ -217,7 +218,7 @@ def test_golden_allreduce(comm):
 
 
 def test_call_check_names_both_calls(comm):
-    with bagua_comm.connect(timeout_s=30, check=True) as checked:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, check=True) as checked:
         assert checked.allreduce(np.ones(3))[0] == comm.size
         if comm.size > 1:
             x = np.ones(3 if comm.rank == 0 else 4)
@@ -229,7 +230,9 @@ def test_call_check_names_both_calls(comm):
 
 def test_trace_has_every_rank(comm, shared_folder):
     path = f"{shared_folder}/trace.json"
-    with bagua_comm.connect(timeout_s=30) as traced:  # its trace has nothing of the other tests
+    with bagua_comm.connect(
+        comm=MPI.COMM_WORLD, timeout_s=30
+    ) as traced:  # its trace has nothing of the other tests
         traced.allreduce(np.ones(10))
         traced.trace(path)
 

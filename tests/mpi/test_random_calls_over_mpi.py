@@ -1,6 +1,7 @@
 """Random calls over processes: through memory that they share, without it, and with all thresholds tiny."""
 
 import pytest
+from mpi4py import MPI
 from random_calls import SMALL_SIZES, RandomCalls, shrink_thresholds
 
 import bagua_comm
@@ -21,7 +22,7 @@ def test_random_calls_with_tiny_thresholds(comm, monkeypatch, window):
     shrink_thresholds(monkeypatch.setattr)
     if not window:
         monkeypatch.setattr(shared_memory, "_map", lambda *place: None)
-    with bagua_comm.connect(timeout_s=30) as small:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as small:
         assert (small.transports[0]._window is not None) == window
         with RandomCalls(small, seed=100 + comm.size, sizes=SMALL_SIZES) as calls:
             calls.run(range(50 * window, 50 * window + 50))

@@ -4,6 +4,7 @@ import importlib
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import bagua_comm
 from bagua_comm.testing import sample
@@ -17,7 +18,7 @@ def test_results_are_those_of_host_arrays(comm, device, monkeypatch):
 
     monkeypatch.setattr(importlib.import_module("bagua_comm.transports.staged"), "PIECE_BYTES", 1 << 14)
     x = sample(comm.rank, (comm.size, 7001), "int64")
-    with bagua_comm.connect(timeout_s=30, gpu="staged") as on_device:
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, gpu="staged") as on_device:
         assert [transport.name for transport in on_device.transports] == ["mpi", "staged"]
         for call in (
             lambda comm, x: comm.allreduce(x),

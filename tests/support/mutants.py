@@ -160,10 +160,22 @@ MUTANTS = [
         "tests/test_bootstrap.py -k nccl",
     ),
     Mutant(
-        "bagua_comm/__main__.py",
-        "str(max(1, cores // ranks))",
-        "str(max(1, cores))",
-        "tests/test_main.py",
+        "bagua_comm/commands/run.py",
+        "str(max(1, job.cores // job.ranks))",
+        "str(max(1, job.cores))",
+        "tests/commands/test_run.py",
+    ),
+    Mutant(
+        "bagua_comm/commands/run.py",
+        "address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name",
+        "address = hosts[0].name",
+        "tests/commands/test_run.py",
+    ),
+    Mutant(
+        "bagua_comm/commands/doctor/findings.py",
+        "if len(cores) < len(ranks):",
+        "if len(cores) > len(ranks):",
+        "tests/commands/test_doctor.py",
     ),
     Mutant(
         "bagua_torch/arrays.py",

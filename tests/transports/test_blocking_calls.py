@@ -11,7 +11,7 @@ import bagua_comm
 
 PACKAGE = Path(bagua_comm.__file__).parent
 
-TIMED = {"in_time", "limit", "_Limit"}
+TIMED = {"in_time", "limit", "Limit"}
 """Functions that end the wait of what they are given, or of what their `with` block does. A function of ours that
 is used in such places alone may wait as well."""
 

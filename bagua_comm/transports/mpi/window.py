@@ -18,7 +18,6 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import socket
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ import numpy as np
 
 from ... import kernels
 from ...arrays import Array, DType, rows
+from ...processes import this_host
 from ..base import Transport, chunk_bounds
 
 SLOT_BYTES = 1 << 20
@@ -138,8 +138,8 @@ def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
 
 
 def _host() -> int:
-    """A number made of this host's name, which differs even where containers or emulated hosts share memory."""
-    return zlib.crc32(socket.gethostname().encode())
+    """A number of this host."""
+    return zlib.crc32(this_host().encode())
 
 
 def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:

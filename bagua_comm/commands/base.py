@@ -1,0 +1,48 @@
+"""What commands share: their error, and the types of their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from pathlib import Path
+
+
+class CommandError(Exception):
+    """A command cannot do what it was asked; the message says why, and what to do."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def program_name() -> str:
+    """The name by which the command line was called: "bagua", or "python -m bagua_comm"."""
+    return "bagua" if Path(sys.argv[0]).stem == "bagua" else "python -m bagua_comm"
+
+
+def cores() -> list[int]:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on, from a text such as "4"."""
+    if not text.isdecimal() or not 1 <= int(text) < 10**9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number; expected e.g. 4")
+    return int(text)
+
+
+def parse_variable(text: str) -> tuple[str, str | None]:
+    """Name and value of an environment variable, from "NAME=VALUE"; None for the value if there is only a name.
+
+    Raises:
+        CommandError: This is no name of a variable.
+    """
+    name, equals, value = text.partition("=")
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+        raise CommandError(f"--env {text}: {name!r} is not the name of a variable; expected NAME or NAME=VALUE")
+    return name, value if equals else None

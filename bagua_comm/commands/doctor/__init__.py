@@ -1,0 +1,146 @@
+"""`bagua doctor`: what is wrong where programs will run, and what to do about it. Collective, under any launcher.
+
+    mpirun -n 4 python -m bagua_comm doctor
+    python -m bagua_comm run --hostfile hosts -m bagua_comm doctor
+    srun --mpi=pmix python -m bagua_comm doctor --json
+    torchrun --nproc-per-node 4 -m bagua_comm doctor
+
+`facts` collects what a rank knows of itself, `measure` sends messages, `findings` draws conclusions, and `report`
+shows them on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ... import bootstrap
+from ...comm import Communicator
+from ...errors import BaguaError, CommTimeout
+from ..base import CommandError, program_name
+from . import facts, report
+from .findings import Finding, World, examine
+from .measure import measure_clocks, measure_pairs
+
+SUMMARY = "examine all ranks together, and say what to do; start it as you start your program"
+
+DESCRIPTION = (
+    "Examine the hosts and ranks of a job: versions, networks, speeds between ranks, limits, shared memory, "
+    "clocks, cores, ULFM and GPUs. Start it as you start your program, for instance by mpirun -n 4 python -m "
+    "bagua_comm doctor. The exit code is 1 if there is a problem, else 0."
+)
+
+TIMEOUT_S = 20.0
+"""How long a rank waits for the others."""
+
+MOST_MEASURED = 16
+"""How many ranks are measured in pairs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw latency and bandwidth of all pairs of ranks"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine all ranks, and report on rank 0; returns the exit code, which is the same on all ranks.
+
+    Collective.
+
+    Raises:
+        CommandError: There is no world to examine, or the figure cannot be drawn.
+    """
+    try:
+        with _connect() as comm:
+            return _examine_all(comm, options)
+    except CommTimeout as exc:
+        hint = (
+            "if all ranks run, a firewall or the wrong network may keep them apart: try --interface NAME of run"
+        )
+        raise CommandError(f"{exc}; {hint}", exit_code=1) from exc
+    except BaguaError as exc:
+        raise CommandError(str(exc), exit_code=1) from exc
+
+
+def _connect() -> Communicator:
+    """The world, whoever started it. Collective."""
+    library: Any = bootstrap
+    if bootstrap.under_torchrun():
+        # Nothing in bagua_comm needs bagua_torch, which is built on it; but who has torchrun has that, too.
+        library = importlib.import_module("bagua_torch")
+    comm: Communicator = library.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False)
+    return comm
+
+
+def _examine_all(comm: Communicator, options: argparse.Namespace) -> int:
+    world = examine_world(comm)
+    found = examine(world)
+    exit_code = int(any(finding.level == "problem" for finding in found))
+    failure = ""
+    if comm.rank == 0:
+        try:
+            _show(world, found, exit_code, options)
+        except CommandError as exc:
+            failure = str(exc)
+    # Only now may other ranks end: mpirun ends rank 0 once another has an exit code that is not 0.
+    failure = comm.broadcast_object(failure, root=0)
+    if failure and comm.rank == 0:
+        raise CommandError(failure, exit_code=1)
+    return 1 if failure else exit_code
+
+
+def examine_world(comm: Communicator) -> World:
+    """Collect the facts of all ranks, and measure.
+
+    Collective.
+    """
+    mine = facts.collect()
+    everyone = comm.allgather_object((mine, comm.node, _gpu(comm, mine)))
+    all_facts = [each[0] for each in everyone]
+    nodes = [each[1] for each in everyone]
+    world = World(all_facts, nodes, [], {})
+    if world.is_mixed:
+        return world  # other versions may measure in another way
+    if all(each[2] is not None for each in everyone):
+        gpus = [bootstrap.GpuFacts(*each[2]) for each in everyone]
+        all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(gpus)
+    firsts = [ranks[0] for ranks in world.hosts.values()]
+    return World(
+        all_facts,
+        nodes,
+        measure_pairs(comm, _to_measure(comm.size, firsts)),
+        measure_clocks(comm, firsts[:MOST_MEASURED]),
+    )
+
+
+def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
+    """What NCCL must know of this rank's GPU; None if it has none."""
+    count = mine["gpu"]["count"]
+    return tuple(bootstrap.my_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
+
+
+def _to_measure(size: int, firsts: list[int]) -> list[int]:
+    """The ranks to measure: all, or if they are too many, one on each host, and then some more."""
+    if size <= MOST_MEASURED:
+        return list(range(size))
+    step = -(-len(firsts) // MOST_MEASURED)
+    chosen = firsts[::step]
+    others = [rank for rank in range(size) if rank not in chosen]
+    return sorted([*chosen, *others[: MOST_MEASURED - len(chosen)]])
+
+
+def _show(world: World, found: list[Finding], exit_code: int, options: argparse.Namespace) -> None:
+    if options.json:
+        print(json.dumps(report.record(world, found, exit_code), indent=1))
+    else:
+        print(*report.lines(world, found, f"{program_name()} doctor"), sep="\n")
+    sys.stdout.flush()
+    if options.plot:
+        report.plot(world, options.plot)

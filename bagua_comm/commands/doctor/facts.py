@@ -1,0 +1,127 @@
+"""What one rank knows of itself and its host. Nothing is sent here."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import resource
+import shutil
+import socket
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from ... import __version__, bootstrap, cuda
+from ..base import cores
+from ..info import installed, mpi_facts
+
+LIMITS = {
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nofile": resource.RLIMIT_NOFILE,
+    "nproc": resource.RLIMIT_NPROC,
+}
+
+_SIOCGIFADDR = 0x8915
+
+
+def collect() -> dict[str, Any]:
+    """All facts, as plain data for JSON."""
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "versions": versions(),
+        "MPI": _mpi(),
+        "cores": cores(),
+        "cores of the host": os.cpu_count() or 1,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "limits": {name: _limit(number) for name, number in LIMITS.items()},
+        "shared memory": shared_memory(),
+        "interfaces": interfaces(),
+        "InfiniBand": _names_in("/sys/class/infiniband"),
+        "gpu": gpu(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that should be equal on all ranks."""
+    return {
+        "bagua_comm": __version__,
+        "python": platform.python_version(),
+        **{name: installed(name) for name in ("numpy", "mpi4py", "torch")},
+        "cupy": installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    }
+
+
+def shared_memory() -> dict[str, int] | None:
+    """The size and free room of /dev/shm, in bytes; None if there is none."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None
+    return {"total": usage.total, "free": usage.free}
+
+
+def interfaces() -> dict[str, dict[str, Any]]:
+    """The network interfaces that are up and have an IPv4 address; the loopback is none."""
+    found = {}
+    for _, name in socket.if_nameindex():
+        address = _address(name)
+        if address is not None and not address.startswith("127."):
+            found[name] = {"address": address, "Mbit/s": _number_in(f"/sys/class/net/{name}/speed")}
+    return found
+
+
+def gpu() -> dict[str, Any]:
+    """The GPUs of this host as CuPy sees them; without a driver, CuPy is not imported."""
+    driver = Path("/proc/driver/nvidia/version").exists()
+    if not driver and "cupy" not in sys.modules:
+        return {"driver": False, "count": 0}
+    bootstrap.make_room_for_cupy()
+    return {"driver": driver, "count": cuda.device_count(), **cuda.device_facts()}
+
+
+def _mpi() -> dict[str, Any]:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized():
+        return {"running": False, **({} if bootstrap.under_torchrun() else mpi_facts())}
+    return {
+        "running": True,
+        "library": mpi.Get_library_version().split(",")[0].strip(),
+        "thread level": mpi.Query_thread(),
+        "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
+        "ulfm": bootstrap._has_ulfm(),
+        "network chosen": os.environ.get("OMPI_MCA_btl_tcp_if_include"),  # noqa: SIM112 - as Open MPI writes it
+    }
+
+
+def _limit(number: int) -> int | None:
+    """The limit that holds now; None if there is none."""
+    soft, _ = resource.getrlimit(number)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _address(interface: str) -> str | None:
+    """Its IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            answer = fcntl.ioctl(one, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _number_in(file: str) -> int | None:
+    try:
+        number = int(Path(file).read_text())
+    except (OSError, ValueError):
+        return None
+    return number if number > 0 else None
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

@@ -1,0 +1,325 @@
+"""What the facts and measurements of all ranks mean. Pure functions: nothing is asked or sent here."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..mpirun import SEGMENT_BYTES
+from .measure import Pair
+
+FILES_PER_RANK, THREADS_PER_RANK = 4, 64
+"""What a rank may need: files for each other rank, and threads."""
+
+CLOCK_S = 0.1
+"""How far clocks may be apart."""
+
+SLOW = 3.0
+"""How many times worse than the median of its kind a pair is reported."""
+
+NOT_INSTALLED = "not installed"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Literal["ok", "note", "warning", "problem"]
+    what: str
+    do: str = ""
+
+
+@dataclass(frozen=True)
+class World:
+    """What was found: facts by rank, pairs, and by rank how far its host's clock is ahead."""
+
+    facts: list[dict[str, Any]]
+    nodes: list[int]
+    """The node of each rank, as MPI sees it."""
+    pairs: list[Pair]
+    clocks: dict[int, float]
+
+    @property
+    def hosts(self) -> dict[str, list[int]]:
+        """The ranks on each host, by the host's name."""
+        hosts: dict[str, list[int]] = {}
+        for rank, facts in enumerate(self.facts):
+            hosts.setdefault(facts["host"], []).append(rank)
+        return hosts
+
+    def on(self, host: str) -> dict[str, Any]:
+        """The facts of the first rank of a host."""
+        return self.facts[self.hosts[host][0]]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether ranks have different versions of this library, which may know different facts."""
+        return len({facts["versions"]["bagua_comm"] for facts in self.facts}) > 1
+
+
+def examine(world: World) -> list[Finding]:
+    """Everything that is to be said."""
+    if world.is_mixed:
+        return list(_versions(world))
+    checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus)
+    return [finding for check in checks for finding in check(world)]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks for a message.
+
+    >>> ranks_text([0]), ranks_text([0, 1, 2, 3]), ranks_text([1, 3])
+    ('rank 0', 'ranks 0-3', 'ranks 1, 3')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' * (len(ranks) > 8)}"
+
+
+def _versions(world: World) -> Iterator[Finding]:
+    entries = {
+        name: [facts["versions"].get(name, NOT_INSTALLED) for facts in world.facts]
+        for name in world.facts[0]["versions"]
+    }
+    entries["MPI"] = [facts["MPI"].get("library", NOT_INSTALLED) for facts in world.facts]
+    same = True
+    for name, found in entries.items():
+        if len(set(found)) > 1:
+            same = False
+            which = "; ".join(
+                f"{version} on {ranks_text([rank for rank, other in enumerate(found) if other == version])}"
+                for version in Counter(found)
+            )
+            hosts = sorted({facts["host"] for facts in world.facts})
+            yield Finding(
+                "problem",
+                f"ranks have different versions of {name}: {which}",
+                f"install the same on all hosts ({', '.join(hosts[:8])}), or start Python from a shared folder",
+            )
+    if same:
+        yield Finding("ok", f"all ranks have the same versions of {', '.join(entries)}")
+
+
+def _mpi(world: World) -> Iterator[Finding]:
+    mpi = world.facts[0]["MPI"]
+    if not mpi["running"] and len(world.facts) > 1:
+        yield Finding("note", "torchrun started these ranks: they talk over gloo, and MPI was not looked at")
+        return
+    if not mpi["running"]:
+        yield Finding(
+            "note",
+            f"this is a world of one rank, without MPI (library: {mpi.get('library', NOT_INSTALLED)})",
+            "to examine several ranks: mpirun -n 4 python -m bagua_comm doctor",
+        )
+        return
+    if all(facts["MPI"]["threads"] for facts in world.facts):
+        yield Finding("ok", "MPI has MPI_THREAD_MULTIPLE")
+    else:
+        yield Finding(
+            "warning",
+            "MPI was started without MPI_THREAD_MULTIPLE: lanes cannot overlap, and errors reach others late",
+            "import bagua_comm and connect before another library starts MPI, or take an MPI that has it",
+        )
+    if mpi["ulfm"]:
+        yield Finding("ok", "ULFM is on: ranks can go on when one dies")
+    else:
+        yield Finding(
+            "note",
+            "ULFM is off: a rank that dies ends the job",
+            "if others shall go on: python -m bagua_comm run --ulfm, or mpirun --with-ft ulfm (Open MPI 5)",
+        )
+
+
+def _nodes(world: World) -> Iterator[Finding]:
+    for host, ranks in world.hosts.items():
+        if len({world.nodes[rank] for rank in ranks}) > 1:
+            yield Finding(
+                "problem",
+                f"{ranks_text(ranks)} run on {host}, but MPI takes them for ranks of several hosts: it uses no "
+                "shared memory between them, and by_node() splits them",
+                "start them with one mpirun, or give connect(node=...) the host's name",
+            )
+
+
+def _cores(world: World) -> Iterator[Finding]:
+    tight = False
+    for host, ranks in world.hosts.items():
+        cores = {core for rank in ranks for core in world.facts[rank]["cores"]}
+        if len(cores) < len(ranks):
+            tight = True
+            yield Finding(
+                "warning",
+                f"{len(ranks)} ranks share {len(cores)} cores of {host}: who waits holds up who computes",
+                "start fewer; or with Open MPI add --mca mpi_yield_when_idle 1, as python -m bagua_comm run does",
+            )
+        elif bound := [rank for rank in ranks if len(world.facts[rank]["cores"]) == 1 < len(cores)]:
+            tight = True
+            yield Finding(
+                "warning",
+                f"{ranks_text(bound)} on {host} are bound to one core each: a rank's lane has no core beside its "
+                "computation",
+                "mpirun --bind-to none (Open MPI) or srun --cpu-bind=none; or more cores: --map-by slot:PE=2",
+            )
+        threads = world.on(host)["OMP_NUM_THREADS"]
+        if threads is None and len(ranks) > 1:
+            yield Finding(
+                "warning",
+                f"OMP_NUM_THREADS is not set on {host}: each of {len(ranks)} ranks may use all cores at once",
+                f"OMP_NUM_THREADS={max(1, len(cores) // len(ranks))}; python -m bagua_comm run sets it",
+            )
+    if not tight:
+        yield Finding("ok", "each rank has a core")
+
+
+def _memory(world: World) -> Iterator[Finding]:
+    enough = True
+    for host, ranks in world.hosts.items():
+        memory, needed = world.on(host)["shared memory"], len(ranks) * SEGMENT_BYTES
+        if memory is None or (memory["free"] < needed and len(ranks) > 1):
+            enough = False
+            free = "is not there" if memory is None else f"has {memory['free'] >> 20} MiB free"
+            yield Finding(
+                "problem",
+                f"/dev/shm of {host} {free}, and Open MPI wants {needed >> 20} MiB for {ranks_text(ranks)}",
+                "remove old files there; in a container: docker run --shm-size=1g, or in Kubernetes an emptyDir "
+                "of medium Memory at /dev/shm",
+            )
+    if enough:
+        yield Finding("ok", "/dev/shm has room for all ranks")
+
+
+def _limits(world: World) -> Iterator[Finding]:
+    fine = True
+    for host, ranks in world.hosts.items():
+        facts = world.on(host)
+        limits = facts["limits"]
+        wanted = {
+            "nofile": 64 + FILES_PER_RANK * len(world.facts),
+            "nproc": THREADS_PER_RANK * len(ranks),
+        }
+        why = {"nofile": "files and connections of a rank", "nproc": "processes and threads of a user"}
+        for name, least in wanted.items():
+            if limits[name] is not None and limits[name] < least:
+                fine = False
+                flag = "-n" if name == "nofile" else "-u"
+                yield Finding(
+                    "warning",
+                    f"ulimit {name} on {host} is {limits[name]} ({why[name]}); {len(world.facts)} ranks may need "
+                    f"{least}",
+                    f"ulimit {flag} {least}, or {name} in /etc/security/limits.conf",
+                )
+        if facts["InfiniBand"] and limits["memlock"] is not None:
+            fine = False
+            yield Finding(
+                "problem",
+                f"ulimit memlock on {host} is {limits['memlock'] >> 10} KiB, and InfiniBand "
+                f"({', '.join(facts['InfiniBand'])}) needs memory that stays in place",
+                "ulimit -l unlimited, memlock in /etc/security/limits.conf, or LimitMEMLOCK=infinity of slurmd",
+            )
+    if fine:
+        yield Finding("ok", "limits of files, processes and locked memory are high enough")
+
+
+def _networks(world: World) -> Iterator[Finding]:
+    hosts = world.hosts
+    if len(hosts) == 1:
+        return
+    found = {host: world.on(host)["interfaces"] for host in hosts}
+    holders: dict[str, list[str]] = {}
+    for host, interfaces in found.items():
+        for name, facts in interfaces.items():
+            holders.setdefault(facts["address"], []).append(f"{name} of {host}")
+    twice = {address: names for address, names in holders.items() if len(names) > 1}
+    own = [{name for name, facts in each.items() if facts["address"] not in twice} for each in found.values()]
+    common = sorted(set.intersection(*own))
+    chosen = world.facts[0]["MPI"].get("network chosen")
+    choose = f"choose the network: python -m bagua_comm run --interface {next(iter(common), 'NAME')}"
+    if twice and not chosen:
+        which = "; ".join(f"{address} ({', '.join(names[:3])})" for address, names in twice.items())
+        yield Finding(
+            "warning",
+            f"hosts have the same address, as containers' bridges do: {which}; who connects to it reaches itself",
+            choose,
+        )
+    elif not chosen and any(len(interfaces) > 1 for interfaces in found.values()):
+        example = next(f"{host}: {', '.join(names)}" for host, names in found.items() if len(names) > 1)
+        yield Finding("note", f"hosts have several networks ({example}), and MPI may use all of them", choose)
+    if chosen:
+        yield Finding("ok", f"MPI uses the network that was chosen, {chosen}")
+    elif common:
+        yield Finding("ok", f"all hosts have {', '.join(common)}")
+    else:
+        each_host = "; ".join(f"{host}: {', '.join(names) or 'none'}" for host, names in list(found.items())[:8])
+        yield Finding(
+            "warning",
+            f"no interface has the same name on all hosts ({each_host})",
+            "name a network: --mca btl_tcp_if_include 10.0.0.0/8; NCCL and gloo need a name on each host",
+        )
+
+
+def _clocks(world: World) -> Iterator[Finding]:
+    if len(world.clocks) < 2:
+        return
+    ahead = {world.facts[rank]["host"]: value for rank, value in world.clocks.items()}
+    apart = max(ahead.values()) - min(ahead.values())
+    if apart <= CLOCK_S:
+        yield Finding("ok", f"the clocks of all hosts agree within {apart * 1e3:.1f} ms")
+        return
+    first, last = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
+    yield Finding(
+        "warning",
+        f"the clock of {last} is {apart:.1f} s ahead of that of {first}: times in logs cannot be compared, and "
+        "caches may take new files for old ones",
+        "start a time service (chrony, systemd-timesyncd) on all hosts",
+    )
+
+
+def _speeds(world: World) -> Iterator[Finding]:
+    kinds: dict[str, list[Pair]] = {"on one host": [], "between hosts": []}
+    for pair in world.pairs:
+        same = world.facts[pair.a]["host"] == world.facts[pair.b]["host"]
+        kinds["on one host" if same else "between hosts"].append(pair)
+    for kind, pairs in kinds.items():
+        if not pairs:
+            continue
+        latency = statistics.median(pair.latency_s for pair in pairs)
+        speed = statistics.median(pair.bytes_per_s for pair in pairs)
+        slow = [pair for pair in pairs if pair.bytes_per_s < speed / SLOW] if len(pairs) > 2 else []
+        for pair in slow[:8]:
+            yield Finding(
+                "warning",
+                f"{_place(world, pair.a)} and {_place(world, pair.b)} reach {pair.bytes_per_s / 1e9:.3g} GB/s, "
+                f"where the median {kind} is {speed / 1e9:.3g}",
+                "look at their hosts' links (ethtool), and whether another job runs there"
+                if kind == "between hosts"
+                else "look whether another job runs there (top)",
+            )
+        yield Finding("ok", f"{kind}: {latency * 1e6:.3g} us and {speed / 1e9:.3g} GB/s (medians of pairs)")
+
+
+def _place(world: World, rank: int) -> str:
+    return f"rank {rank} on {world.facts[rank]['host']}"
+
+
+def _gpus(world: World) -> Iterator[Finding]:
+    if not any(facts["gpu"]["driver"] or facts["gpu"]["count"] for facts in world.facts):
+        yield Finding("note", "no host has an NVIDIA driver: arrays are those of the CPU")
+        return
+    before = True
+    for host in world.hosts:
+        gpu = world.on(host)["gpu"]
+        if not gpu["count"]:
+            before = False
+            yield Finding(
+                "warning", f"{host} has no GPU that can be used: {gpu.get('CUDA', 'there is no driver')}"
+            )
+    obstacle = world.facts[0]["gpu"].get("obstacle")
+    if obstacle:
+        yield Finding("warning", f"device arrays go through host memory, since {obstacle}", "one rank to a GPU")
+    elif before:
+        yield Finding("ok", "each rank has a GPU, and NCCL can be used")

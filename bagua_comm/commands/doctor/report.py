@@ -1,0 +1,143 @@
+"""How `doctor` shows what it found: as text, as JSON, and as a figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..base import CommandError
+from .findings import Finding, World, ranks_text
+from .measure import Pair
+
+SHADES = "█▓▒░ "
+"""From the best value of a table to the worst."""
+
+MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
+
+
+def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
+    """The report as text."""
+    size, hosts = len(world.facts), world.hosts
+    yield f"{title}: {size} rank{'s' * (size != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
+    for host, ranks in hosts.items():
+        yield f"  {host}: {ranks_text(ranks)}" + ("" if world.is_mixed else f"; {_host_text(world.on(host))}")
+    yield "  " + ", ".join(f"{name} {version}" for name, version in world.facts[0]["versions"].items())
+    yield f"  {world.facts[0]['MPI'].get('library', 'no MPI')}"
+    if world.pairs:
+        yield ""
+        yield from table(
+            "latency, us", world.pairs, {pair: pair.latency_s * 1e6 for pair in world.pairs}, least=True
+        )
+        yield ""
+        yield from table("bandwidth, GB/s", world.pairs, {pair: pair.bytes_per_s / 1e9 for pair in world.pairs})
+    yield ""
+    for finding in found:
+        yield f"{MARKS[finding.level]:<8} {finding.what}"
+        if finding.do:
+            yield f"{'':<8} -> {finding.do}"
+    counts = {level: sum(finding.level == level for finding in found) for level in ("problem", "warning")}
+    yield ""
+    yield ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in counts.items())
+
+
+def _host_text(facts: dict[str, Any]) -> str:
+    memory = facts["shared memory"]
+    room = (
+        "no /dev/shm"
+        if memory is None
+        else f"/dev/shm {memory['free'] / 2**30:.1f} of {memory['total'] / 2**30:.1f} GiB"
+    )
+    networks = [
+        f"{name} {each['address']}" + (f" {each['Mbit/s'] / 1000:g} Gbit/s" if each["Mbit/s"] else "")
+        for name, each in facts["interfaces"].items()
+    ]
+    limits = [f"{name} {'unlimited' if limit is None else limit}" for name, limit in facts["limits"].items()]
+    return "; ".join([f"{facts['cores of the host']} cores", room, *(networks or ["no network"]), *limits])
+
+
+def table(title: str, pairs: Sequence[Pair], values: dict[Pair, float], *, least: bool = False) -> Iterator[str]:
+    """A heat map: a number for each pair, and a shade that shows how good it is among them.
+
+    Args:
+        title: What the numbers are.
+        pairs: The pairs, of which each is shown twice.
+        values: Their numbers.
+        least: Whether small numbers are good.
+    """
+    ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
+    cells = {key: values[pair] for pair in pairs for key in ((pair.a, pair.b), (pair.b, pair.a))}
+    best, worst = min(values.values()), max(values.values())
+    if not least:
+        best, worst = worst, best
+    yield title
+    yield " rank" + "".join(f"{rank:>8}" for rank in ranks)
+    for row in ranks:
+        texts = [f"{_cell(cells.get((row, column)), best, worst):>8}" for column in ranks]
+        yield f"{row:>5}" + "".join(texts).rstrip()
+
+
+def _cell(value: float | None, best: float, worst: float) -> str:
+    if value is None:
+        return ". "
+    ratio = max(value, best) / min(value, best)  # a shade for each factor of 1.5
+    shade = SHADES[min(next((n for n in range(4) if ratio < 1.5 ** (n + 1)), 4), len(SHADES) - 1)]
+    return f"{value:.3g}{shade}"
+
+
+def record(world: World, found: Sequence[Finding], exit_code: int) -> dict[str, Any]:
+    """The report as plain data for JSON."""
+    return {
+        "exit_code": exit_code,
+        "findings": [dataclasses.asdict(finding) for finding in found],
+        "hosts": world.hosts,
+        "pairs": [dataclasses.asdict(pair) for pair in world.pairs],
+        "clocks_ahead_s": world.clocks,
+        "ranks": world.facts,
+    }
+
+
+def plot(world: World, path: Path) -> None:
+    """Draw latency and bandwidth of all pairs.
+
+    Raises:
+        CommandError: There is no pair, matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise CommandError("--plot needs matplotlib: pip install matplotlib") from exc
+    if not world.pairs:
+        raise CommandError("--plot: there is one rank, so there are no pairs; start several by mpirun -n 4")
+    ranks = sorted({rank for pair in world.pairs for rank in (pair.a, pair.b)})
+    size = 1.6 + 0.5 * len(ranks)
+    figure = Figure(figsize=(2 * size + 1.5, size), layout="constrained")
+    for axes, title, values, colours in (
+        (figure.add_subplot(1, 2, 1), "latency (us)", {p: p.latency_s * 1e6 for p in world.pairs}, "viridis_r"),
+        (
+            figure.add_subplot(1, 2, 2),
+            "bandwidth (GB/s)",
+            {p: p.bytes_per_s / 1e9 for p in world.pairs},
+            "viridis",
+        ),
+    ):
+        grid = [[float("nan")] * len(ranks) for _ in ranks]
+        for pair, value in values.items():
+            a, b = ranks.index(pair.a), ranks.index(pair.b)
+            grid[a][b] = grid[b][a] = value
+            middle = (min(values.values()) + max(values.values())) / 2
+            for row, column in ((a, b), (b, a)):
+                dark = (value < middle) != (colours == "viridis_r")
+                axes.text(
+                    column, row, f"{value:.3g}", ha="center", va="center", color="w" if dark else "k", fontsize=8
+                )
+        figure.colorbar(axes.imshow(grid, cmap=colours), ax=axes, shrink=0.8)
+        axes.set_title(title, loc="left")
+        axes.set_xticks(range(len(ranks)), map(str, ranks))
+        axes.set_yticks(range(len(ranks)), map(str, ranks))
+        axes.set_xlabel("rank")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as exc:
+        raise CommandError(f"--plot {path}: {exc}") from exc

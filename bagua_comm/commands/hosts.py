@@ -1,0 +1,81 @@
+"""Hosts to run on, as users write them: `a:4,b:4`, or a file of lines such as `a slots=4` or `a:4`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .base import CommandError
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many ranks it takes; None where the user did not say."""
+
+    name: str
+    slots: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.slots is None else f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts from a list such as "a:4,b:4".
+
+    >>> parse_hosts("a:4,b")
+    (Host(name='a', slots=4), Host(name='b', slots=None))
+    """
+    return tuple(_host(part, f"--host {text}") for part in text.split(","))
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Hosts from a file, with a line for each, in the form of Open MPI or of MPICH.
+
+    Raises:
+        CommandError: The file cannot be read, names no host, or has a line of another form.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise CommandError(f"--hostfile {path}: {exc}") from exc
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        if words := line.partition("#")[0].split():
+            where = f"--hostfile {path}, line {number}"
+            slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
+            hosts.append(_host(":".join([words[0], *slots]), where))
+    if not hosts:
+        raise CommandError(f"--hostfile {path} names no host; expected lines such as 'node1 slots=4'")
+    return tuple(hosts)
+
+
+def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    """The hosts that `--host` or `--hostfile` names; none without these."""
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile)
+    return parse_hosts(options.host) if options.host is not None else ()
+
+
+def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    """What `-n` says; else one rank for each slot of these hosts, or for each core of this machine.
+
+    Raises:
+        CommandError: A host does not say how many ranks it takes.
+    """
+    if options.ranks is not None or not hosts:
+        return options.ranks or os.cpu_count() or 1
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if len(slots) < len(hosts):
+        raise CommandError("how many ranks? Give -n, or a number for each host: node1:4, or 'slots=4' in a file")
+    return sum(slots)
+
+
+def _host(text: str, where: str) -> Host:
+    match = re.fullmatch(r"([\w.+-]+)(?::([1-9][0-9]{0,6}))?", text)
+    if match is None:
+        raise CommandError(f"{where}: {text!r} is not a host; expected e.g. node1, or node1:4 for 4 ranks")
+    return Host(match[1], int(match[2]) if match[2] else None)

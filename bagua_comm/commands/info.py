@@ -1,0 +1,121 @@
+"""`bagua info`: versions, the MPI library, devices, and which arrays can be carried here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+from typing import Any
+
+from .. import __version__, arrays, bootstrap, cuda
+from .base import cores
+from .mpirun import find_mpirun
+
+SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `info`."""
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what `collect_info` finds."""
+    facts = collect_info()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for title, entries in facts.items():
+        print(title)
+        for name, value in entries.items():
+            print(f"  {name:<22}{value}")
+    return 0
+
+
+def collect_info() -> dict[str, dict[str, Any]]:
+    """What `info` prints: section -> name -> value."""
+    bootstrap.make_room_for_cupy()
+    return {
+        "versions": {
+            "bagua_comm": __version__,
+            "python": platform.python_version(),
+            **{name: installed(name) for name in ("numpy", "mpi4py", "ml_dtypes", "torch")},
+            "cupy": installed("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+            "nccl": installed("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+        },
+        "MPI": mpi_facts(),
+        "devices": {
+            "CPU cores": len(cores()),
+            "CUDA devices": cuda.device_count(),
+            **cuda.device_facts(),
+            "device arrays": _device_side(),
+        },
+        "transports carry": {
+            "local": "NumPy and CuPy arrays between threads of one process",
+            "mpi": "NumPy arrays between processes and machines",
+            "torch": "the same under torchrun, through bagua_torch.connect()",
+            "nccl": "CuPy arrays and CUDA tensors, for ranks with a GPU each",
+            "staged": "the same for any ranks with a GPU, through host memory",
+            "dtypes": ", ".join(sorted(arrays.MOVABLE)),
+        },
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("OMPI_COMM_WORLD_", "OMPI_ALLOW", "PMI", "OMP_NUM", "NCCL_"))
+        },
+    }
+
+
+def installed(*distributions: str) -> str:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return version if len(distributions) == 1 else f"{version} ({name})"
+    return "not installed"
+
+
+def _device_side() -> str:
+    """Which transport `connect` takes for device arrays here, and why."""
+    count = cuda.device_count()
+    if not count:
+        return "not carried: there is no device"
+    try:
+        gpu = bootstrap.my_gpu(0)
+    except Exception as exc:
+        return f"not carried: the device cannot be used: {exc}"
+    obstacle = bootstrap.nccl_obstacle([gpu])
+    if obstacle is not None:
+        return f"through host memory (staged), since {obstacle}"
+    if bootstrap.nccl_obstacle([gpu] * 2) is None:
+        return "over NCCL, also where ranks share a GPU, by NCCL_MULTI_RANK_GPU_ENABLE=1"
+    return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
+
+
+def mpi_facts() -> dict[str, Any]:
+    """What the MPI library says of itself. A process of its own starts it, since that may end the process."""
+    facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
+    if importlib.util.find_spec("mpi4py") is None:
+        return {**facts, "library": "mpi4py is not installed"}
+    code = (
+        "from mpi4py import MPI;"
+        "print(MPI.Get_library_version().split(',')[0].strip());"
+        "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
+    )
+    try:
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return {**facts, "library": "did not start within 60 s"}
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        return {**facts, "library": f"cannot be loaded: {reason}"}
+    library, multiple = result.stdout.strip().splitlines()[-2:]
+    level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
+    return {**facts, "library": library, "thread level": level}

@@ -1,0 +1,354 @@
+"""`bagua run`: starts mpirun with the arguments that this machine needs, and says why each is there.
+
+It replaces its own process by mpirun's, so signals and the exit code are mpirun's. On one host, ranks talk
+through shared memory alone and listen on no port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import bootstrap
+from . import base, write
+from .base import CommandError, parse_variable, positive, program_name
+from .hosts import Host, named_hosts, number_of_ranks
+from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
+
+SUMMARY = "start a Python script on several ranks"
+
+DESCRIPTION = (
+    "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, "
+    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT where the first host is known, so "
+    "that Accelerate, Transformers and torch.distributed find the ranks. What is set already stays as it is."
+)
+
+MASTER_PORT = 29500
+"""The port where ranks meet, on a host whose free ports cannot be asked from here: PyTorch's own choice."""
+
+OTHER_HOSTS = (
+    "--host",
+    "-host",
+    "-H",
+    "--hostfile",
+    "-hostfile",
+    "--machinefile",
+    "-machinefile",
+    "--default-hostfile",
+    "--add-host",
+    "--add-hostfile",
+    "--rankfile",
+    "-rf",
+    "--app",
+    "-hosts",
+    "-f",
+)
+"""Arguments of mpirun that may start ranks on other hosts."""
+
+ALLOCATIONS = (
+    "SLURM_JOB_ID",
+    "SLURM_JOBID",
+    "PBS_JOBID",
+    "PBS_NODEFILE",
+    "LSB_JOBID",
+    "PE_HOSTFILE",
+    "COBALT_NODEFILE",
+    "FLUX_JOB_ID",
+    "PRTE_MCA_prte_default_hostfile",
+    "OMPI_MCA_orte_default_hostfile",
+    "HYDRA_HOST_FILE",
+    "I_MPI_HYDRA_HOST_FILE",
+)
+"""Environment variables in which mpirun finds other hosts."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run`."""
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="how many ranks; by default one for each slot of the hosts, or for each core of this machine",
+    )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--host", metavar="LIST", help="hosts to run on: node1:4,node2:4 for 4 ranks on each")
+    hosts.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: node1 slots=4")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="an environment variable for all ranks; without a value, the one that it has here",
+    )
+    parser.add_argument("--interface", metavar="NAME", help="the network to use, for MPI, gloo and NCCL: eth0")
+    parser.add_argument(
+        "--links", type=positive, metavar="N", help="TCP connections between two ranks (Open MPI; 1)"
+    )
+    parser.add_argument(
+        "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
+    )
+    parser.add_argument(
+        "--ulfm",
+        action="store_true",
+        help="let the other ranks go on when one dies: they get RankFailed, and call shrink() (Open MPI)",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, how, and why so")
+    parser.add_argument("--dry-run", action="store_true", help="print the command instead, as a line for a shell")
+    write.add_arguments(parser)
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument("script")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the ranks; returns only for `--dry-run` and `--write`.
+
+    Raises:
+        CommandError: The arguments do not go together, or there is no mpirun.
+    """
+    if not options.module and not Path(options.script).is_file():
+        raise CommandError(f"there is no file {options.script}")
+    if options.write:
+        return write.run(options)
+    for flag, given, other in (("--image", options.image, "--write k8s"), ("--force", options.force, "--write")):
+        if given:
+            raise CommandError(f"{flag} is for {other}")
+    mpirun = find_mpirun()
+    if mpirun is None:
+        raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
+    plan = make_plan(options, ask_mpirun(mpirun))
+    if options.verbose:
+        print(*plan.lines(), sep="\n", file=sys.stderr)
+    if options.dry_run:
+        print(plan.shell())
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+# ---------------------------------------------------------------------------------------------------
+# The plan
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `run` starts."""
+
+    mpirun: Mpirun
+    ranks: int
+    where: str
+    settings: tuple[Setting, ...]
+    program: tuple[str, ...]
+
+    @property
+    def command(self) -> list[str]:
+        """mpirun and all of its arguments."""
+        arguments = [word for setting in self.settings for word in setting.arguments]
+        return [self.mpirun.path, "-n", str(self.ranks), *arguments, *self.program]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that mpirun gets beside those that are there."""
+        return {name: value for setting in self.settings for name, value in setting.variables.items()}
+
+    def shell(self) -> str:
+        """A line for a shell that starts the same."""
+        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        return shlex.join([*(["env", *variables] if variables else []), *self.command])
+
+    def lines(self) -> Iterator[str]:
+        """What is started, with which arguments and variables, and why."""
+        by = f"{self.mpirun.path} ({self.mpirun})"
+        yield f"{program_name()} run: {count(self.ranks, 'rank')} on {self.where}, by {by}"
+        for setting in self.settings:
+            variables = [f"{name}={value}" for name, value in setting.variables.items()]
+            yield f"  {shlex.join([*variables, *setting.arguments])}"
+            yield f"      {setting.why}"
+        program = self.program[len(PER_RANK) :] if self.program[: len(PER_RANK)] == PER_RANK else self.program
+        if program != self.program:
+            yield "  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
+            yield "      each rank gets its numbers under torchrun's names, too"
+        yield f"  {shlex.join(program)}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a plan is made from."""
+
+    options: argparse.Namespace
+    mpirun: Mpirun
+    hosts: tuple[Host, ...]
+    ranks: int
+    cores: int
+    """Those of this host that may be used."""
+    alone: bool
+    """Whether ranks certainly run on this host alone."""
+
+    def where(self) -> str:
+        if self.hosts:
+            return f"{count(len(self.hosts), 'host')}: {', '.join(map(str, self.hosts))}"
+        if self.alone:
+            return f"this host, which has {count(self.cores, 'core')}"
+        return "the hosts that mpirun finds itself"
+
+
+def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
+    """What the arguments of `run` ask for.
+
+    Raises:
+        CommandError: They do not go together, or this mpirun cannot do it.
+    """
+    hosts = named_hosts(options)
+    alone = not hosts and stays_here(mpirun, options.mpirun)
+    job = _Job(options, mpirun, hosts, number_of_ranks(options, hosts), len(base.cores()), alone)
+    variables = list(_variables(job))
+    settings = [*_arguments(job), *variables, *_forwarded(job, variables), *_for_mpirun_itself(job)]
+    if options.mpirun:
+        settings.append(Setting("--mpirun: your own", tuple(options.mpirun)))
+    python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
+    program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
+    return Plan(mpirun, job.ranks, job.where(), tuple(settings), program)
+
+
+def _arguments(job: _Job) -> Iterator[Setting]:
+    """How ranks are placed, and how they talk."""
+    options, mpirun = job.options, job.mpirun
+    if job.hosts:
+        yield Setting("you named these hosts", mpirun.hosts(job.hosts, options.hostfile))
+    if mpirun.is_open_mpi:
+        yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
+    if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
+        why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: who waits leaves the core to others"
+        yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
+    if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
+        why = "one host: ranks talk through shared memory, and listen on no port"
+        yield Setting(why, ("--mca", "btl", "self,sm"))
+    if options.ulfm:
+        yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
+    if options.links:
+        yield Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))
+
+
+def _variables(job: _Job) -> Iterator[Setting]:
+    """The environment variables of ranks: those that they need, unless they are set already, and the user's."""
+    options, mpirun = job.options, job.mpirun
+    chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
+    ours = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in chosen}
+    if ours and mpirun.is_open_mpi:
+        yield Setting("pieces of collectives are sent without asking the receiver first", variables=ours)
+    if "OMP_NUM_THREADS" not in chosen and job.alone:
+        why = "else every rank would start a thread on each core, and they would stand in each other's way"
+        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
+    if mpirun.is_open_mpi and (job.alone or job.hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        address, port, free = meeting_point(job.hosts)
+        why = "torch.distributed meets here; the port is free now"
+        if not free:
+            why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
+        yield Setting(why, variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)})
+    if options.interface:
+        if job.alone:
+            _check_interface(options.interface)
+        yield mpirun.interface(options.interface)
+    for text in options.env:
+        yield Setting("--env", variables=_variable(text))
+
+
+def _forwarded(job: _Job, settings: Sequence[Setting]) -> Iterator[Setting]:
+    """What takes variables to ranks on other hosts."""
+    names = ("MASTER_ADDR", "MASTER_PORT")
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    for setting in settings:
+        variables |= setting.variables
+    arguments = job.mpirun.forward(variables)
+    if arguments and not job.alone:
+        yield Setting("ranks on other hosts get these variables, too", arguments)
+
+
+def _for_mpirun_itself(job: _Job) -> Iterator[Setting]:
+    """The environment variables without which mpirun does not start."""
+    if path := job.mpirun.search_path():
+        yield Setting("mpirun finds its own programs beside it", variables=path)
+    if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
+        allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+        yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
+
+
+def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
+    """The address and port where torch.distributed's ranks meet, and whether the port is known to be free.
+
+    That is on rank 0's host, the first. Without hosts, it is this one.
+    """
+    loopback = ("localhost", "127.0.0.1")
+    if all(host.name in loopback for host in hosts):
+        return "127.0.0.1", _free_port(), True
+    # Under the name "localhost", another host would look for itself.
+    address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name
+    return (address, _free_port(), True) if _is_here(address) else (address, MASTER_PORT, False)
+
+
+def _is_here(address: str) -> bool:
+    """Whether this is certainly this host. Other names are not looked up: a name server may take its time."""
+    here = socket.gethostname()
+    if not re.fullmatch(r"[0-9.]+", address):
+        return address in (here, here.partition(".")[0])
+    with socket.socket() as one:
+        try:
+            one.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _free_port() -> int:
+    """A port that is free now on all addresses of this host."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port: int = one.getsockname()[1]
+    return port
+
+
+def _variable(text: str) -> dict[str, str]:
+    """The variable that `--env` asks for."""
+    name, value = parse_variable(text)
+    if value is None and name not in os.environ:
+        raise CommandError(f"--env {name}: {name} is not set here; set it, or give --env {name}=VALUE")
+    return {name: os.environ[name] if value is None else value}
+
+
+def _check_interface(name: str) -> None:
+    there = [found for _, found in socket.if_nameindex()]
+    if name not in there:
+        raise CommandError(f"--interface: there is no {name} on this host; there are {', '.join(there)}")
+
+
+def _shared_memory_will_do(ranks: int, given: Sequence[str]) -> bool:
+    """Whether /dev/shm has twice the room that is needed, and the user chose no network."""
+    if "OMPI_MCA_btl" in os.environ or "btl" in given:
+        return False
+    try:
+        return shutil.disk_usage("/dev/shm").free >= ranks * 2 * SEGMENT_BYTES
+    except OSError:
+        return False
+
+
+def stays_here(mpirun: Mpirun, given: Sequence[str]) -> bool:
+    """Whether ranks certainly run on this host alone, if the user gives these arguments to mpirun."""
+    names = {argument.partition("=")[0] for argument in given}
+    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
+    return not elsewhere and not mpirun.has_default_hosts()
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,200 @@
+"""Programs that a real Slurm starts, on two emulated nodes; see `support.slurm`."""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from support import slurm as slurm_of_two_nodes
+from support.launch import run_python, torchrun
+
+from bagua_comm.commands.mpirun import find_mpirun
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+
+WHERE = """
+import socket
+import numpy as np
+import bagua_comm
+
+with bagua_comm.connect(timeout_s=60) as comm:
+    total = comm.allreduce(np.ones(300_000))
+    assert (total == comm.size).all()
+    places = comm.allgather_object((socket.gethostname(), comm.node, comm.local_rank, comm.by_node().intra.size))
+    if comm.rank == 0:
+        print(comm.size, *places)
+"""
+
+ON_TWO_NODES = "2 ('n1', 0, 0, 1) ('n2', 1, 0, 1)\n"
+
+
+@pytest.fixture
+def where(tmp_path):
+    """The path of a program whose rank 0 prints where all ranks are."""
+    path = tmp_path / "where.py"
+    path.write_text(WHERE)
+    return path
+
+
+def mpi4py_needs_open_mpi():
+    """Skip a test of the MPI of Open MPI's wheel where mpi4py uses another one."""
+    from mpi4py import MPI
+
+    if MPI.get_vendor()[0] != "Open MPI":
+        pytest.skip(f"mpi4py uses {MPI.get_vendor()[0]}, which Slurm's PMI2 serves; this is about Open MPI")
+
+
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ("-N2 -n2", ON_TWO_NODES),
+        ("-N2 -n4", "4 ('n1', 0, 0, 2) ('n1', 0, 1, 2) ('n2', 1, 0, 2) ('n2', 1, 1, 2)\n"),
+        ("-N1 -n2", "2 ('n1', 0, 0, 2) ('n1', 0, 1, 2)\n"),
+    ],
+)
+def test_srun_with_pmix_makes_one_world_with_its_nodes(slurm, where, options, places):
+    result = slurm.run("srun", "--mpi=pmix", *options.split(), sys.executable, where)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    assert result.stdout == places
+
+
+NODES = """
+from mpi4py import MPI
+import bagua_comm
+
+with bagua_comm.connect(timeout_s=60) as comm:
+    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    print(here.Get_size(), comm.local_size, comm.transports[0]._window is not None)
+"""
+
+
+def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_slurm, tmp_path):
+    """Open MPI then finds each rank alone on its host. (Two nodes see none of each other's processes here.)"""
+    mpi4py_needs_open_mpi()
+    script = tmp_path / "nodes.py"
+    script.write_text(NODES)
+    with slurm_of_two_nodes.start(tmp_path / "slurm", named=False) as slurm:
+        for nodes, window in (1, True), (2, False):
+            result = slurm.run("srun", "--mpi=pmix", f"-N{nodes}", "-n2", sys.executable, script)
+            assert result.returncode == 0, result.stderr + slurm.logs()
+            assert result.stdout == f"1 2 {window}\n" * 2
+
+
+ALONE = """
+import bagua_comm
+from bagua_comm import BootstrapError
+try:
+    bagua_comm.connect(timeout_s=60)
+except BootstrapError as error:
+    print(error, flush=True)
+    raise
+"""
+
+
+@pytest.mark.parametrize("module", ["bagua_comm", "bagua_torch"])
+@pytest.mark.parametrize(
+    ("mpi", "started"),
+    [
+        ("none", "srun started 2 processes (SLURM_STEP_NUM_TASKS=2)"),
+        ("pmi2", "srun --mpi=pmi2 started 2 processes (PMI_SIZE=2)"),
+    ],
+)
+def test_ranks_that_do_not_find_each_other_say_what_to_add(slurm, tmp_path, mpi, started, module):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        ALONE.replace("bagua_comm.connect", f"{module}.connect").replace("import", f"import {module},", 1)
+    )
+    result = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", sys.executable, script)
+    assert result.returncode == 1, result.stderr + slurm.logs()
+    assert result.stdout.count(f"connect: {started}, but this one is alone, since mpi4py's Open MPI ") == 2
+    assert result.stdout.count("start it with srun --mpi=pmix (srun --mpi=list") == 2
+    assert result.stdout.count("If this world is meant, say connect(alone=True)\n") == 2
+    assert re.search(r"alone.py:\d+, in <module>", result.stderr)
+
+
+WITHOUT_MPI4PY = """
+import importlib.util, sys
+importlib.util.find_spec = lambda name: None
+sys.modules["mpi4py"] = None
+"""
+
+
+def test_tasks_without_mpi4py_are_told_how_to_install_it(slurm, tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(WITHOUT_MPI4PY + ALONE)
+    result = slurm.run("srun", "-N2", "-n2", sys.executable, script)
+    assert result.returncode == 1
+    assert (
+        result.stdout.count("since mpi4py is not installed. To change that, pip install 'bagua-comm[mpi]'") == 2
+    )
+
+
+def test_each_task_may_be_a_world_of_its_own_if_it_says_so(slurm):
+    code = "import bagua_comm; print(bagua_comm.connect(alone=True).size)"
+    result = slurm.run("srun", "-N2", "-n2", sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "1\n1\n"
+
+
+def test_the_shell_of_a_batch_job_is_a_world_of_one_and_its_steps_are_not(slurm, where, tmp_path):
+    job = tmp_path / "job.sh"
+    job.write_text(
+        textwrap.dedent(f"""\
+        #!/bin/sh
+        #SBATCH --nodes=2 --ntasks=2
+        echo "$SLURM_NTASKS tasks"
+        {sys.executable} {where}
+        srun --mpi=pmix {sys.executable} {where}
+        """)
+    )
+    result = slurm.batch(job)
+    assert result.returncode == 0, result.stdout + result.stderr + slurm.logs()
+    assert result.stdout == "2 tasks\n1 ('n1', 0, 0, 1)\n" + ON_TWO_NODES
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "run"])
+def test_mpirun_starts_a_rank_for_each_task_of_an_allocation(slurm, where, launcher):
+    mpi4py_needs_open_mpi()
+    by_run = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", where]
+    command = by_run if launcher == "run" else [find_mpirun(), "-n", "2", sys.executable, where]
+    result = slurm.run("salloc", "--quiet", "-N2", "-n2", *command)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    assert result.stdout == ON_TWO_NODES
+
+
+def test_a_task_on_each_node_may_start_torchrun(slurm, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WHERE.replace("bagua_comm", "bagua_torch"))
+    start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=n1:{slurm_of_two_nodes.free_ports(1)[0]}", "--rdzv-id=1"]
+    result = slurm.run("srun", "-N2", "-n2", *start, *meet, script)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    assert re.fullmatch(r"2 \('n[12]', 0, 0, 1\) \('n[12]', 1, 0, 1\)\n", result.stdout)
+
+
+ONE_SCRIPT = """
+import numpy as np
+import bagua_torch
+
+with bagua_torch.connect(timeout_s=60) as comm:
+    x = comm.allreduce(np.arange(100_000.0) * (comm.rank + 1))
+    comm.check_consistency(x)
+    if comm.rank == 0:
+        print(comm.size, x.sum())
+"""
+
+
+def test_one_script_prints_the_same_whatever_starts_it(slurm, tmp_path):
+    script: Path = tmp_path / "script.py"
+    script.write_text(ONE_SCRIPT)
+    python = [sys.executable, script]
+    results = {
+        "run": run_python(2, script),
+        "mpirun": slurm.run(find_mpirun(), "-n", "2", "--oversubscribe", *python),
+        "torchrun": torchrun(2, script),
+        "srun": slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *python),
+    }
+    printed = {name: (result.returncode, result.stdout) for name, result in results.items()}
+    expected = f"2 {3.0 * sum(range(100_000))}\n"
+    assert printed == dict.fromkeys(results, (0, expected)), results

@@ -1,0 +1,320 @@
+"""`doctor`: what it finds, and what it says that one should do."""
+
+import argparse
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+from support.launch import run_python, torchrun
+
+from bagua_comm import __main__ as cli
+from bagua_comm.commands import doctor
+from bagua_comm.commands.doctor import facts, measure, report
+from bagua_comm.commands.doctor.findings import World, examine
+from bagua_comm.commands.doctor.measure import Pair
+from bagua_comm.errors import CommTimeout
+from bagua_comm.testing import run_ranks
+
+HEALTHY = {
+    "host": "node1",
+    "pid": 7,
+    "versions": {"bagua_comm": "1.2", "python": "3.12.1", "numpy": "2.3.0"},
+    "MPI": {"running": True, "library": "Open MPI v5.0.11", "threads": True, "ulfm": True},
+    "cores": [0, 1, 2, 3],
+    "cores of the host": 4,
+    "OMP_NUM_THREADS": "1",
+    "limits": {"memlock": None, "nofile": 20000, "nproc": None},
+    "shared memory": {"total": 8 << 30, "free": 7 << 30},
+    "interfaces": {"eth0": {"address": "10.0.0.1", "Mbit/s": 10000}},
+    "InfiniBand": [],
+    "gpu": {"driver": False, "count": 0},
+}
+
+
+def world(size=4, hosts=2, pairs=(), clocks=None, **changes):
+    """Healthy ranks, in order over the hosts; `changes` are made to the facts of the last rank."""
+    everyone = []
+    for rank in range(size):
+        host = rank * hosts // size
+        one = copy.deepcopy(HEALTHY) | {"host": f"node{host + 1}"}
+        one["interfaces"]["eth0"]["address"] = f"10.0.0.{host + 1}"
+        everyone.append(one)
+    for name, value in changes.items():
+        everyone[-1][name] = value
+    nodes = [rank * hosts // size for rank in range(size)]
+    return World(everyone, nodes, list(pairs), clocks or {})
+
+
+def found(level, text, where):
+    """The one finding of a level that has this text."""
+    (finding,) = [each for each in examine(where) if each.level == level and text in each.what]
+    return finding
+
+
+def levels(where):
+    return {finding.level for finding in examine(where)} - {"ok", "note"}
+
+
+def test_healthy_hosts_have_nothing_to_be_done():
+    assert levels(world()) == set()
+    assert levels(world(size=1, hosts=1)) == set()
+
+
+def test_another_version_on_one_rank_is_a_problem():
+    finding = found("problem", "numpy", world(versions=HEALTHY["versions"] | {"numpy": "2.2.6"}))
+    assert finding.what == "ranks have different versions of numpy: 2.3.0 on ranks 0-2; 2.2.6 on rank 3"
+    assert "install the same on all hosts (node1, node2)" in finding.do
+    mpi = HEALTHY["MPI"] | {"library": "MPICH 5.0.2"}
+    assert "MPICH 5.0.2 on rank 3" in found("problem", "versions of MPI", world(MPI=mpi)).what
+
+
+def test_full_shared_memory_is_a_problem_that_names_containers():
+    few = {"total": 64 << 20, "free": 20 << 20}
+    finding = found("problem", "/dev/shm", shared(few))
+    assert finding.what == "/dev/shm of node1 has 20 MiB free, and Open MPI wants 32 MiB for ranks 0, 1"
+    assert "--shm-size" in finding.do
+    assert "is not there" in found("problem", "/dev/shm", shared(None)).what
+
+
+def test_where_the_library_itself_differs_nothing_else_is_concluded():
+    mixed = world(versions={"bagua_comm": "0.9"})
+    del mixed.facts[3]["limits"]
+    (finding,) = [each for each in examine(mixed) if "versions of bagua_comm" in each.what]
+    assert "1.2 on ranks 0-2; 0.9 on rank 3" in finding.what
+    assert {each.level for each in examine(mixed)} == {"problem"}
+    assert "  node2: ranks 2, 3" in list(report.lines(mixed, examine(mixed), "doctor"))
+
+
+def shared(memory):
+    """Two ranks on a host with this room."""
+    both = world(size=2, hosts=1)
+    for each in both.facts:
+        each["shared memory"] = memory
+    return both
+
+
+def test_low_limits_are_named_with_the_flag_of_ulimit():
+    low = world(size=100, hosts=100, limits={"memlock": 65536, "nofile": 256, "nproc": 50})
+    files = found("warning", "ulimit nofile", low)
+    assert files.what.startswith("ulimit nofile on node100 is 256 ")
+    assert files.do.startswith("ulimit -n 464,")
+    assert found("warning", "ulimit nproc", low).do.startswith("ulimit -u 64,")
+    assert "memlock" not in "".join(
+        finding.what for finding in examine(low)
+    )  # without InfiniBand, it is no limit
+    infiniband = world(InfiniBand=["mlx5_0"], limits={"memlock": 65536, "nofile": 20000, "nproc": None})
+    infiniband.facts[2] = infiniband.facts[3]
+    assert found("problem", "ulimit memlock on node2 is 64 KiB", infiniband).do.startswith("ulimit -l unlimited")
+
+
+def test_more_ranks_than_cores_and_bound_ranks_are_warned_of():
+    assert "5 ranks share 4 cores of node1" in found("warning", "share", world(size=5, hosts=1)).what
+    bound = found("warning", "bound to one core", world(cores=[2]))
+    assert bound.what.startswith("rank 3 on node2 ")
+    assert "--bind-to none" in bound.do
+    threads = world(size=2, hosts=1)
+    threads.facts[0]["OMP_NUM_THREADS"] = None
+    assert found("warning", "OMP_NUM_THREADS is not set on node1", threads).do.startswith("OMP_NUM_THREADS=2")
+
+
+def test_ranks_of_one_host_that_mpi_takes_apart_are_a_problem():
+    apart = world(size=2, hosts=1)
+    apart.nodes[:] = [0, 1]
+    assert "connect(node=...)" in found("problem", "ranks 0, 1 run on node1", apart).do
+
+
+def test_an_address_that_two_hosts_have_is_warned_of_and_another_network_named():
+    both = world()
+    for each in both.facts:
+        each["interfaces"] = {"docker0": {"address": "172.17.0.1", "Mbit/s": None}, **each["interfaces"]}
+    finding = found("warning", "same address", both)
+    assert "172.17.0.1 (docker0 of node1, docker0 of node2)" in finding.what
+    assert finding.do.endswith("--interface eth0")
+    both.facts[0]["MPI"]["network chosen"] = "eth0"
+    assert levels(both) == set()
+
+
+def test_interfaces_with_other_names_are_warned_of():
+    other = {"ib0": {"address": "10.1.0.1", "Mbit/s": None}}
+    named = world(size=2, interfaces=other)
+    assert "(node1: eth0; node2: ib0)" in found("warning", "no interface has the same name", named).what
+
+
+def test_clocks_that_are_apart_are_warned_of():
+    assert "agree within 2.0 ms" in found("ok", "clocks", world(clocks={0: 0.0, 2: 0.002})).what
+    finding = found("warning", "clock of node1", world(clocks={0: 0.0, 2: -3.5}))
+    assert finding.what.startswith("the clock of node1 is 3.5 s ahead of that of node2")
+
+
+def test_a_slow_pair_is_named_and_compared_with_its_kind():
+    pairs = [Pair(a, b, 1e-6 if a // 2 == b // 2 else 5e-5, 1e10) for a in range(4) for b in range(a + 1, 4)]
+    assert levels(world(pairs=pairs)) == set()
+    pairs[-2] = Pair(1, 3, 5e-5, 1e9)
+    finding = found("warning", "median", world(pairs=pairs))
+    assert (
+        finding.what == "rank 1 on node1 and rank 3 on node2 reach 1 GB/s, where the median between hosts is 10"
+    )
+    assert "on one host: 1 us and 10 GB/s" in found("ok", "on one host", world(pairs=pairs)).what
+
+
+def test_what_mpi_lacks_is_said():
+    lacks = HEALTHY["MPI"] | {"threads": False, "ulfm": False}
+    one = world(size=1, hosts=1, MPI=lacks)
+    assert found("warning", "MPI_THREAD_MULTIPLE", one)
+    assert "--ulfm" in found("note", "ULFM is off", one).do
+
+
+def test_gpus_that_cannot_be_used_are_warned_of():
+    assert found("note", "no host has an NVIDIA driver", world())
+    gpu = {"driver": True, "count": 1, "CUDA": ""}
+    some = world(size=2, gpu=gpu)
+    assert "node1 has no GPU that can be used" in found("warning", "no GPU", some).what
+    every = world(size=2, hosts=1, gpu=gpu)
+    every.facts[0]["gpu"] = gpu
+    assert found("ok", "each rank has a GPU", every)
+    every.facts[0]["gpu"] = gpu | {"obstacle": "ranks [0, 1] share the GPU 0"}
+    assert "since ranks [0, 1] share the GPU 0" in found("warning", "through host memory", every).what
+
+
+def test_a_gpu_is_examined_where_cupy_sees_one(device, capsys, monkeypatch):
+    monkeypatch.setattr(facts, "mpi_facts", dict)
+    assert cli.main(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["ranks"][0]["gpu"]["count"] == 1
+    whats = [finding["what"] for finding in record["findings"]]
+    assert "each rank has a GPU, and NCCL can be used" in whats
+
+
+def test_pairs_and_clocks_are_measured_alike_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.03)
+
+    def body(comm):
+        return measure.measure_pairs(comm, [0, 1, 2]), measure.measure_clocks(comm, [0, 2])
+
+    results = run_ranks(3, body)
+    assert results[0] == results[1] == results[2]
+    pairs, clocks = results[0]
+    assert [(pair.a, pair.b) for pair in pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert all(0 < pair.latency_s < 1 and pair.bytes_per_s > 1e5 for pair in pairs)
+    assert clocks.keys() == {0, 2}
+    assert abs(clocks[2]) < 1  # they are one clock
+
+
+def test_of_many_ranks_some_are_measured_and_those_on_every_host_first():
+    assert doctor._to_measure(4, [0, 2]) == [0, 1, 2, 3]
+    assert doctor._to_measure(100, [0, 50]) == [*range(15), 50]
+    assert doctor._to_measure(64, list(range(0, 64, 2))) == list(range(0, 64, 4))
+
+
+def test_the_heat_map_shades_what_is_worse():
+    pairs = [Pair(0, 1, 1e-6, 1e9), Pair(0, 2, 2e-6, 1e9), Pair(1, 2, 9e-6, 1e9)]
+    lines = list(report.table("us", pairs, {pair: pair.latency_s * 1e6 for pair in pairs}, least=True))
+    assert lines == [
+        "us",
+        " rank       0       1       2",
+        "    0      .       1█      2▓",
+        "    1      1█      .       9",
+        "    2      2▓      9       .",
+    ]
+
+
+def test_one_rank_is_examined_without_mpi(capsys, monkeypatch):
+    monkeypatch.setattr(facts, "mpi_facts", lambda: {"library": "Open MPI v5.0.11"})  # this starts a process
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("python -m bagua_comm doctor: 1 rank on 1 host\n")
+    assert "this is a world of one rank, without MPI (library: Open MPI v5.0.11)" in text
+    assert cli.main(["doctor", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["exit_code"] == 0
+    assert record["ranks"][0]["versions"]["python"] == sys.version.split()[0]
+
+
+def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.01)
+    monkeypatch.setattr(doctor.facts, "collect", lambda: copy.deepcopy(HEALTHY) | {"shared memory": None})
+    options = argparse.Namespace(json=False, plot=None)
+    assert run_ranks(2, lambda comm: doctor._examine_all(comm, options)) == [1, 1]
+    text = capsys.readouterr().out
+    assert "PROBLEM  /dev/shm of node1 is not there" in text
+    assert "1 problem, 0 warnings" in text
+
+
+def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "pairs.png"
+    with pytest.raises(doctor.CommandError, match="--plot: there is one rank"):
+        report.plot(world(size=1, hosts=1), file)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(doctor.CommandError, match="pip install matplotlib"):
+        report.plot(world(), file)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("matplotlib")
+def test_a_figure_shows_all_pairs(tmp_path):
+    three = world(pairs=[Pair(0, 1, 1e-6, 1e9), Pair(0, 2, 2e-6, 2e9), Pair(1, 2, 9e-6, 3e9)])
+    report.plot(three, tmp_path / "pairs.svg")
+    assert "bandwidth (GB/s)" in (tmp_path / "pairs.svg").read_text()
+    with pytest.raises(doctor.CommandError, match=r"--plot .*no/such/folder"):
+        report.plot(three, tmp_path / "no/such/folder/pairs.svg")
+
+
+def test_ranks_that_do_not_come_are_told_with_what_to_do(monkeypatch, capsys):
+    def connect(**settings):
+        raise CommTimeout("rank 1 has not come")
+
+    monkeypatch.setattr(doctor.bootstrap, "connect", connect)
+    assert cli.main(["doctor"]) == 1
+    error = capsys.readouterr().err
+    assert "doctor: rank 1 has not come; if all ranks run, a firewall" in error
+
+
+@pytest.mark.slow
+@pytest.mark.needs("matplotlib")
+def test_four_ranks_under_mpirun_are_examined_together(tmp_path):
+    figure = tmp_path / "pairs.png"
+    result = run_python(4, "-m", "bagua_comm", "doctor", "--json", "--plot", figure)
+    record = json.loads(result.stdout)
+    problems = [each["what"] for each in record["findings"] if each["level"] == "problem"]
+    assert (result.returncode, problems) == (0, []), result.stderr
+    assert len(record["ranks"]) == 4
+    assert len(record["pairs"]) == 6
+    assert all(rank["MPI"]["threads"] for rank in record["ranks"])
+    assert figure.stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.needs("torch")
+def test_ranks_of_torchrun_are_examined_together():
+    result = torchrun(2, "-m", "bagua_comm", "doctor", "--json")
+    record = json.loads(result.stdout)
+    assert (result.returncode, len(record["ranks"]), len(record["pairs"])) == (0, 2, 1), result.stderr
+    assert any(finding["what"].startswith("torchrun started these ranks") for finding in record["findings"])
+
+
+@pytest.mark.slow
+def test_ranks_with_another_version_end_with_exit_code_1(tmp_path):
+    script = """
+        import os, sys
+        import bagua_comm.commands.doctor.facts as facts
+        if os.environ["RANK"] == "1":
+            facts.__version__ = "0.0.1"
+        from bagua_comm.__main__ import main
+        sys.exit(main(["doctor"]))
+    """
+    result = run_python(2, script=(tmp_path / "script.py", script))
+    assert result.returncode == 1, result.stderr
+    assert "PROBLEM  ranks have different versions of bagua_comm" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_doctor_whose_reader_goes_away_ends_quietly():
+    command = [sys.executable, "-m", "bagua_comm", "doctor"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    error = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+    assert error == ""

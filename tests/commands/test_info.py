@@ -1,0 +1,70 @@
+"""`info`: what it knows about this machine."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from bagua_comm.commands.info import collect_info
+
+
+def test_info_prints_versions_mpi_and_transports():
+    command = [sys.executable, "-m", "bagua_comm", "info"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    facts = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=90, check=True).stdout
+    )
+    assert facts["MPI"]["thread level"] == "MPI_THREAD_MULTIPLE"
+    assert facts["versions"]["numpy"] in text
+    assert "Open MPI" in facts["MPI"]["library"]
+    assert "bfloat16" in facts["transports carry"]["dtypes"]
+    assert facts["devices"]["CUDA devices"] == 0
+    assert facts["devices"]["device arrays"] == "not carried: there is no device"
+    assert "nccl" in facts["transports carry"]
+
+
+def test_info_without_a_driver_says_what_is_missing():
+    facts = collect_info()["devices"]
+    assert facts["CUDA driver"] == "none"
+    assert facts["CUDA"] == "no device can be used: there is no NVIDIA driver"
+    assert re.fullmatch(r"2\.\d+\.\d+", facts["NCCL"])
+    assert re.fullmatch(r"13\.\d+", facts["NVRTC"])
+
+
+def test_info_without_cupy_says_what_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    facts = collect_info()["devices"]
+    assert "bagua-comm[cuda13]" in facts["CUDA"]
+    assert facts["device arrays"] == "not carried: there is no device"
+
+
+@pytest.mark.parametrize(
+    ("shares", "side"),
+    [("0", "over NCCL up to 2 ranks on this machine"), ("1", "over NCCL, also where ranks share a GPU")],
+)
+def test_info_shows_devices_and_what_carries_their_arrays(device, monkeypatch, shares, side):
+    from cupy.cuda import runtime
+
+    found = {"name": b"a GPU", "totalGlobalMem": 80 * 2**30, "major": 9, "minor": 0}
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: found)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", shares)
+    device.count = 2
+    facts = collect_info()["devices"]
+    assert facts["CUDA devices"] == 2
+    assert facts["CUDA driver"] == "13.0"
+    assert facts["NCCL"] == "2.32.3"
+    assert facts["GPU 1"] == "a GPU, 80 GiB, compute capability 9.0, at 0000:01:00.0"
+    assert facts["device arrays"].startswith(side)
+
+
+def test_info_survives_what_cannot_be_asked(device, monkeypatch):
+    from cupy.cuda import nccl, runtime
+
+    monkeypatch.setattr(nccl, "available", False)
+    monkeypatch.setattr(nccl, "get_version", lambda: 1 / 0)
+    monkeypatch.setattr(runtime, "getDeviceProperties", lambda index: 1 / 0)
+    facts = collect_info()["devices"]
+    assert facts["NCCL"] == facts["GPU 0"] == "not available: division by zero"
+    assert facts["device arrays"].startswith("through host memory (staged), since rank 0 cannot load NCCL")

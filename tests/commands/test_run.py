@@ -1,0 +1,336 @@
+"""`run`: what is started, with which arguments and variables, and why."""
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.launch import run_python
+
+from bagua_comm import __main__ as cli
+from bagua_comm.commands import run
+from bagua_comm.commands.mpirun import PER_RANK, Mpirun, recognise
+
+OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
+MPICH = Mpirun("/opt/mpich/bin/mpirun", "MPICH", "5.0.2")
+INTEL = Mpirun("/opt/intel/bin/mpirun", "Intel MPI", "2021.18.1")
+UNKNOWN = Mpirun("mpirun", "")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """A host of two cores, where nobody has said anything about networks or threads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
+    for name in (*unsaid, *run.ALLOCATIONS):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def plan(*arguments, mpirun=OPEN_MPI):
+    return run.make_plan(cli.make_parser().parse_args(["run", *arguments, __file__]), mpirun)
+
+
+def has(made, *words):
+    """Whether a plan's command has these words, one after another."""
+    return f" {shlex.join(words)} " in f" {shlex.join(made.command)} "
+
+
+def test_run_passes_arguments_and_exit_codes_on(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    result = run_python(1, script, "-x", "--epochs", "2")
+    assert result.returncode == 3
+    assert "['-x', '--epochs', '2']" in result.stdout
+
+
+def test_run_passes_signals_on(tmp_path):
+    script = tmp_path / "script.py"
+    pids = tmp_path / "pids"
+    script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)")
+    command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", str(script)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and (not pids.exists() or len(pids.read_text().split()) < 2):
+        time.sleep(0.05)
+    ranks = [int(pid) for pid in pids.read_text().split()]
+
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(timeout=90) != 0
+    assert len(ranks) == 2
+    while time.monotonic() < deadline and any(_runs(pid) for pid in ranks):
+        time.sleep(0.05)
+    assert not any(_runs(pid) for pid in ranks)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_run_needs_a_script_that_exists(capsys):
+    assert cli.main(["run", "-n", "2", "no_such_file.py"]) == 2
+    assert "there is no file no_such_file.py" in capsys.readouterr().err
+
+
+def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
+    monkeypatch.setattr(run, "find_mpirun", lambda: None)
+    assert cli.main(["run", __file__]) == 127
+    assert "bagua-comm[mpi]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1", "two"])
+def test_run_needs_a_positive_number_of_ranks(ranks, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", "-n", ranks, __file__])
+    assert "-n" in capsys.readouterr().err
+
+
+def test_more_ranks_than_cores_are_oversubscribed_and_yield():
+    made = plan("-n", "4")
+    assert has(made, "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
+    assert made.variables["OMP_NUM_THREADS"] == "1"
+
+    made = plan("-n", "1")
+    assert not has(made, "--oversubscribe")
+    assert made.variables["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize("mpirun", [MPICH, INTEL, UNKNOWN])
+def test_other_mpis_get_no_flags_of_open_mpi(mpirun):
+    assert plan("-n", "64", mpirun=mpirun).command == [mpirun.path, "-n", "64", sys.executable, __file__]
+
+
+def test_ranks_on_one_host_use_shared_memory_alone():
+    assert has(plan("-n", "2"), "--mca", "btl", "self,sm")
+    given = ("--report-bindings", "--mca", "mpi_show_handle_leaks", "1")
+    assert has(plan("-n", "2", *(f"--mpirun={word}" for word in given)), "--mca", "btl", "self,sm")
+
+
+def test_ranks_use_the_network_where_they_may_need_it(quiet, tmp_path):
+    def network(*arguments, mpirun=OPEN_MPI):
+        return "self,sm" not in plan("-n", "2", *arguments, mpirun=mpirun).command
+
+    assert network("--host", "a,b")
+    assert network("--mpirun=--hostfile", "--mpirun=hosts")
+    assert network("--mpirun=--hostfile=hosts")
+    assert network("-n", str(10**6))  # more than there is room for in /dev/shm
+    quiet.setenv("SLURM_JOB_ID", "7")
+    assert network()
+    quiet.delenv("SLURM_JOB_ID")
+
+    hosts = tmp_path / "etc" / "prte-default-hostfile"
+    hosts.parent.mkdir()
+    here = Mpirun(str(tmp_path / "bin" / "mpirun"), "Open MPI", "5.0.11")
+    hosts.write_text("# nothing but a comment\n\n")
+    assert not network(mpirun=here)
+    hosts.write_text("# two hosts\na slots=4\nb slots=4\n")
+    assert network(mpirun=here)
+
+
+def test_in_an_allocation_nothing_is_said_about_this_hosts_cores(quiet):
+    quiet.setenv("SLURM_JOB_ID", "7")
+    made = plan("-n", "64")
+    assert "--oversubscribe" not in made.command
+    assert "OMP_NUM_THREADS" not in made.variables
+
+
+def test_who_has_chosen_how_ranks_talk_is_obeyed(quiet):
+    assert "self,sm" not in plan("--mpirun=--mca", "--mpirun=btl", "--mpirun=tcp,self").command
+    quiet.setenv("OMPI_MCA_btl", "tcp,self")
+    assert "self,sm" not in plan().command
+
+
+@pytest.mark.slow
+def test_ranks_on_one_host_listen_on_no_port(tmp_path):
+    script = """
+        import bagua_comm, os
+        with bagua_comm.connect(timeout_s=60) as comm:
+            comm.barrier()
+            files = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+            mine = {os.readlink(file) for file in files if os.path.lexists(file)}
+            lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+            listening = [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in mine]
+            print("listens at", listening, flush=True)
+    """
+    result = run_python(2, script=(tmp_path / "script.py", script))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("listens at []") == 2
+
+
+def test_ranks_on_one_host_are_told_where_to_meet(quiet):
+    variables = plan("-n", "2").variables
+    assert variables["MASTER_ADDR"] == "127.0.0.1"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", int(variables["MASTER_PORT"])))
+    assert "MASTER_PORT" not in plan("--mpirun=--hostfile=hosts").variables
+    quiet.setenv("MASTER_PORT", "7")
+    assert "MASTER_ADDR" not in plan("-n", "2").variables
+
+
+def test_ranks_on_several_hosts_meet_on_the_first(quiet):
+    made = plan("--host", "node1:2,node2:2")
+    assert made.variables["MASTER_ADDR"] == "node1"
+    assert made.variables["MASTER_PORT"] == "29500"
+    assert "whether the port is free on node1 cannot be seen from here" in "\n".join(made.lines())
+    assert has(made, "-x", "MASTER_ADDR", "-x", "MASTER_PORT")
+    quiet.setenv("MASTER_PORT", "8")  # what is set already stays, and goes to the other hosts, too
+    assert has(plan("--host", "node1:2,node2:2"), "-x", "MASTER_PORT", "sh")
+    quiet.delenv("MASTER_PORT")
+
+    made = plan("--host", "localhost:2,node2:2")  # node2 would look for itself under the name "localhost"
+    assert made.variables["MASTER_ADDR"] == socket.gethostname()
+    made = plan("--host", "127.0.0.1:2")
+    assert made.variables["MASTER_ADDR"] == "127.0.0.1"
+    assert made.variables["MASTER_PORT"] != "29500"
+    assert "the port is free now" in "\n".join(made.lines())
+
+
+def test_a_rank_of_open_mpi_has_its_numbers_in_torchruns_names_unless_they_are_set():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    given = {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in given.items()}
+    show = [*PER_RANK, sys.executable, "-c", f"import os; print(*map(os.environ.get, {names}))"]
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+
+    def shown(**more):
+        return subprocess.run(
+            show, env={**environment, **mpi, **more}, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert shown() == "3 4 1 2\n"
+    assert shown(LOCAL_RANK="0") == "3 4 0 2\n"
+
+
+def test_ulfm_and_links_are_flags_of_open_mpi_and_of_no_other():
+    assert has(plan("-n", "2", "--ulfm"), "--with-ft", "ulfm")
+    assert has(plan("-n", "2", "--links", "4"), "--mca", "btl_tcp_links", "4")
+    assert "ulfm" not in plan("-n", "2").command
+    for flag in (["--ulfm"], ["--links", "4"]):
+        with pytest.raises(run.CommandError, match=f"{flag[0]} needs Open MPI, and .* belongs to MPICH 5.0.2"):
+            plan(*flag, mpirun=MPICH)
+
+
+def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two hosts\nnode1 slots=2\nnode2:2  # as MPICH writes it\n")
+    listed, filed = ("--host", "node1:2,node2:2"), ("--hostfile", str(file))
+    assert has(plan(*listed), "-n", "4", "--host", "node1:2,node2:2")
+    assert has(plan(*filed), "-n", "4", "--hostfile", str(file))
+    for given in (listed, filed):
+        assert has(plan(*given, mpirun=MPICH), "-n", "4", "-hosts", "node1:2,node2:2")
+        assert has(plan(*given, mpirun=INTEL), "-n", "4", "-hosts", "node1,node2", "-ppn", "2")
+        with pytest.raises(run.CommandError, match=f"{given[0]} needs Open MPI, MPICH or Intel MPI"):
+            plan(*given, mpirun=UNKNOWN)
+    assert has(plan("-n", "2", "--host", "a,b", mpirun=INTEL), "-hosts", "a,b", sys.executable)
+    with pytest.raises(run.CommandError, match="give every host the same number"):
+        plan("--host", "a:1,b:2", mpirun=INTEL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--host", "a,b"], "how many ranks? Give -n"),
+        (["--host", "a:0"], "'a:0' is not a host; expected e.g. node1, or node1:4"),
+        (["--host", ""], "'' is not a host"),
+        (["--hostfile", "no/such/file"], "--hostfile no/such/file: "),
+        (["--hostfile", os.devnull], "names no host"),
+        (["--env", "A B=1"], "'A B' is not the name of a variable"),
+        (["--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here; set it, or give --env NOT_SET_HERE=VALUE"),
+        (["--interface", "eth77"], "there is no eth77 on this host; there are "),
+    ],
+)
+def test_arguments_that_cannot_be_followed_are_refused_with_what_to_do(arguments, message, capsys):
+    assert cli.main(["run", *arguments, "--dry-run", __file__]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("python -m bagua_comm run: ")
+
+
+def test_variables_reach_ranks_on_other_hosts_in_each_mpi(quiet):
+    quiet.setenv("HERE", "its value")
+    arguments = ("-n", "2", "--host", "a,b", "--env", "HERE", "--env", "GIVEN=b c;d,e")
+    made = plan(*arguments)
+    assert has(made, "-x", "HERE", "-x", "GIVEN")
+    assert {"HERE": "its value", "GIVEN": "b c;d,e"}.items() <= made.variables.items()
+    assert has(plan(*arguments, mpirun=MPICH), "-genv", "HERE", "its value", "-genv", "GIVEN", "b c;d,e")
+
+
+def test_a_variable_that_the_user_gives_is_not_chosen_again():
+    made = plan("-n", "4", "--env", "OMP_NUM_THREADS=7", "--env", "MASTER_PORT=8")
+    assert made.variables["OMP_NUM_THREADS"] == "7"
+    assert "MASTER_ADDR" not in made.variables
+
+
+def test_one_interface_serves_mpi_and_gloo_and_nccl():
+    for mpirun, words in [
+        (OPEN_MPI, ("--mca", "btl_tcp_if_include", "lo", "--prtemca", "prte_if_include", "lo")),
+        (Mpirun("mpirun", "Open MPI", "4.1.4"), ("--mca", "oob_tcp_if_include", "lo")),
+        (MPICH, ("-iface", "lo")),
+    ]:
+        made = plan("-n", "2", "--interface", "lo", mpirun=mpirun)
+        assert has(made, *words)
+        assert made.variables["GLOO_SOCKET_IFNAME"] == made.variables["NCCL_SOCKET_IFNAME"] == "lo"
+    made = plan("-n", "2", "--host", "a,b", "--interface", "eth77", mpirun=MPICH)  # it may be there and not here
+    assert has(made, "-genv", "FI_TCP_IFACE", "eth77")
+
+
+def test_an_mpirun_whose_programs_are_not_on_the_path_finds_them(quiet):
+    quiet.setenv("PATH", "/usr/bin")
+    assert plan(mpirun=INTEL).variables["PATH"] == "/opt/intel/bin:/usr/bin"
+    quiet.setenv("PATH", "/opt/intel/bin:/usr/bin")
+    assert "PATH" not in plan(mpirun=INTEL).variables
+
+
+def test_an_mpirun_tells_whose_it_is():
+    assert str(recognise("mpirun", "mpirun (Open MPI) 5.0.11\n")) == "Open MPI 5.0.11"
+    assert str(recognise("mpirun", "HYDRA build details:\n    Version:   5.0.2\n")) == "MPICH 5.0.2"
+    intel = "Intel(R) MPI Library for Linux* OS, Version 2021.18.1 Build 20260626 (id: b44796a)\n"
+    assert str(recognise("mpirun", intel)) == "Intel MPI 2021.18.1"
+    assert str(recognise("mpirun", "something else 1.2")) == "an unknown MPI"
+
+
+def test_the_plan_gives_a_reason_for_each_of_its_words(capsys):
+    arguments = ["-n", "3", "--links", "2", "--env", "A=b c", "--ulfm", "--mpirun=--report-bindings"]
+    made = plan(*arguments)
+    assert all(setting.why for setting in made.settings)
+    lines = "\n".join(made.lines())
+    assert all(word in lines for word in made.command[3:] if word not in PER_RANK)
+    assert all(f"{name}=" in lines for name in made.variables)
+    assert "3 ranks share 2 cores" in lines
+
+    assert cli.main(["run", "-v", "--dry-run", *arguments, __file__]) == 0
+    out, err = capsys.readouterr()
+    assert "3 ranks share 2 cores" in err
+    assert len(out.splitlines()) == 1
+
+
+def test_the_printed_command_does_what_it_says_when_a_shell_runs_it(tmp_path):
+    """The mpirun is a program that shows what it was called with."""
+    mpirun = tmp_path / "an mpirun"
+    mpirun.write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
+    mpirun.chmod(0o755)
+    made = plan("-n", "1", "--env", 'A=it\'s $HOME; "b" \\', mpirun=Mpirun(str(mpirun), "Open MPI", "5.0.11"))
+    result = subprocess.run(["sh", "-c", made.shell()], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ['it\'s $HOME; "b" \\', *made.command[1:]]
+
+
+@pytest.mark.slow
+def test_the_printed_command_starts_the_ranks(tmp_path):
+    script = tmp_path / "a script.py"
+    script.write_text("import os, sys; print(os.environ['RANK'], os.environ['A'], sys.argv[1:])")
+    arguments = ["-n", "2", "--env", "A=b c", "--dry-run", str(script), "x y", "$z"]
+    run_line = [sys.executable, "-m", "bagua_comm", "run", *arguments]
+    line = subprocess.run(run_line, capture_output=True, text=True, check=True, timeout=60).stdout
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert sorted(result.stdout.splitlines()) == ["0 b c ['x y', '$z']", "1 b c ['x y', '$z']"]

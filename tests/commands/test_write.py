@@ -1,0 +1,171 @@
+"""`run --write`: the same job for Slurm and Kubernetes. Slurm and sshd run such jobs in tests/clusters."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from bagua_comm import __main__ as cli
+
+HOSTS = ("--host", "node1:2,node2:2")
+
+
+def written(capsys, kind, *arguments):
+    assert cli.main(["run", "--write", kind, "-", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def directives(text):
+    """What `#SBATCH` lines say: name -> value."""
+    lines = re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE)
+    assert len(dict(lines)) == len(lines)
+    return dict(lines)
+
+
+def last_command(text):
+    return shlex.split(text.splitlines()[-1])
+
+
+def test_slurm_gets_as_many_ranks_on_as_many_nodes(capsys):
+    job = directives(written(capsys, "slurm", *HOSTS, __file__))
+    assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("2", "4", "2")
+    assert job["job-name"] == "test-write"
+    job = directives(written(capsys, "slurm", "-n", "3", __file__))
+    assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("1", "3", "3")
+    job = directives(written(capsys, "slurm", "--host", "a:1,b:2", __file__))
+    assert (job["nodes"], job["ntasks"]) == ("2", "3")
+    assert "ntasks-per-node" not in job
+
+
+def test_slurm_gets_the_same_arguments_quoted_for_the_shell(capsys):
+    given = ["--env", "A=b 'c' $d", "--interface", "eth0", "--links", "2", "--mpirun=--report-bindings", "--ulfm"]
+    text = written(capsys, "slurm", *given, "-m", "package.train", "--name", "x y")
+    command = last_command(text)
+    assert command[:6] == [sys.executable, "-m", "bagua_comm", "run", "-n", "$SLURM_NTASKS"]
+    assert command[command.index("MASTER_PORT") + 1 :] == [*given, "-m", "package.train", "--name", "x y"]
+    assert f"\ncd {shlex.quote(os.getcwd())}\n" in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=30).returncode == 0
+
+
+def test_what_the_user_sets_is_not_taken_from_the_script(capsys):
+    command = last_command(written(capsys, "slurm", "--env", "OMP_NUM_THREADS=4", __file__))
+    assert [word for word in command if word.startswith("OMP_NUM_THREADS")] == ["OMP_NUM_THREADS=4"]
+
+
+def test_an_array_of_jobs_tells_each_its_number(capsys):
+    text = written(capsys, "sbatch-array", *HOSTS, __file__)
+    assert directives(text)["array"] == "0-3"
+    assert "%A_%a" in directives(text)["output"]
+    command = last_command(text)
+    assert command[command.index("SLURM_ARRAY_TASK_ID") - 1] == "--env"
+
+
+CONTAINER = {
+    "name": str,
+    "image": str,
+    "command": [str],
+    "resources?": {"requests": {"cpu": int}},
+    "volumeMounts?": [{"name": str, "mountPath": str}],
+}
+REPLICAS = {
+    "replicas": int,
+    "template": {
+        "spec": {"containers": [CONTAINER], "volumes?": [{"name": str, "emptyDir": {"medium": str}}]},
+    },
+}
+MPIJOB = {
+    "apiVersion": {"kubeflow.org/v2beta1"},
+    "kind": {"MPIJob"},
+    "metadata": {"name": str},
+    "spec": {
+        "slotsPerWorker": int,
+        "mpiImplementation": {"OpenMPI", "Intel", "MPICH"},
+        "launcherCreationPolicy": {"AtStartup", "WaitForWorkersReady"},
+        "runPolicy": {"cleanPodPolicy": {"None", "Running", "All"}},
+        "mpiReplicaSpecs": {"Launcher": REPLICAS, "Worker": REPLICAS},
+    },
+}
+"""Fields of an MPIJob with their types, or the values that are allowed; those with "?" may be missing.
+
+From the schema of the MPI Operator's custom resource (kubeflow.org/v2beta1), as far as it is used here.
+"""
+
+
+def check(value, schema, path="MPIJob"):
+    """Raise unless `value` has these fields and no other, with these types."""
+    if isinstance(schema, dict):
+        known = {name.rstrip("?"): inner for name, inner in schema.items()}
+        needed = {name for name in schema if not name.endswith("?")}
+        assert needed <= value.keys() <= known.keys(), path
+        for name, inner in value.items():
+            check(inner, known[name], f"{path}.{name}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), path
+        for each in value:
+            check(each, schema[0], f"{path}[]")
+    elif isinstance(schema, set):
+        assert value in schema, path
+    else:
+        assert type(value) is schema, path
+
+
+def test_kubernetes_gets_an_mpijob_that_fits_its_schema(capsys):
+    given = ["--env", 'A=b: "c" # d', "--interface", "eth0"]
+    job = yaml.safe_load(written(capsys, "k8s", *HOSTS, *given, "--image", "repo/me:1", __file__, "$(NAME)", "ü"))
+    check(job, MPIJOB)
+    assert job["spec"]["slotsPerWorker"] == 2
+    replicas = job["spec"]["mpiReplicaSpecs"]
+    assert (replicas["Launcher"]["replicas"], replicas["Worker"]["replicas"]) == (1, 2)
+    launcher, worker = (replicas[kind]["template"]["spec"] for kind in ("Launcher", "Worker"))
+    start = ["python", "-m", "bagua_comm", "run", "-n", "4", "--hostfile", "/etc/mpi/hostfile"]
+    # Kubernetes takes "$$(" for "$(", which otherwise stands for a variable.
+    assert launcher["containers"][0]["command"] == [*start, *given, __file__, "$$(NAME)", "ü"]
+    assert worker["containers"][0]["command"] == ["/usr/sbin/sshd", "-De"]
+    assert worker["containers"][0]["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
+    assert worker["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    assert {each["containers"][0]["image"] for each in (launcher, worker)} == {"repo/me:1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(["-m", "pack_age.My_Train"], "my-train"), (["-m", "___"], "job"), (["-m", "x" * 99], "x" * 50)],
+)
+def test_the_name_of_the_job_is_one_that_kubernetes_takes(script, name, capsys):
+    assert yaml.safe_load(written(capsys, "k8s", *script))["metadata"]["name"] == name
+
+
+def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, capsys):
+    file = tmp_path / "job.sh"
+    assert cli.main(["run", "--write", "slurm", str(file), __file__]) == 0
+    assert f"sbatch {file}" in file.read_text()
+    file.write_text("mine")
+    assert cli.main(["run", "--write", "slurm", str(file), __file__]) == 2
+    assert f"{file} is there already; --force replaces it" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert cli.main(["run", "--write", "slurm", str(file), "--force", __file__]) == 0
+    assert file.read_text().startswith("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--write", "pbs", "job.sh", __file__], "--write pbs: expected one of slurm, sbatch-array, k8s"),
+        (["--write", "slurm", "no/such/folder/job.sh", __file__], "--write no/such/folder/job.sh: "),
+        (["--write", "slurm", "-", "no_such_file.py"], "there is no file no_such_file.py"),
+        (["--write", "slurm", "-", "--host", "a,b", __file__], "how many ranks?"),
+        (
+            ["--write", "k8s", "-", "--env", "SECRET", __file__],
+            "--env SECRET: a pod has no variable to take over",
+        ),
+        (["--write", "k8s", "-", "--env", "A B=1", __file__], "'A B' is not the name of a variable"),
+        (["--image", "me:1", __file__], "--image is for --write k8s"),
+        (["--force", __file__], "--force is for --write"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_with_what_to_do(arguments, message, capsys):
+    assert cli.main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err

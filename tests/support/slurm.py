@@ -1,0 +1,262 @@
+"""A Slurm of two nodes on this machine, for tests: slurmctld here, and a slurmd for each emulated node.
+
+    with slurm.start(tmp_path) as cluster:
+        result = cluster.run("srun", "--mpi=pmix", "-N2", "-n2", sys.executable, "script.py")
+        assert result.returncode == 0, result.stderr
+
+    result = cluster.batch("job.sh")  # sbatch --wait; its output comes back as `stdout`
+
+`run` starts any command with the variables that Slurm's tools need (`cluster.environment`). In tests/clusters the
+fixture `slurm` starts one cluster for a file, or skips with the reason why there is none.
+
+A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2; each finds the other's address by
+it) and sees none of the other's processes. Both have this machine's network and files. All files of Slurm lie in
+the folder that is given. At the end, also after an error, every process on a node is killed.
+
+This needs root and Debian's packages in `PACKAGES`; `install` installs them.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.launch import TESTS
+
+PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "libpmix-dev")
+"""Debian's packages that hold what this starts."""
+
+TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "sinfo", "unshare", "setpriv")
+
+NODES = {"n1": "127.0.0.2", "n2": "127.0.0.3"}
+"""The nodes' host names, and the addresses that these stand for on the nodes."""
+
+SLOTS = 2
+"""How many tasks a node takes, whatever cores this machine has."""
+
+APT_S = 200
+"""How long apt-get may take for the list of packages, and then to install them."""
+
+START_S = 60.0
+"""How long nodes may take to come up."""
+
+CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/none
+CryptoType=crypto/none
+CredType=cred/none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+MessageTimeout=30
+InactiveLimit=0
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=all Nodes={names} Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+class NoSlurm(Exception):
+    """This machine cannot run Slurm; the message says why."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Slurm that runs; see `start`."""
+
+    folder: Path
+    environment: dict[str, str]
+    """Variables that Slurm's tools need, and those with which ranks find this library and each other."""
+
+    def run(self, *command, timeout_s=100.0, env=None):
+        """Run a command with the variables of this cluster; returns its result."""
+        return subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env={**self.environment, **(env or {})},
+        )
+
+    def batch(self, script, *options, timeout_s=100.0, env=None):
+        """Submit a script and wait for its end; returns sbatch's result, with the job's output as `stdout`.
+
+        Whatever `#SBATCH --output=` the script has, `--output` on the command line goes before it.
+        """
+        output = self.folder / f"job-{time.monotonic_ns()}.out"
+        given = ["sbatch", "--wait", f"--output={output}", *options, script]
+        result = self.run(*given, timeout_s=timeout_s, env=env)
+        result.stdout = output.read_text(errors="replace") if output.exists() else ""
+        return result
+
+    def logs(self):
+        """The last lines of the logs of all daemons, to show with a failure."""
+        return "\n".join(
+            f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+            for log in sorted(self.folder.glob("*.log"))
+        )
+
+
+def install():
+    """Install Debian's packages of Slurm, unless its tools are there.
+
+    Raises:
+        NoSlurm: They are not there, and cannot be installed.
+    """
+    if not hasattr(os, "geteuid") or os.geteuid() != 0:
+        raise NoSlurm("a Slurm for tests needs root: its nodes are namespaces of the kernel")
+    with open(Path(tempfile.gettempdir(), "bagua-tests-slurm.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+        if not missing:
+            return
+        if shutil.which("apt-get") is None:
+            raise NoSlurm(f"there is no {missing[0]}, and no apt-get to install {', '.join(PACKAGES)}")
+        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for arguments in (["update"], ["install", "--yes", "--no-install-recommends", *PACKAGES]):
+            command = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", *arguments]
+            result = subprocess.run(
+                ["timeout", str(APT_S), *command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=env,
+            )
+            if result.returncode != 0 and arguments != ["update"]:
+                reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
+                raise NoSlurm(f"apt-get cannot install {', '.join(PACKAGES)}: {reason}")
+
+
+@contextlib.contextmanager
+def start(folder, *, named=True):
+    """Run a Slurm of two nodes in the body of `with`; its files lie in `folder`.
+
+    Args:
+        folder: A folder for its files.
+        named: Whether each node has Slurm's name for it as its host name; else both have this machine's.
+
+    Raises:
+        NoSlurm: This machine does not allow it.
+        RuntimeError: The nodes did not come up; the message has the logs.
+    """
+    install()
+    folder = Path(folder).absolute()
+    configuration = _configure(folder, named)
+    cluster = Cluster(folder, _environment(configuration))
+    with contextlib.ExitStack() as daemons:
+        daemons.enter_context(_daemon(folder, "slurmctld", "-D", "-i", "-f", configuration))
+        for node in NODES:
+            inside = [f"mount --bind {folder}/hosts /etc/hosts", 'exec "$@"']
+            script = " && ".join([f"hostname {node}", *inside] if named else inside)
+            shell = ["sh", "-c", script, "sh"]
+            daemons.enter_context(_daemon(folder, *shell, "slurmd", "-D", "-N", node, "-f", configuration))
+        _wait_for_nodes(cluster)
+        yield cluster
+
+
+def _configure(folder, named):
+    """Write slurm.conf; returns its path."""
+    for name in ("state", *(f"{part}-{node}" for node in NODES for part in ("spool", "tmp"))):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    host = socket.gethostname()
+    port, *ports = free_ports(1 + len(NODES))
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={node if named else host} NodeAddr=127.0.0.1 Port={each} CPUs={SLOTS}"
+        for node, each in zip(NODES, ports, strict=True)
+    )
+    path = folder / "slurm.conf"
+    addresses = [f"{address} {node}\n" for node, address in NODES.items()]
+    (folder / "hosts").write_text("".join([Path("/etc/hosts").read_text(), *addresses]))
+    path.write_text(CONFIGURATION.format(folder=folder, host=host, port=port, nodes=nodes, names=",".join(NODES)))
+    return path
+
+
+def free_ports(count):
+    """Ports of this machine that are free now."""
+    with contextlib.ExitStack() as sockets:
+        ports = []
+        for _ in range(count):
+            one = sockets.enter_context(socket.socket())
+            one.bind(("127.0.0.1", 0))
+            ports.append(one.getsockname()[1])
+    return ports
+
+
+def _environment(configuration):
+    """Nothing of a Slurm or of an MPI that this process itself runs under."""
+    foreign = ("SLURM_", "PMI", "OMPI_", "PRTE_", "MPI_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    return {
+        **inherited,
+        "SLURM_CONF": str(configuration),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl_tcp_if_include": "lo",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")])),
+    }
+
+
+@contextlib.contextmanager
+def _daemon(folder, *command):
+    """Run a daemon in namespaces of its own in the body of `with`; then kill it and all that it has started.
+
+    They are killed as well if this process dies.
+    """
+    die_with_us = ["setpriv", "--pdeathsig", "KILL"]
+    namespaces = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with open(folder / "daemons.log", "a") as log:
+        outside = subprocess.Popen(
+            [*die_with_us, *namespaces, *map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
+    try:
+        yield
+    finally:
+        # The daemon is the first process in its namespace: the kernel kills all others there when it dies.
+        for first in Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(first), signal.SIGKILL)
+        try:
+            outside.wait(5)
+        except subprocess.TimeoutExpired:
+            outside.kill()
+            outside.wait()
+
+
+def _wait_for_nodes(cluster):
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        result = cluster.run("sinfo", "--noheader", "--Node", "--format=%t")
+        if result.stdout.split() == ["idle"] * len(NODES):
+            return
+        time.sleep(0.2)
+    raise RuntimeError(
+        f"Slurm's nodes are not idle after {START_S:g} s: {result.stdout}{result.stderr}\n{cluster.logs()}"
+    )

@@ -1,0 +1,192 @@
+"""Launchers are told apart by environment variables alone, and a world with too few ranks is explained."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+import bagua_comm
+from bagua_comm import BootstrapError, launchers
+from bagua_comm.launchers import (
+    ELASTIC,
+    HYDRA,
+    OPEN_MPI,
+    PMI,
+    PMIX,
+    SRUN,
+    SRUN_PMI2,
+    SRUN_PMIX,
+    TORCHRUN,
+    Launch,
+    complaint,
+    find,
+)
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+ONE_TASK_PER_NODE = {**STEP, "SLURM_PROCID": "0"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+OF_MPIRUN = {"PMIX_NAMESPACE": "prterun-n1-9@1", "PMIX_RANK": "3"}
+OF_HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}
+PYTORCH = {"RANK": "3", "WORLD_SIZE": "4"}
+OF_TORCHRUN = {**PYTORCH, "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ({}, None),
+        (MPIRUN, Launch(OPEN_MPI, 3, 4)),
+        ({**MPIRUN, **OF_MPIRUN}, Launch(OPEN_MPI, 3, 4)),
+        (OF_HYDRA, Launch(HYDRA, 3, 4)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(PMI, 1, 2)),
+        (OF_MPIRUN, Launch(PMIX, 3, None)),
+        (STEP, Launch(SRUN, 1, 2)),
+        ({**STEP, "PMI_RANK": "1", "PMI_SIZE": "2"}, Launch(SRUN_PMI2, 1, 2)),
+        ({**STEP, "PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "1"}, Launch(SRUN_PMIX, 1, 2)),
+        (PYTORCH, Launch(TORCHRUN, 3, 4)),
+        (OF_TORCHRUN, Launch(ELASTIC, 3, 4)),
+        # One launcher inside of another: the inner one counts.
+        ({**ONE_TASK_PER_NODE, **MPIRUN, **OF_MPIRUN}, Launch(OPEN_MPI, 3, 4)),
+        ({**ONE_TASK_PER_NODE, **OF_HYDRA}, Launch(HYDRA, 3, 4)),
+        ({**ONE_TASK_PER_NODE, **OF_TORCHRUN}, Launch(ELASTIC, 3, 4)),
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "2", **OF_TORCHRUN}, Launch(ELASTIC, 3, 4)),
+        # `run` gives mpirun's numbers PyTorch's names, too; a script may do so under srun.
+        ({**MPIRUN, **PYTORCH}, Launch(OPEN_MPI, 3, 4)),
+        ({**STEP, "RANK": "1", "WORLD_SIZE": "2"}, Launch(TORCHRUN, 1, 2)),
+        # The shell of a batch job is no task of a step: its own, nor one of the job that submitted it.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, None),
+        # Numbers that are none say nothing.
+        ({"PMI_RANK": "", "PMI_SIZE": "many"}, Launch(PMI, None, None)),
+        ({"WORLD_SIZE": "4"}, None),
+    ],
+)
+def test_the_closest_launcher_is_found(variables, launch):
+    assert find(variables) == launch
+
+
+@pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "4"}, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}])
+def test_a_world_of_one_is_right_where_one_process_was_started(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with bagua_comm.connect() as comm:
+        assert comm.size == 1
+
+
+MPI = ["Open MPI 5.0.11", "MPICH 5.0.2", "Intel MPI 2021.18", ""]
+
+
+@pytest.mark.parametrize("mpi", MPI)
+@pytest.mark.parametrize("launcher", [OPEN_MPI, HYDRA, SRUN_PMI2, PMI, SRUN_PMIX, SRUN], ids=lambda one: one.name)
+def test_a_world_of_one_among_many_is_explained(launcher, mpi):
+    message = complaint(Launch(launcher, 1, 4), 1, mpi)
+    assert message.startswith(
+        f"connect: {launcher.name} started 4 processes ({launcher.size}=4), but this one is"
+    )
+    assert mpi in message
+    assert message.endswith("say connect(alone=True)")
+    assert complaint(Launch(launcher, 1, 4), 4, mpi) is None
+    assert complaint(Launch(launcher, 0, 1), 1, mpi) is None
+    assert complaint(Launch(launcher, 0, 1), 8, mpi) is None  # MPI may know more
+
+
+@pytest.mark.parametrize(
+    ("launcher", "mpi", "advice"),
+    [
+        (SRUN, "Open MPI 5.0.11", "start it with srun --mpi=pmix (srun --mpi=list"),
+        (SRUN, "MPICH 5.0.2", "start it with srun --mpi=pmi2 (srun --mpi=list"),
+        (SRUN, "Intel MPI 2021.18", "srun --mpi=pmi2 and I_MPI_PMI_LIBRARY=/path/to/libpmi2.so"),
+        (SRUN_PMI2, "Open MPI 5.0.11", "start it with srun --mpi=pmix"),
+        (SRUN_PMI2, "MPICH 5.0.2", "build mpi4py against the MPI of this cluster (MPICC="),
+        (SRUN_PMIX, "Open MPI 5.0.11", "build mpi4py against the MPI of this cluster (MPICC="),
+        (HYDRA, "Open MPI 5.0.11", "the mpirun of Open MPI 5.0.11 (python -m bagua_comm run takes that)"),
+        (OPEN_MPI, "MPICH 5.0.2", "or build mpi4py against the MPI of this launcher"),
+        (SRUN, "", "pip install 'bagua-comm[mpi]'"),
+        (SRUN, "", "start torchrun on each node, and call bagua_torch.connect()"),
+    ],
+)
+def test_the_advice_fits_the_launcher_and_mpi(launcher, mpi, advice):
+    assert advice in complaint(Launch(launcher, 0, 2), 1, mpi)
+
+
+def test_fewer_ranks_than_were_started_are_a_mistake_as_well():
+    message = complaint(Launch(OPEN_MPI, 0, 8), 2, "Open MPI 5.0.11")
+    assert "started 8 processes (OMPI_COMM_WORLD_SIZE=8), but this one finds a world of 2" in message
+    assert message.endswith("say connect(comm=mpi4py.MPI.COMM_WORLD)")
+
+
+def test_where_no_size_is_known_a_rank_beyond_the_world_is_the_mistake():
+    assert complaint(Launch(PMIX, 0, None), 1, "MPICH 5.0.2") is None
+    assert "started process 3 (PMIX_RANK=3), but this one is alone" in complaint(
+        Launch(PMIX, 3, None), 1, "MPICH 5.0.2"
+    )
+
+
+def test_under_torchrun_the_numbers_must_be_numbers():
+    assert launchers.under_torchrun(PYTORCH)
+    assert launchers.under_torchrun({**MPIRUN, **OF_TORCHRUN})
+    assert not launchers.under_torchrun({**MPIRUN, **PYTORCH})
+    assert not launchers.under_torchrun({"WORLD_SIZE": "4"})
+    with pytest.raises(BootstrapError, match="variable WORLD_SIZE is 'four', expected a number of ranks"):
+        launchers.under_torchrun({"RANK": "0", "WORLD_SIZE": "four"})
+
+
+# connect() -----------------------------------------------------------------------------------------------
+
+
+def test_alone_is_a_world_of_one_whatever_started_it(monkeypatch):
+    for name, value in {**MPIRUN, **PYTORCH, **STEP}.items():
+        monkeypatch.setenv(name, value)
+    with bagua_comm.connect(alone=True) as comm:
+        assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "local")
+
+
+def test_a_second_world_is_refused_while_the_first_is_open():
+    with bagua_comm.connect() as comm:
+        for options in ({}, {"alone": True}):
+            with pytest.raises(BootstrapError, match=r"default\(\) returns .* its dup\(\) makes .* close\(\) it"):
+                bagua_comm.connect(**options)
+        assert bagua_comm.default() is comm
+        with bagua_comm.connect(transport=bagua_comm.transports.LocalTransport()) as other:
+            assert bagua_comm.default() is other
+    with bagua_comm.connect() as again:
+        assert again is not comm
+
+
+def test_two_worlds_cannot_be_asked_for_at_once():
+    transport = bagua_comm.transports.LocalTransport()
+    with pytest.raises(BootstrapError, match=re.escape("alone=True and transport= exclude each other")):
+        bagua_comm.connect(alone=True, transport=transport)
+
+
+@pytest.mark.parametrize("comm", [3, "world", object()])
+def test_what_is_no_communicator_of_mpi4py_is_refused(comm):
+    with pytest.raises(
+        BootstrapError, match=f"comm is of type {type(comm).__name__}, expected .*mpi4py.MPI.Comm"
+    ):
+        bagua_comm.connect(comm=comm)
+
+
+@pytest.mark.parametrize("module", ["bagua_comm", pytest.param("bagua_torch", marks=pytest.mark.slow)])
+def test_under_a_foreign_mpirun_every_process_says_so(module):
+    result = subprocess.run(
+        [sys.executable, "-c", f"import {module}; {module}.connect()"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**without_launchers(os.environ), **OF_HYDRA},
+    )
+    assert result.returncode == 1
+    assert "rank 3 of 4 on " in result.stderr
+    assert (
+        f"BootstrapError: connect: {HYDRA.name} started 4 processes (PMI_SIZE=4), but this one is"
+        in result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+def without_launchers(variables):
+    names = ("OMPI_COMM_", "PMI", "MPI_LOCAL", "SLURM_", "PRTE_")
+    return {name: value for name, value in variables.items() if not name.startswith(names)}
