@@ -2,7 +2,7 @@
 
 import pytest
 
-from . import pages
+from support import pages
 
 TEXT = """\
 # A page of `one`
