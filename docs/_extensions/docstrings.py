@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import textwrap
 from typing import Any
 
 from docutils import nodes
@@ -23,22 +26,43 @@ def mark_code(app: Sphinx, what: str, name: str, member: Any, options: Any, line
     """
     marked: list[str] = []
     before = ""  # the last line with text
-    fenced = code = False
-    for line in lines:
+    while lines:
+        line = lines.pop(0)
         if line.lstrip().startswith("```"):
-            fenced = not fenced
-            marked += [f".. code-block:: {line.strip('` ')}", ""] if fenced else [""]
-        elif fenced:
-            marked.append("    " + line)
+            end = next(i for i, other in enumerate(lines) if other.strip() == "```")
+            marked += code_block([f"    {other}" for other in lines[:end]])
+            del lines[: end + 1]
+        elif line.startswith("    ") and marked[-1:] == [""] and before[:1] not in {"", " ", "*", "-", ".", ">"}:
+            end = next((i for i, other in enumerate(lines) if other and not other.startswith("    ")), len(lines))
+            marked += code_block([line, *lines[:end]])
+            del lines[:end]
         else:
-            if line.startswith("    ") and not code:
-                code = marked[-1:] == [""] and before[:1] not in {"", " ", "*", "-", ".", ">"}
-                marked += ["::", ""] if code else []
-            elif line and not line.startswith("    "):
-                code = False
             marked.append(line)
-        before = line or before
+            before = line or before
     lines[:] = marked
+
+
+def code_block(lines: list[str]) -> list[str]:
+    """A block of indented `lines`, as Python if it is."""
+    try:
+        ast.parse(textwrap.dedent("\n".join(lines)))
+    except SyntaxError:
+        language = "text"
+    else:
+        language = "python"
+    return [f".. code-block:: {language}", "", *lines, ""]
+
+
+def show_defaults(
+    app: Sphinx, what: str, name: str, member: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str, str | None] | None:
+    """Show what a dataclass's field is by default, where its signature says `<factory>`."""
+    if signature is None or not dataclasses.is_dataclass(member):
+        return None
+    for each in dataclasses.fields(member):
+        if each.init and each.default_factory is not dataclasses.MISSING:
+            signature = signature.replace("<factory>", repr(each.default_factory()), 1)
+    return signature, returns
 
 
 def leave_out(app: Sphinx, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
@@ -67,6 +91,7 @@ def find_public_name(
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", show_defaults)
     app.connect("autodoc-skip-member", leave_out)
     app.connect("missing-reference", find_public_name)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
