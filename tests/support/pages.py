@@ -1,4 +1,4 @@
-"""The pages of the documentation: README.md and docs/**/*.md, their code blocks, links and headings.
+"""The pages of the documentation, *.md and docs/**/*.md: their code blocks, links and headings.
 
 A fenced block says how it is checked by its language, its first line, and the comment on the line before it:
 
@@ -97,9 +97,9 @@ class Page(NamedTuple):
 
 
 def pages() -> list[Page]:
-    """README.md, and everything below docs/ that is not built."""
+    """README.md and its neighbours, and everything below docs/ that is not built."""
     paths = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
-    return [read(path) for path in (ROOT / "README.md", *sorted(paths))]
+    return [read(path) for path in sorted([*ROOT.glob("*.md"), *paths])]
 
 
 def read(path: Path) -> Page:
