@@ -17,10 +17,8 @@ def test_the_first_page_is_short_and_begins_with_commands():
 
 
 def test_speed_ups_are_those_that_were_measured():
-    text = " ".join(README.split())
-    said = re.search(
-        r"(\S+) times as fast .* at 500 Mbit/s, (\S+) times at 1 Gbit/s and (\S+) times at 10 Gbit/s", text
-    )
+    rates = r"(\S+) times as fast .* at 500 Mbit/s, (\S+) times at 1 Gbit/s and (\S+) times at 10 Gbit/s"
+    said = re.search(rates, " ".join(README.split()))
     assert said.groups() == tuple(speed_up("vgg16", rate) for rate in (500, 1000, 10000))
     performance = (ROOT / "docs" / "how-it-works" / "performance.md").read_text()
     assert f"trains {said[1]} times as fast at 500 Mbit/s, {said[2]} times at 1 Gbit/s" in performance
