@@ -47,7 +47,7 @@ from .errors import (
 from .lane import Lane
 from .planning.tuner import Tuner
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",

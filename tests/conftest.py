@@ -12,13 +12,17 @@ import pytest
 from _pytest.doctest import DoctestModule
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
-from support import selection
+from support import needs, selection
 
 from bagua_comm import Float16, MinMaxUInt8
 
 MPI_TESTS = Path(__file__).parent / "mpi"
 PROCESSES = 2
 """How many processes pytest-xdist deals the tests of the whole suite to; `-n 0` runs all in one."""
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(needs)  # here, so that it also sees the doctests of the packages
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import needs
 
 import bagua_comm
 from bagua_comm import (
@@ -626,7 +627,7 @@ def test_a_bound_average_takes_arrays_of_other_sizes_and_dtypes(shape):
 
 
 def test_a_bound_average_takes_tensors():
-    torch = pytest.importorskip("torch")
+    torch = needs.package("torch")
     for mean, expected in settled_and_direct(
         Quantized(min_bytes=0), lambda r: torch.from_numpy(normal(2, 1000)[r].copy())
     ):

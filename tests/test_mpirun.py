@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support import needs
 from support.launch import run_python
 
 MPI_TESTS = Path(__file__).parent / "mpi"
@@ -28,6 +29,8 @@ def test_mpi_suite(ranks, part):
     unwanted = {2: [], 4: ["transformers"]}.get(ranks, ["transformers", "torch"])
     if part == "quick":
         unwanted = ["transformers"]
+    if not needs.complete():
+        unwanted += filter(needs.is_missing, needs.PACKAGES)
     files = [file for file in sorted(MPI_TESTS.glob("test_*.py")) if not imports(file, unwanted)]
     failing = MPI_TESTS / "test_failures.py"  # most of the time there is spent waiting
     files = [failing] if part == "failing" else [file for file in files if file != failing]

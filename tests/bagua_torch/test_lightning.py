@@ -238,6 +238,7 @@ def test_a_traceback_is_shown_though_the_hook_of_torch_distributed_keeps_what_is
 # ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("lightning", "pytorch_lightning", "sklearn")
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(

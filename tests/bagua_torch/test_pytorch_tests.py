@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.needs("expecttest")
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # half a minute on two idle cores; `--mode all` has more
 def test_pytorchs_own_tests_pass_or_differ_as_the_table_says():

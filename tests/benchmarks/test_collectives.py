@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support import needs
 
 from bagua_comm.__main__ import find_mpirun
 from bagua_comm.testing import run_ranks
@@ -296,7 +297,7 @@ def test_two_ranks_overhead_is_the_difference_to_mpi4py():
 @needs_mpirun
 @pytest.mark.parametrize(("ranks", "expected"), [(3, {"mpi4py", "gloo", "ring"}), (2, set(rivals.RIVALS))])
 def test_all_rivals_are_right_and_have_their_place_in_the_report(tmp_path, ranks, expected):
-    pytest.importorskip("torch")
+    needs.package("torch")
     path = tmp_path / "network.json"
     beside = ["--beside", ",".join(rivals.RIVALS), "--label", "here", "--json", path]
     operations = ["allreduce", "quantized_allreduce", "reduce_scatter", "allgather", "alltoall"]

@@ -4,12 +4,10 @@ import doctest
 import json
 
 import pytest
+from support import needs
 from support.launch import run_python
 
 from bagua_comm.__main__ import find_mpirun
-
-pytest.importorskip("torch")
-
 from benchmarks.convergence import methods, report, run, tasks
 
 NAMES = ["torch", "exact", "low-precision-one-peer"]
@@ -109,7 +107,7 @@ def test_the_report_is_made_of_the_json_file_alone(results):
     assert run.main(["--report", "--out", str(results / "algorithms")]) == 0
 
     assert before == (results / "algorithms.md").read_text()
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 

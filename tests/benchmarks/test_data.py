@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.needs("lmdb", "msgpack", "redis", "xxhash")
 @pytest.mark.slow
 def test_every_sampler_and_store_has_a_row(tmp_path):
     path = tmp_path / "data.json"

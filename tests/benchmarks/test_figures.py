@@ -5,8 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-
 from benchmarks import figures, netlab
 from benchmarks.bench import RESULTS
 

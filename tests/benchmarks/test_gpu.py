@@ -12,25 +12,23 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from cuda_on_cpu.install import environment
 from support.device_ranks import run_on_devices
 
 from bagua_comm import Float16, MinMaxUInt8, kernels
 from bagua_comm.kernels import host
 from bagua_comm.processes import state_of
-
-torch = pytest.importorskip("torch")
-
-from benchmarks.bench import RESULTS, ROOT  # noqa: E402
-from benchmarks.gpu import codecs as gpu_codecs  # noqa: E402
-from benchmarks.gpu import device as gpu_device  # noqa: E402
-from benchmarks.gpu import lines as gpu_lines  # noqa: E402
-from benchmarks.gpu import part as gpu_part  # noqa: E402
-from benchmarks.gpu import ranks as gpu_ranks  # noqa: E402
-from benchmarks.gpu import report as gpu_report  # noqa: E402
-from benchmarks.gpu import run as gpu  # noqa: E402
-from benchmarks.gpu import training as gpu_training  # noqa: E402
-from benchmarks.gpu import world as gpu_world  # noqa: E402
+from benchmarks.bench import RESULTS, ROOT
+from benchmarks.gpu import codecs as gpu_codecs
+from benchmarks.gpu import device as gpu_device
+from benchmarks.gpu import lines as gpu_lines
+from benchmarks.gpu import part as gpu_part
+from benchmarks.gpu import ranks as gpu_ranks
+from benchmarks.gpu import report as gpu_report
+from benchmarks.gpu import run as gpu
+from benchmarks.gpu import training as gpu_training
+from benchmarks.gpu import world as gpu_world
 
 on_one_stream = pytest.mark.parametrize("device", ["lazy"], indirect=True)
 PLAIN = {

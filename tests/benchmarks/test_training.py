@@ -4,13 +4,12 @@ import doctest
 import json
 
 import pytest
+import torch
+from support import needs
 from support.launch import run_python
 
 from bagua_comm.__main__ import find_mpirun
-
-torch = pytest.importorskip("torch")
-
-from benchmarks.training import models, report, run  # noqa: E402
+from benchmarks.training import models, report, run
 
 NAMES = ["alone", "ddp", "ddp-fp16", "exact", "bytegrad", "qadam", "low-precision-one-peer", "diloco-8"]
 STEPS, ROUNDS = 2, 2
@@ -190,5 +189,5 @@ def test_the_report_has_a_table_for_each_network_and_a_figure(tmp_path):
     assert "Compute alone: forward 0.25 s, backward 0.5 s, optimizer 0.125 s." in text
     assert "| bytegrad | 1 ± 0.25 | 4 | 2.00 | 210.0 | 50% | `bytegrad()` |" in text
     assert "| ddp | 0.5 ± 0 | 8 | 1.00 | - | - | `ddp()` |" in text
-    pytest.importorskip("matplotlib")
+    needs.package("matplotlib")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -7,9 +7,6 @@ import pytest
 from support.launch import run_python
 
 from bagua_comm.__main__ import find_mpirun
-
-pytest.importorskip("torch")
-
 from benchmarks.training import tuner
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import needs
 
 from bagua_comm import MinMaxUInt8, kernels, quantized_allreduce
 from bagua_comm.arrays import dtype_named
@@ -20,7 +21,7 @@ CASES = json.loads((GOLDEN / "minmax.json").read_text())
 @pytest.fixture(params=["host", "compiled"], autouse=True)
 def kernels_in_use(request, monkeypatch):
     if request.param == "compiled":
-        pytest.importorskip("numba")
+        needs.package("numba")
     module = importlib.import_module(f"bagua_comm.kernels.{request.param}")
     monkeypatch.setattr(kernels, "on_host", lambda: module)
 

@@ -12,6 +12,8 @@ from bagua_comm import ArrayError, UnsupportedError
 from bagua_comm.data import Cache, Cached, LMDBStore, MemoryStore, RedisStore, ShardedStore, local_redis
 from bagua_comm.errors import StoreError
 
+pytestmark = pytest.mark.needs("lmdb", "msgpack", "redis", "xxhash")
+
 
 class Counted:
     """A data set that counts how often each sample was loaded."""

@@ -18,6 +18,7 @@ from support import cached_program
 
 from bagua_comm.data import Cached, LMDBStore, local_redis
 
+pytestmark = pytest.mark.needs("lmdb", "msgpack", "redis", "xxhash")
 PROGRAM = cached_program.__file__
 
 

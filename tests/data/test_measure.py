@@ -28,6 +28,7 @@ def test_nothing_to_measure():
     assert [each.shape for each in run_ranks(2, lambda comm: measure([], len, comm))] == [(0,), (0,)]
 
 
+@pytest.mark.needs("msgpack", "xxhash")
 def test_what_was_measured_is_kept(tmp_path):
     calls = []
     store = LMDBStore(tmp_path)
@@ -46,6 +47,7 @@ def test_what_was_measured_is_kept(tmp_path):
     assert len(calls) == 2 * len(WORDS) + len(WORDS) - 1
 
 
+@pytest.mark.needs("msgpack", "xxhash")
 def test_a_store_of_one_rank_is_enough():
     store = MemoryStore()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bagua_comm import UnsupportedError
 from bagua_comm.data.values import DamagedError, decode, encode
 
+pytestmark = pytest.mark.needs("msgpack", "xxhash")
 DTYPES = ["?", "i1", "<i4", ">i4", "u8", "<f2", "<f4", ">f8", "c8", "<U3", "S2", "M8[ns]", ml_dtypes.bfloat16]
 
 numbers = st.one_of(

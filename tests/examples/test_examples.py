@@ -25,6 +25,7 @@ def result_of(process):
     return result
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
@@ -45,6 +46,7 @@ def test_four_ranks_train_with_bytegrad_to_95_percent(tmp_path):
     assert any(e["ts"] < start < e["ts"] + e["dur"] for e in passes for start in first)
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 def test_one_rank_needs_no_mpirun():
     command = [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "1"]
@@ -52,6 +54,7 @@ def test_one_rank_needs_no_mpirun():
     assert (result["ranks"], result["wire_bytes"]) == (1, 0)
 
 
+@pytest.mark.needs("sklearn")
 @pytest.mark.parametrize(
     ("ranks", "algorithm"),
     [(1, "low_precision_one_peer"), pytest.param(3, "hierarchical", marks=pytest.mark.slow)],
@@ -63,6 +66,7 @@ def test_training_without_a_framework(ranks, algorithm):
     assert (result["wire_bytes_per_step"] > 0) == (ranks > 1)
 
 
+@pytest.mark.needs("sklearn")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path):
@@ -90,6 +94,7 @@ def test_training_without_a_framework_by_one_algorithm_after_the_other(tmp_path)
         assert result["wire_bytes_per_step"] > 0
 
 
+@pytest.mark.needs("sklearn", "tqdm")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("balance", ["bias", "loss"])
@@ -135,6 +140,7 @@ def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
         assert f"rank {rank} of {ranks}, GPU 0, over {transport}: {values}" in process.stdout
 
 
+@pytest.mark.needs("accelerate", "lightning", "sklearn", "transformers")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("start", [run_python, torchrun], ids=["mpirun", "torchrun"])

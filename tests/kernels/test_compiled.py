@@ -16,7 +16,6 @@ from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels
 from bagua_comm.arrays import address, dtype_named
 from bagua_comm.kernels import host
 
-pytest.importorskip("numba")
 compiled = importlib.import_module("bagua_comm.kernels.compiled")
 
 CODED = ("float32", "float16", "bfloat16")

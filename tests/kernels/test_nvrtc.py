@@ -11,6 +11,7 @@ import pytest
 from benchmarks.bench import RESULTS
 from benchmarks.gpu import instructions
 
+pytestmark = pytest.mark.needs("cupy")
 ARCHITECTURES = ("75", "80", "86", "87", "89", "90", "100", "103", "110", "120")
 REGISTERS = 65536  # of a multiprocessor
 CODED = ("float32", "float16", "bfloat16")
