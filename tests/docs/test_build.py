@@ -10,9 +10,8 @@ from support.pages import ROOT
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.needs("furo", "lightning", "myst_parser", "sphinx", "torch")
 def test_the_documentation_is_built_without_a_warning(tmp_path):
-    for library in ("sphinx", "furo", "myst_parser"):
-        pytest.importorskip(library, reason=f"{library} is not installed; pip install '.[docs]' brings it")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", tmp_path / "read"]
     result = subprocess.run(
         [*command, ROOT / "docs", tmp_path / "html"],

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import needs
 from support.launch import run_python, with_packages
 from support.pages import ROOT, pages, read
 
@@ -14,18 +15,37 @@ PAGES = pages()
 BLOCKS = [block for page in PAGES for block in page.blocks]
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "dockerfile", "ini", "json"}
 
-IMPORTS_MUCH = re.compile(r"^\s*(import|from) (torch|bagua_torch|lightning|transformers|accelerate)\b", re.M)
+PROVIDED = {"bagua_torch": "torch", "examples": "sklearn"}
+"""What programs name, and the package that it needs."""
+
+HEAVY = {"torch", "lightning", "transformers", "accelerate"}
 """A program with one of these needs seconds to start, and runs among the slow tests."""
 
-PROGRAMS = [
-    pytest.param(page, id=page.name, marks=[pytest.mark.slow] if IMPORTS_MUCH.search(page.program) else [])
+
+def needed(code):
+    """The optional packages that a program or a command uses."""
+    names = re.findall(r"^\s*(?:import|from) (\w+)|\b(examples)/", code, re.MULTILINE)
+    return {PROVIDED.get(name, name) for pair in names for name in pair} & needs.PACKAGES.keys()
+
+
+def runnable(value, code, name, slow=True):
+    """A test case that is left out where `code` cannot run."""
+    packages = needed(code)
+    marks = [pytest.mark.needs(*sorted(packages))]
+    if slow or packages & HEAVY:
+        marks.append(pytest.mark.slow)
+    return pytest.param(value, id=name, marks=marks)
+
+
+PROGRAMS = [runnable(page, page.program, page.name, slow=False) for page in PAGES if page.program.strip()]
+FOR_RANKS = [runnable(block, block.code, block.place) for block in BLOCKS if block.ranks and block.reason is None]
+COMMANDS = [
+    runnable(page, "".join(commands), page.name)
     for page in PAGES
-    if page.program.strip()
+    if (commands := [block.code for block in page.blocks if block.comment == "run"])
 ]
 
-
-def each(values):
-    return [pytest.param(value, id=value.name if value in PAGES else value.place) for value in values]
+ROOT_MAY_RUN_MPI = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 
 
 @pytest.fixture
@@ -53,9 +73,8 @@ def test_the_blocks_of_a_page_run_one_after_the_other(page, folder):
     check(result, f"{page.name}:{line[1] if line else 1}")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("block", each(block for block in BLOCKS if block.ranks and block.reason is None))
+@pytest.mark.parametrize("block", FOR_RANKS)
 def test_a_block_for_several_ranks_runs(block, folder, monkeypatch):
     script = folder / block.page.with_suffix(".py").name
     script.write_text("\n" * (block.line - 1) + block.code)  # so that errors name the page's lines
@@ -63,18 +82,19 @@ def test_a_block_for_several_ranks_runs(block, folder, monkeypatch):
     check(run_python(block.ranks, script.name, timeout_s=380), block.place)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("block", each(block for block in BLOCKS if block.comment == "run"))
-def test_the_commands_of_a_block_run(block, folder):
-    env = with_packages()
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_page_run_one_after_the_other(page, folder):
+    env = with_packages() | dict.fromkeys(ROOT_MAY_RUN_MPI, "1")
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])  # `python` is this one
-    command = ["bash", "-euo", "pipefail", "-c", block.code]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, env=env)
-    check(result, block.place)
+    for block in page.blocks:
+        if block.comment == "run":
+            command = ["bash", "-euo", "pipefail", "-c", block.code]
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=380, env=env)
+            check(result, block.place)
 
 
-@pytest.mark.parametrize("block", each(BLOCKS))
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.place for block in BLOCKS])
 def test_every_block_says_what_it_is(block):
     """So that none goes unchecked because of a slip of the pen."""
     assert block.language in LANGUAGES
@@ -85,7 +105,7 @@ def test_every_block_says_what_it_is(block):
         assert block.comment == "run" or block.reason, "expected `<!-- run -->` or `<!-- not run: reason -->`"
 
 
-@pytest.mark.parametrize("page", each(PAGES))
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
 def test_links_lead_to_pages_headings_and_files_that_exist(page):
     for line, target in page.links:
         if re.match(r"[a-z]+:", target):
