@@ -5,7 +5,7 @@ A fenced block says how it is checked by its language, its first line, and the c
     ```python                       a part of the page's program, which all its blocks make together, on one rank
     # ranks: 3                      as first line of a python block: a program of its own, on three ranks
     <!-- not run: reason -->        before a python block: it cannot run where the tests do
-    <!-- run -->                    before a sh block: its commands run, in the folder of those before it on the page
+    <!-- run -->                    before a sh block: its commands run, after those before it, in one folder
 """
 
 import re
