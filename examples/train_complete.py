@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,7 +97,7 @@ def evaluate() -> float:
 
 
 checkpoints = bagua_torch.Checkpoints(options.folder, comm, keep=2)
-objects = {"model": ddp, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+objects: dict[str, Any] = {"model": ddp, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
 progress = {"best": 0.0, "bad_epochs": 0}
 first = 0
 if checkpoints.latest() is not None:
