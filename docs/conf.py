@@ -28,7 +28,10 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(?!bagua_(comm|torch)\.).*"),
-    ("py:class", r".*\.(_\w+|T|Order|Steps|Flow|Dataset|Meeting|TorchEngine|Hub|Every|After|ByNode)"),
+    (
+        "py:class",
+        r".*\.(_\w+|[A-Z]|SupportsDLPack|Order|Steps|Flow|Dataset|Meeting|TorchEngine|Hub|Every|After|ByNode)",
+    ),
 ]
 default_role = "py:obj"
 

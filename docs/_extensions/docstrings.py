@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import textwrap
 from typing import Any
 
@@ -37,7 +38,7 @@ def mark_code(app: Sphinx, what: str, name: str, member: Any, options: Any, line
             marked += code_block([line, *lines[:end]])
             del lines[:end]
         else:
-            marked.append(line)
+            marked.append(re.sub(r"(?<!`)`(?=\.\w)", "`!", line))  # `.name` is no link: it may mean several
             before = line or before
     lines[:] = marked
 
