@@ -23,15 +23,13 @@ version = release = bagua_comm.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "commands"]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Backticks in docstrings are for code, too, and types may come from libraries that are not described here, or be
-# our own that nobody else needs to know.
+INTERNAL = "Order Steps Flow Dataset Meeting TorchEngine Hub Every After ByNode SupportsDLPack".split()
+"""Types that signatures name and that nobody needs to know."""
+# Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
     ("py:.*", r"(?!bagua_(comm|torch)\.).*"),
-    (
-        "py:class",
-        r".*\.(_\w+|[A-Z]|SupportsDLPack|Order|Steps|Flow|Dataset|Meeting|TorchEngine|Hub|Every|After|ByNode)",
-    ),
+    ("py:class", rf".*\.(_\w+|[A-Z]|{'|'.join(INTERNAL)})"),
 ]
 default_role = "py:obj"
 
