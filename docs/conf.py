@@ -23,8 +23,10 @@ version = release = bagua_comm.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "commands"]
 exclude_patterns = ["_build"]
 nitpicky = True
-INTERNAL = "Order Steps Flow Dataset Meeting TorchEngine Hub Every After ByNode SupportsDLPack".split()
-"""Types that signatures name and that nobody needs to know."""
+INTERNAL = (  # types that signatures name, and that nobody needs to know
+    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Meeting", "Order", "Steps"),
+    *("SupportsDLPack", "TorchEngine"),
+)
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [
     ("py:obj", ".*"),
