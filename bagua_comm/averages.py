@@ -162,6 +162,10 @@ class Hierarchical:
     within the node. Node means are weighted by the sizes of the nodes, so the result is the true mean even if
     nodes differ in size. Some nodes then have more ranks than chunks, so alltoallv and allgatherv replace
     reduce_scatter and allgather.
+
+    Use it where several ranks share the link of a node: each node sends one array over it, not one for each rank.
+    `Hierarchical(Quantized())` is the first to try where that link is the bottleneck; with one rank on each node,
+    it is `Quantized()` alone.
     """
 
     inner: Average = field(default_factory=Exact)

@@ -20,6 +20,7 @@ import faulthandler
 import functools
 import importlib.util
 import io
+import logging
 import os
 import signal
 import site
@@ -41,8 +42,9 @@ from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .logs import tell_world
 from .processes import state_of
-from .trace import NULL, Recorder
+from .trace import NULL, Recorder, listen
 from .transports import LocalTransport, Transport, base
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
@@ -84,6 +86,8 @@ ADVICE = (
     "also share one with NCCL_MULTI_RANK_GPU_ENABLE=1, and more of them with a small NCCL_MAX_CTAS as well.)"
 )
 
+_log = logging.getLogger(__name__)
+
 _default: Communicator | None = None
 
 
@@ -117,6 +121,8 @@ def connect(
 
     If all ranks have a CUDA device, each makes one its current device: local rank i takes device i, modulo their
     number. Connect before you put anything on a device.
+
+    The logger "bagua_comm" says at INFO what was chosen. With BAGUA_NVTX=1 and CuPy, calls are NVTX ranges.
 
     Args:
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`, in seconds: above 0, at
@@ -165,6 +171,9 @@ def connect(
         tracer=Recorder() if trace else NULL,
         ending=ending,
     )
+    if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
+        listen(cuda.NvtxRanges())
+    tell_world(_log, comm, nodes)
     _default = comm
     return comm
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import arrays
+from . import arrays, trace
 from .agreement import compare_calls
 from .arrays import Array, as_array, check_reduction
 from .errors import ArrayError, CommError, UnsupportedError
@@ -58,6 +58,7 @@ class Call:
         "_compared",
         "_outermost",
         "_sent",
+        "_shown",
         "_start",
         "comm",
         "detail",
@@ -151,6 +152,7 @@ class Call:
             except BaseException:
                 turn.end(self._outermost)
                 raise
+        self._shown = trace.show(self.name, self.detail, self.x.nbytes) if trace.wanted() else None
         self._sent = self.transport.sent_bytes
         self._start = time.perf_counter_ns()
         return self
@@ -163,6 +165,8 @@ class Call:
     ) -> None:
         end = time.perf_counter_ns()
         comm, name, detail, turn = self.comm, self.name, self.detail, self.comm.turn
+        if self._shown is not None:
+            self._shown.close()
         turn.end(self._outermost)
         wire = self.transport.sent_bytes - self._sent
         payload = self.x.nbytes if self.payload is None else self.payload
@@ -172,7 +176,7 @@ class Call:
             detail["error"] = kind.__name__
         comm.tracer.add(name, self._start, end, detail)
         if error is None:
-            comm.counters.by_operation[name].add(payload, wire)
+            comm.counters.by_operation[name].add(payload, wire, end - self._start)
             turn.last_call = name
         elif isinstance(error, CommError) and error.args:
             before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"

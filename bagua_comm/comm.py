@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import sys
 import warnings
@@ -25,9 +26,12 @@ from .arrays import Array, Scratch, as_array, as_real, contiguous, parts
 from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_writable, finished, landing
 from .errors import ArrayError, CommMismatch, UnsupportedError
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
+from .logs import tell
 from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
+
+_log = logging.getLogger(__name__)
 
 
 class Nodes(NamedTuple):
@@ -984,7 +988,9 @@ class Communicator:
         """
         first, *rest = self.transports
         host = first.shrink()
-        return self._derived([host, *(transport.shrink(host) for transport in rest)])
+        survivors = self._derived([host, *(transport.shrink(host) for transport in rest)])
+        tell(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
+        return survivors
 
     def abort(self, exit_code: int = 1) -> None:
         """Give up, on all ranks: under MPI all processes end with `exit_code`."""

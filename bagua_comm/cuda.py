@@ -6,16 +6,16 @@ import functools
 import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any
 
 from .arrays import Array, library
 from .errors import CommTimeout, UnsupportedError
-from .trace import Recorder, Tracer
+from .trace import Recorder, Tracer, label
 
 # Events -------------------------------------------------------------------------------------------------
 
@@ -186,6 +186,37 @@ class DeviceSpan:
         end = self._clock.mark()
         self._recorder.add_on_device(self._name, self._row, self._start, end, args, self._clock)
         return end
+
+
+class NvtxRanges:
+    """Shows spans as NVTX ranges, which Nsight Systems draws above the kernels; for `trace.listen`.
+
+    A range lasts as long as the host's call, which enqueues the work. BAGUA_NVTX=1 makes `connect` add it.
+    """
+
+    def active(self) -> bool:
+        """Whether CuPy is imported: it has the bindings to NVTX."""
+        return "cupy" in sys.modules
+
+    def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """An NVTX range of the calling thread."""
+        return _nvtx_range(label(name, args))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NvtxRanges)
+
+    def __hash__(self) -> int:
+        return hash(NvtxRanges)
+
+
+@contextmanager
+def _nvtx_range(text: str) -> Iterator[None]:
+    nvtx = sys.modules["cupy"].cuda.nvtx
+    nvtx.RangePush(text)
+    try:
+        yield
+    finally:
+        nvtx.RangePop()
 
 
 class UseStream:

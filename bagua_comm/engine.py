@@ -10,6 +10,7 @@ caller enqueued before `ready`, and what the caller enqueues after `at(BACKWARD)
 from __future__ import annotations
 
 import difflib
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -48,8 +49,9 @@ from .codecs.base import codecs_in
 from .comm import Communicator
 from .errors import ArrayError, CommMismatch
 from .lane import Lane, StreamLane, ThreadLane
+from .logs import megabytes, tell
 from .pace import Exchanges, Pace, pace_of
-from .trace import Counter, Tracer
+from .trace import Counter, ExchangeCounters, Tracer
 
 __all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
 
@@ -58,6 +60,8 @@ Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
 turn."""
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -107,6 +111,7 @@ class Engine:
         self._closed = False
         self._prepare_codecs()
         self._begin_phase(began=0)
+        self._tell_plan()
 
     # A training step --------------------------------------------------------------------------------
 
@@ -154,6 +159,7 @@ class Engine:
         if point is Point.FORWARD and phase_of(self.algorithm, self.step) != self._phase:
             self._pace.finish()
             self._begin_phase(began=self.step)
+            tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
         self._pace.at(point)
         if point is Point.STEP:
             self._exchanges.step += 1
@@ -184,14 +190,19 @@ class Engine:
         self._exchanges.stopped = False
 
     @property
+    def counters(self) -> ExchangeCounters:
+        """What was exchanged so far on this rank, and how long training waited; `.as_dict()` for other tools."""
+        return self._exchanges.counters
+
+    @property
     def counter(self) -> Counter:
         """What was exchanged so far: payload and wire bytes of this rank."""
-        return self._exchanges.counter
+        return self.counters.exchange
 
     @property
     def commits(self) -> int:
         """How many times the buckets were written back."""
-        return self._exchanges.commits
+        return self.counters.commits
 
     # Another plan -----------------------------------------------------------------------------------
 
@@ -236,6 +247,7 @@ class Engine:
         self._prepare_codecs()
         self._begin_phase(began=self._exchanges.began)
         self._load(saved)
+        self._tell_plan()
         flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
         return flats if len(flats) > 1 else flats[self.payload]
 
@@ -386,6 +398,22 @@ class Engine:
                     f"rank {comm.rank} and rank {rank} have different {what}s: "
                     + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
                 )
+
+    def _tell_plan(self) -> None:
+        """Log what is exchanged from now on."""
+        buckets = self.plan.buckets
+        largest = max((bucket.nbytes for bucket in buckets), default=0)
+        tell(
+            _log,
+            self._comm.rank,
+            "%s: %d tensors in %d buckets, %s, the largest %s; on a %s",
+            self.algorithm,
+            sum(len(bucket.tensors) for bucket in buckets),
+            len(buckets),
+            megabytes(sum(bucket.nbytes for bucket in buckets)),
+            megabytes(largest),
+            type(self._lane).__name__,
+        )
 
     def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
         """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""

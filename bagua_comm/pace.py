@@ -17,7 +17,7 @@ from .algorithms.base import Algorithm, Complete, Point, Rounds, State, Window, 
 from .bucket import Bucket
 from .errors import ArrayError
 from .lane import Lane
-from .trace import Counter, Tracer
+from .trace import ExchangeCounters, Tracer
 
 
 class Exchanges:
@@ -30,10 +30,8 @@ class Exchanges:
 
     def __init__(self, lane: Lane, tracer: Tracer) -> None:
         self.lane, self.tracer = lane, tracer
-        self.counter = Counter()
-        """Payload and wire bytes of this rank so far."""
-        self.commits = 0
-        """How many times the buckets were written back."""
+        self.counters = ExchangeCounters()
+        """What was exchanged so far, and how long training waited."""
         self.step = self.began = 0
         """How many training steps have ended, and how many had when the algorithm of this phase began."""
         self.stopped = False
@@ -57,31 +55,39 @@ class Exchanges:
         state, bucket.step = self.states[bucket.index], self.step - self.began
         bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
         self.algorithm.begin(bucket, state)
-        return self.lane.submit(self._exchange, self.algorithm, bucket, state)
+        began = time.perf_counter_ns()
+        future = self.lane.submit(self._exchange, self.algorithm, bucket, state)
+        self.counters.wait.time_ns += time.perf_counter_ns() - began  # much, on a lane without a thread
+        return future
 
     def _exchange(self, algorithm: Complete, bucket: Bucket, state: State) -> None:
         """Runs on the lane. Collective."""
         comm = self.lane.comm
-        before = comm.counters.total()
+        before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
         self.lane.note(**detail)
         with self.tracer.span("exchange", **detail):
             algorithm.exchange(bucket, comm, state)
         after = comm.counters.total()
         if after.calls > before.calls:
-            self.counter.add(bucket.nbytes, after.wire_bytes - before.wire_bytes)
+            spent_ns = time.perf_counter_ns() - began
+            self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
 
     def wait(self) -> None:
         """Wait for all tasks on the lane; raises the first error among them."""
-        with self.tracer.span("wait for exchanges"):
-            self.lane.wait()
+        began = time.perf_counter_ns()
+        try:
+            with self.tracer.span("wait for exchanges"):
+                self.lane.wait()
+        finally:
+            self.counters.wait.add(0, 0, time.perf_counter_ns() - began)
 
     def commit(self) -> None:
         """Write back the results of the buckets that were sent."""
         if self.algorithm.commits and not self.stopped:
             for bucket in self.sent:
                 self.algorithm.commit(bucket, self.states[bucket.index])
-            self.commits += 1
+            self.counters.commits += 1
 
 
 class PerStep:

@@ -1,8 +1,12 @@
-"""Spans, byte counters and the flight recorder; written out as a Chrome trace.
+"""Spans, counters and the flight recorder; written out as a Chrome trace, or told to other tools as they happen.
 
 A `Recorder` is always on. It keeps the latest spans in a ring, which costs well under a microsecond a call.
 `Communicator.trace` writes them to a file that https://ui.perfetto.dev opens. `NULL` is the tracer that keeps
 nothing.
+
+A `Listener` shows spans in another tool, beside what that tool sees itself. `import bagua_torch` adds one for
+PyTorch's profiler, and BAGUA_NVTX=1 one for NVTX (`cuda.NvtxRanges`). While nobody listens, a call pays for one
+look at a list.
 
 A device finishes its work long after the host has enqueued it. So a span of a device is kept as a pair of events,
 on a row of its own, and gets its times when somebody reads the spans.
@@ -14,8 +18,10 @@ import dataclasses
 import json
 import threading
 import time
+import warnings
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -67,12 +73,13 @@ class _DeviceSpan:
 class SpanContext:
     """The `with` statement behind `Tracer.span`."""
 
-    __slots__ = ("_args", "_name", "_start", "_tracer")
+    __slots__ = ("_args", "_name", "_shown", "_start", "_tracer")
 
     def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
         self._tracer, self._name, self._args = tracer, name, args
 
     def __enter__(self) -> SpanContext:
+        self._shown = show(self._name, self._args) if wanted() else None
         self._start = time.perf_counter_ns()
         return self
 
@@ -85,6 +92,8 @@ class SpanContext:
         if kind is not None:
             self._args["error"] = kind.__name__
         self._tracer.add(self._name, self._start, time.perf_counter_ns(), self._args)
+        if self._shown is not None:
+            self._shown.close()
 
 
 class _ThreadName(threading.local):
@@ -161,21 +170,151 @@ class _NullTracer:
 NULL: Tracer = _NullTracer()
 
 
+# ---------------------------------------------------------------------------------------------------
+# Other tools
+# ---------------------------------------------------------------------------------------------------
+
+
+class Listener(Protocol):
+    """Shows spans in another tool while they happen, on the threads where they happen."""
+
+    def active(self) -> bool:
+        """Whether the tool wants the span that begins now. Asked before every span: is fast, and never raises."""
+
+    def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """What lasts as long as the span; `args` has "bytes", "bucket" and the like, where they are known."""
+
+
+listeners: tuple[Listener, ...] = ()
+"""Who is told of spans, in all communicators of this process; `listen` and `ignore` change it."""
+wanted: Callable[[], bool] = bool
+"""Whether a tool wants the span that begins now; `bool()`, which is False, while nobody listens."""
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of all spans of this process from now on; once, if it is added twice.
+
+    If it raises, a warning says so, and it is told no more: a tool that fails does not end training.
+
+    >>> import contextlib
+    >>> class Printer:
+    ...     def active(self):
+    ...         return True
+    ...     @contextlib.contextmanager
+    ...     def range(self, name, args):
+    ...         print("begin", label(name, args))
+    ...         yield
+    ...         print("end", name)
+    >>> listen(printer := Printer())
+    >>> with Recorder().span("exchange", bucket=0, bytes=4096):
+    ...     print("at work")
+    begin bagua_comm: exchange bucket=0 bytes=4096
+    at work
+    end exchange
+    >>> ignore(printer)
+    """
+    if listener not in listeners:
+        _listen_only(*listeners, listener)
+
+
+def ignore(listener: Listener) -> None:
+    """Tell `listener` no more, if it was told; spans that have begun end as if it were."""
+    _listen_only(*(each for each in listeners if each != listener))
+
+
+def _listen_only(*those: Listener) -> None:
+    """Make `wanted` the quickest way to ask `those`: it is asked in every call."""
+    global listeners, wanted
+    listeners, asked = those, [each.active for each in those]
+    wanted = asked[0] if len(asked) == 1 else bool if not asked else lambda: any(ask() for ask in asked)
+
+
+def label(name: str, args: Mapping[str, Any]) -> str:
+    """The name of a span in another tool: of which call, bucket and size it is.
+
+    >>> label("allreduce", {"op": "avg", "bytes": 4096})
+    'bagua_comm: allreduce bytes=4096'
+    """
+    known = (f" {key}={args[key]}" for key in ("bucket", "bytes") if key in args)
+    return f"bagua_comm: {name}{''.join(known)}"
+
+
+def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> ExitStack:
+    """Begin a span in the tools that want it; close the result where the span ends."""
+    ranges = _Ranges()
+    known = args if nbytes is None else {"bytes": nbytes, **args}
+    for listener in listeners:
+        try:
+            if listener.active():
+                ranges.enter_context(listener.range(name, known))
+        except Exception as exc:
+            ignore(listener)
+            warnings.warn(
+                f"{listener!r} shows spans no more, since it failed: {exc!r}", RuntimeWarning, stacklevel=3
+            )
+    return ranges
+
+
+class _Ranges(ExitStack):
+    """The ranges of a span; an error of a tool at their end is a warning."""
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except Exception as exc:
+            warnings.warn(f"a tool that shows spans failed: {exc!r}", RuntimeWarning, stacklevel=3)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Counters
+# ---------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Counter:
-    """How often an operation ran on this rank, and what it moved."""
+    """How often an operation ran on this rank, what it moved, and how long it took."""
 
     calls: int = 0
     payload_bytes: int = 0
     """Bytes of the arrays handed in."""
     wire_bytes: int = 0
     """Bytes this rank handed to the transport for other ranks."""
+    time_ns: int = field(default=0, compare=False, repr=False)
+    """Nanoseconds that this rank spent in it, waiting for others included; no two runs take as long. On a device
+    only those of the host, which enqueues the work."""
 
-    def add(self, payload_bytes: int, wire_bytes: int) -> None:
+    def add(self, payload_bytes: int, wire_bytes: int, time_ns: int = 0) -> None:
         """Count one more call."""
         self.calls += 1
         self.payload_bytes += payload_bytes
         self.wire_bytes += wire_bytes
+        self.time_ns += time_ns
+
+    @property
+    def seconds(self) -> float:
+        """`time_ns` in seconds."""
+        return self.time_ns / 1e9
+
+    def __add__(self, other: Counter) -> Counter:
+        return Counter(
+            self.calls + other.calls,
+            self.payload_bytes + other.payload_bytes,
+            self.wire_bytes + other.wire_bytes,
+            self.time_ns + other.time_ns,
+        )
+
+    def as_dict(self, name: str) -> dict[str, float]:
+        """The numbers of the operation `name`.
+
+        >>> Counter(1, 8, 12).as_dict("allreduce")
+        {'allreduce/calls': 1, 'allreduce/payload_bytes': 8, 'allreduce/wire_bytes': 12, 'allreduce/seconds': 0.0}
+        """
+        return {
+            f"{name}/calls": self.calls,
+            f"{name}/payload_bytes": self.payload_bytes,
+            f"{name}/wire_bytes": self.wire_bytes,
+            f"{name}/seconds": self.seconds,
+        }
 
 
 @dataclass
@@ -198,10 +337,65 @@ class Counters:
         """The sum over all operations."""
         total = Counter()
         for counter in list(self.by_operation.values()):
-            total.calls += counter.calls
-            total.payload_bytes += counter.payload_bytes
-            total.wire_bytes += counter.wire_bytes
+            total += counter
         return total
+
+    def as_dict(self) -> dict[str, float]:
+        """All numbers by name, flat, as wandb, TensorBoard and Prometheus take them; they only grow.
+
+        The names are OPERATION/calls, /payload_bytes, /wire_bytes and /seconds, for every operation that was
+        called, and for "total", their sum.
+
+        >>> counters = Counters()
+        >>> counters["barrier"].add(0, 2, 500_000_000)
+        >>> counters.as_dict()
+        {'barrier/calls': 1, 'barrier/payload_bytes': 0, 'barrier/wire_bytes': 2, 'barrier/seconds': 0.5,
+         'total/calls': 1, 'total/payload_bytes': 0, 'total/wire_bytes': 2, 'total/seconds': 0.5}
+
+        As text for Prometheus:
+
+        >>> for name, value in counters.as_dict().items():
+        ...     operation, measure = name.split("/")
+        ...     if operation != "total":   # Prometheus adds up itself
+        ...         print(f'bagua_comm_{measure}_total{{operation="{operation}"}} {value}')
+        bagua_comm_calls_total{operation="barrier"} 1
+        bagua_comm_payload_bytes_total{operation="barrier"} 0
+        bagua_comm_wire_bytes_total{operation="barrier"} 2
+        bagua_comm_seconds_total{operation="barrier"} 0.5
+        """
+        numbers: dict[str, float] = {}
+        for operation, counter in [*self.by_operation.items(), ("total", self.total())]:
+            numbers |= counter.as_dict(operation)
+        return numbers
+
+
+@dataclass
+class ExchangeCounters:
+    """What an engine has exchanged on this rank, and how long training waited for it.
+
+    >>> counters = ExchangeCounters(Counter(3, 12, 18), Counter(1, time_ns=500_000_000), commits=1)
+    >>> counters.as_dict()
+    {'exchange/calls': 3, 'exchange/payload_bytes': 12, 'exchange/wire_bytes': 18, 'exchange/seconds': 0.0,
+     'wait/calls': 1, 'wait/seconds': 0.5, 'commit/calls': 1}
+    """
+
+    exchange: Counter = field(default_factory=Counter)
+    """Buckets that were exchanged, and the seconds in which the lane worked on them."""
+    wait: Counter = field(default_factory=Counter)
+    """How often and how long training waited: until buckets were handed to the lane, and until the lane was done.
+    On a device over NCCL the host does not wait: see the rows of the device in `Communicator.trace`."""
+    commits: int = 0
+    """How many times the buckets were written back."""
+
+    def __add__(self, other: ExchangeCounters) -> ExchangeCounters:
+        return ExchangeCounters(
+            self.exchange + other.exchange, self.wait + other.wait, self.commits + other.commits
+        )
+
+    def as_dict(self) -> dict[str, float]:
+        """All numbers by name, flat; they only grow."""
+        wait = {"wait/calls": self.wait.calls, "wait/seconds": self.wait.seconds}
+        return {**self.exchange.as_dict("exchange"), **wait, "commit/calls": self.commits}
 
 
 def plain(spans: Sequence[Span]) -> list[Span]:

@@ -1,6 +1,8 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
-from . import functional
+from bagua_comm.trace import listen
+
+from . import functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .checkpoint import Checkpoints
@@ -11,6 +13,8 @@ from .moe import MoE
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
 from .sync_batchnorm import SyncBatchNorm
+
+listen(profiler.RANGES)
 
 __all__ = [
     "Checkpoints",

@@ -19,7 +19,7 @@ from torch import nn
 
 import bagua_comm
 from bagua_comm import ArrayError, Communicator, Own
-from bagua_comm.algorithms.base import phases_of
+from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
@@ -186,17 +186,13 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
             here = bool(stepped & {id(p) for p in model.module.parameters()})
             if stepped & ignored or (here and model.parts_stay):
                 return {"state": Own(state)}
-            if here and _weights_differ(model):
+            if here and exchanges_weights(model.algorithm):
                 return {"state": Own(state, "mean")}
     return {"state": state}
 
 
 def _is_state(saved: Mapping[str, Any]) -> bool:
     return "state" in saved
-
-
-def _weights_differ(model: DistributedDataParallel) -> bool:
-    return any(phase.payload == "weight" for phase in phases_of(model.algorithm))
 
 
 def _with_metadata(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +221,7 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
     if model.parts_stay:  # they are others on each rank, or there are none, and so are their names
         names, versions = Own(names), Own(versions)
     return {
-        "weights": Own(parts["weights"], "mean") if _weights_differ(model) else parts["weights"],
+        "weights": Own(parts["weights"], "mean") if exchanges_weights(model.algorithm) else parts["weights"],
         "buffers": Own(parts["buffers"], "first" if model.broadcast_buffers else "mean"),
         "ignored": Own(parts["ignored"]) if parts["ignored"] or model.parts_stay else {},
         "names": names,

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, CommError, Communicator, UnsupportedError
-from bagua_comm.algorithms.base import check_algorithm_argument, complete, phases_of
+from bagua_comm.algorithms.base import check_algorithm_argument, complete, exchanges_weights, phases_of
 from bagua_comm.algorithms.combinators import Every
 
 from .arrays import as_array
@@ -145,7 +145,8 @@ def check_optimizers(
         if not mine & wanted:
             raise ArrayError(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
-                "module's parameters; was the module copied after the optimizer was made?"
+                "parameters that are averaged. If it steps experts or ignored parameters alone, leave it out of "
+                "the list; else, was the module copied after the optimizer was made?"
             )
         owned |= mine
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]
@@ -155,7 +156,7 @@ def check_optimizers(
             f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
         )
     phases = phases_of(algorithm)
-    counting = len(phases) > 1 or any(p.payload == "weight" or isinstance(p, Every) for p in phases)
+    counting = len(phases) > 1 or exchanges_weights(algorithm) or any(isinstance(p, Every) for p in phases)
     if counting and not optimizers:
         raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
     for phase in phases:

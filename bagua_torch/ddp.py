@@ -14,6 +14,7 @@ Beside these files, `contents` has the parts of the module that all ranks share,
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,11 +32,13 @@ from bagua_comm import (
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import phases_of
+from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.algorithms.checkpoints import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
+from bagua_comm.logs import tell
+from bagua_comm.trace import ExchangeCounters
 
 from . import checks
 from .comm_hook import HookAlgorithm, check_hook
@@ -48,6 +51,8 @@ from .process_group import default
 from .steps import Stage, TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 from .wrapping import end_older
+
+_log = logging.getLogger("bagua_comm.torch")
 
 EXTRA_STATE = "_extra_state"
 """PyTorch's name in a state dict for what `get_extra_state` gives."""
@@ -194,6 +199,15 @@ class DistributedDataParallel(nn.Module):
     def engine(self) -> TorchEngine:
         """The engine that exchanges the buckets."""
         return self._steps.engine
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """What was exchanged on this rank, and how long training waited for it, by all algorithms so far.
+
+        `.as_dict()` has it as plain numbers, for TensorBoard and the like. Buffers, and what `join` and
+        `find_unused_parameters` agree on, are in `comm.counters`.
+        """
+        return self._steps.counters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training: buffers are broadcast."""
@@ -376,14 +390,15 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, self.engine.plan, self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
-        differed = any(phase.payload == "weight" for phase in phases_of(self.algorithm))
+        differed = exchanges_weights(self.algorithm)
         self.engine.close()
         self.tuner = None
         if differed:
             self.average_weights()
             self._contents.copy_buffers(self.comm)
             self._contents.copy_optimizers(self.comm, self.optimizers)
-        self._steps.start(algorithm)
+        tell(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
+        self._steps.switch(algorithm)
         self._steps.lend()
         self.algorithm = algorithm
 

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, Communicator, UnsupportedError
-from bagua_comm.algorithms.base import phases_of
+from bagua_comm.algorithms.base import exchanges_weights
 
 from .arrays import as_array, torch_stream
 from .broadcast import broadcast_tensors, map_leaves
@@ -497,16 +497,6 @@ class _Ranks:
 # ---------------------------------------------------------------------------------------------------------
 # What algorithms keep, in checkpoints
 # ---------------------------------------------------------------------------------------------------------
-
-
-def exchanges_weights(algorithm: Algorithm) -> bool:
-    """Whether ranks' weights differ while they train by `algorithm`.
-
-    >>> import bagua_comm
-    >>> exchanges_weights(bagua_comm.ByteGrad()), exchanges_weights(bagua_comm.Decentralized("all"))
-    (False, True)
-    """
-    return any(phase.payload == "weight" for phase in phases_of(algorithm))
 
 
 def _make_equal(wrapper: DistributedDataParallel) -> None:

@@ -139,6 +139,7 @@ class MoE(nn.Module):
         all are equal. Each rank adds it, times a factor, to its loss; averaged gradients are then those of the
         whole. No rank waits for it."""
 
+        self._number = next(self.comm.settled.setdefault("MoE", itertools.count(1)))
         seed = self._agree(experts, seed)
         with _drawn_from(seed, "gate"):
             self.gate = nn.Linear(hidden, experts, bias=False)
@@ -167,7 +168,8 @@ class MoE(nn.Module):
 
         Raises:
             ArrayError: `x` does not hold tokens, or an expert returns something of another shape.
-            CommMismatch: Only some of the ranks need a gradient, or their tokens are of several dtypes.
+            CommMismatch: The ranks call different layers, only some of them need a gradient, or their tokens are
+                of several dtypes.
             UnsupportedError: It would train in float16, on more than one rank.
         """
         if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.shape[-1:] != (self.hidden,):
@@ -181,7 +183,7 @@ class MoE(nn.Module):
             )
         tokens = x.reshape(-1, self.hidden)  # (n, hidden)
         scores, weights, chosen = self._route(tokens)
-        table = self.comm.allgather(self._count(chosen))  # (p, E): all that any rank must know, in one message
+        table = self._gather(self._count(chosen))  # (p, E): all that any rank must know, in one message
         held = table[:, self.held.start : self.held.stop]
         sends, recvs = _sums(table[self.comm.rank], self.counts), held.sum(1).tolist()
 
@@ -211,6 +213,17 @@ class MoE(nn.Module):
     def _count(self, chosen: torch.Tensor) -> Any:
         """How many tokens of this rank chose each expert, (E,), on the host."""
         return torch.bincount(chosen.reshape(-1), minlength=len(self.load)).cpu().numpy()
+
+    def _gather(self, counts: Any) -> Any:
+        """The counts of all ranks, (p, E), which are in the same layer. Collective."""
+        rows = self.comm.allgather(np.array([self._number, *counts]))
+        for rank, number in enumerate(rows[:, 0]):
+            if number != rows[0, 0]:
+                raise CommMismatch(
+                    f"MoE: rank 0 calls layer {rows[0, 0]} of those made with this communicator, but rank {rank} "
+                    f"layer {number}; expected the same order of layers on all ranks"
+                )
+        return rows[:, 1:]
 
     def _run(self, came: torch.Tensor, held: Any) -> torch.Tensor:
         """What this rank's experts make of the rows that came, in the order of these rows.

@@ -15,6 +15,7 @@ import torch
 
 from bagua_comm import Algorithm, Communicator, Point
 from bagua_comm.algorithms.base import complete, phases_of
+from bagua_comm.trace import ExchangeCounters
 
 from . import checks
 from .backward import BackwardWatch
@@ -84,6 +85,8 @@ class TrainingSteps:
         self._trained = contents.trained
         self._unused = UnusedParameters(comm, self._trained)
         self.memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, comm.size))
+        self._past = ExchangeCounters()
+        """Of the engines before this one."""
         self.start(algorithm)
         self.span = BackwardSpan(comm.tracer, device)
         self.watch = BackwardWatch(
@@ -104,6 +107,19 @@ class TrainingSteps:
         self.memory.provide({phase.payload for phase in phases_of(algorithm)})
         self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device)
         self.memory.commits = 0
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm, once the engine of the last one is closed.
+
+        Collective.
+        """
+        self._past += self.engine.counters
+        self.start(algorithm)
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """What all engines so far have exchanged."""
+        return self._past + self.engine.counters
 
     def move(self, bucket_bytes: int, algorithm: Algorithm) -> None:
         """Go on with other buckets, and the same algorithm with other settings.

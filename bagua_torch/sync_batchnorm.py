@@ -1,7 +1,8 @@
 """Batch normalization whose statistics are those of all ranks' batches together.
 
 Forward, each rank sends the count n, the mean and the sum of squared deviations M2 of its own batch in one
-allgather, and merges all ranks' in rank order, so all have the same bytes:
+allgather, with what tells whether all are in the same layer. It merges all ranks' in rank order, so all have the
+same bytes:
 
     n = sum n_i,   mean = sum n_i mean_i / n,   M2 = sum M2_i + sum n_i (mean_i - mean)^2
 
@@ -12,6 +13,7 @@ Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from typing import Any, cast
@@ -22,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 import bagua_comm
-from bagua_comm import ArrayError, CommError, Communicator, UnsupportedError
+from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 
 from .arrays import as_array, as_tensor, torch_stream
 
@@ -40,6 +42,10 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 REFUSED = -1.0
 """Sent for the count by a rank that cannot use its input, so that all ranks raise."""
 
+HEAD = 3
+"""Numbers that each rank sends before its mean and M2: the count, the number of the layer, and whether the rank
+will go backward."""
+
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization over the batches of all ranks; otherwise PyTorch's `BatchNorm1d`, `2d` and `3d`.
@@ -48,10 +54,11 @@ class SyncBatchNorm(_BatchNorm):
     and some may be empty. In evaluation it works alone, as PyTorch's does: with the running statistics or, with
     `track_running_stats=False`, with those of this rank's batch.
 
-    All ranks make the same passes in the same order. Where one skips a pass, the others raise `CommTimeout` after
-    the communicator's `timeout_s`; give a rank without data an empty batch. In `DistributedDataParallel.join` a
-    rank that has ended makes no more passes, so use it with `throw_on_early_termination=True`. Gradients of
-    `weight` and `bias` are those of this rank's batch, for DistributedDataParallel to average.
+    All ranks make the same passes in the same order, and go backward through the same ones. Where one skips a
+    pass, the others raise `CommTimeout` after the communicator's `timeout_s`; give a rank without data an empty
+    batch. In `DistributedDataParallel.join` a rank that has ended makes no more passes, so use it with
+    `throw_on_early_termination=True`. Gradients of `weight` and `bias` are those of this rank's batch, for
+    DistributedDataParallel to average.
 
     Statistics are computed in float32 (float64 for float64 inputs) and merged in float64. Parameters, buffers and
     the state dict are those of PyTorch's classes. It works in a communicator of its own beside `comm`, one for
@@ -73,6 +80,7 @@ class SyncBatchNorm(_BatchNorm):
         ArrayError: In a forward pass, a rank's input does not fit, or all ranks' batches together have one value
             per channel; on all ranks. It is a ValueError.
         CommError: The module comes from a pickle.
+        CommMismatch: In a forward pass, ranks call different layers, or only some need gradients; on all ranks.
 
     >>> layer = SyncBatchNorm(3)
     >>> layer(torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])).sum(0)
@@ -128,7 +136,9 @@ class SyncBatchNorm(_BatchNorm):
         comm, fault = self._ranks.comm(), self._fault(x)
         if comm.size == 1 and x.numel() and not fault:
             return super().forward(x)
-        total, mean, m2 = merged(comm, x, self.num_features, fault)
+        tensors = (x, self.weight, self.bias)
+        backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        total, mean, m2 = merged(comm, x, self.num_features, self._ranks.layer, backward, fault)
         self._check_input_dim(x)
         if total == 1:
             raise ArrayError(
@@ -231,7 +241,9 @@ def revert(module: nn.Module) -> nn.Module:
     return _replaced(module, alone)
 
 
-def merged(comm: Communicator, x: Tensor, channels: int, fault: str = "") -> tuple[int, Tensor, Tensor]:
+def merged(
+    comm: Communicator, x: Tensor, channels: int, layer: int, backward: bool, fault: str = ""
+) -> tuple[int, Tensor, Tensor]:
     """The count of values per channel, the mean and M2 of all ranks' inputs: (), (C,) and (C,), in float64.
 
     Collective.
@@ -240,28 +252,44 @@ def merged(comm: Communicator, x: Tensor, channels: int, fault: str = "") -> tup
         comm: The ranks.
         x: The input of this rank.
         channels: C.
+        layer: The number of the layer among those of the communicator.
+        backward: Whether this rank's result needs a gradient.
         fault: Why the input cannot be used; empty if it can.
 
     Raises:
         ArrayError: A rank gave a fault; on all ranks.
+        CommMismatch: Ranks gave another layer, or another `backward`; on all ranks.
     """
-    mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    mine = torch.zeros(HEAD + 2 * channels, dtype=torch.float64, device=x.device)
+    mine[1], mine[2] = layer, backward
     if fault:
         mine[0] = REFUSED
     elif x.numel():
         count, dims = x.numel() // channels, _all_but_channels(x)
         variance, mean = torch.var_mean(x.detach().to(_wide(x)), dims, correction=0)
         mine[0] = count
-        mine[1 : channels + 1], mine[channels + 1 :] = mean, variance.double() * count
+        mine[HEAD : HEAD + channels], mine[HEAD + channels :] = mean, variance.double() * count
     with torch_stream(x.device):
-        rows = as_tensor(comm.allgather(as_array(mine)))  # (p, 1 + 2C)
-    counts = rows[:, 0].tolist()
+        rows = as_tensor(comm.allgather(as_array(mine)))  # (p, HEAD + 2C)
+    counts, layers, backwards = rows[:, :HEAD].T.tolist()
     if fault:
         raise ArrayError(fault)
     if min(counts) < 0:
         raise ArrayError(f"SyncBatchNorm: rank {counts.index(REFUSED)} has an input that does not fit its layer")
+    for rank in range(comm.size):
+        if layers[rank] != layers[0]:
+            raise CommMismatch(
+                f"SyncBatchNorm: rank 0 calls layer {layers[0]:.0f} of those made with this communicator, but "
+                f"rank {rank} layer {layers[rank]:.0f}; expected the same order of layers on all ranks"
+            )
+        if backwards[rank] != backwards[0]:
+            one, other = (0, rank) if backwards[0] else (rank, 0)
+            raise CommMismatch(
+                f"SyncBatchNorm: rank {one} needs a gradient, but rank {other} does not; expected the same on "
+                "all ranks, as all communicate in the backward pass"
+            )
     total = int(sum(counts))
-    n, means, m2s = rows[:, :1], rows[:, 1 : channels + 1], rows[:, channels + 1 :]
+    n, means, m2s = rows[:, :1], rows[:, HEAD : HEAD + channels], rows[:, HEAD + channels :]
     mean = (n * means).sum(0) / max(total, 1)
     return total, mean, m2s.sum(0) + (n * (means - mean).square()).sum(0)
 
@@ -326,6 +354,8 @@ class _Ranks:
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
+        self.layer = 0 if comm is None else next(comm.settled.setdefault("SyncBatchNorm", itertools.count(1)))
+        """The number of the module among those that were made with this communicator, alike on all ranks."""
 
     @property
     def size(self) -> int:

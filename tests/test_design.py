@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "files", "former", "processes", "trace"},
+    {"errors", "files", "former", "logs", "processes", "trace"},
     {"arrays", "topology"},
     {"cuda"},
     {"kernels", "bucket"},

@@ -1,5 +1,6 @@
 """The engine: when buckets leave, what happens when things go wrong, and what is kept."""
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,6 +137,26 @@ def test_bytes_are_counted():
     counter = run_ranks(2, body)[0]
     assert (counter.calls, counter.payload_bytes) == (6, 2 * 48)
     assert counter.wire_bytes == 6 * 2 * 64  # a chunk is 2 elements: 32 bytes of header, 32 of codes
+
+
+def test_waiting_for_exchanges_is_counted():
+    class Slow(GradientAllReduce):
+        def exchange(self, bucket, comm, state):
+            end_ns = time.perf_counter_ns() + 3_000_000
+            while time.perf_counter_ns() < end_ns:
+                pass
+            comm.barrier()
+
+    def body(comm):
+        with make_engine(comm, Slow()) as engine:
+            engine.at(Point.BACKWARD)
+            return engine.counters.as_dict()
+
+    for numbers in run_ranks(2, body):
+        assert numbers["exchange/calls"] == 3
+        assert numbers["wait/calls"] == 1
+        assert 0.009 <= numbers["exchange/seconds"] < 30
+        assert 0.003 <= numbers["wait/seconds"] < 30
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,27 @@
 """Spans, counters, and the Chrome trace made of them."""
 
+import contextlib
 import json
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError, Communicator, trace
+from bagua_comm import (
+    ArrayError,
+    CommError,
+    Communicator,
+    Engine,
+    GradientAllReduce,
+    Plan,
+    Point,
+    TensorSpec,
+    trace,
+)
+from bagua_comm.cuda import NvtxRanges
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import Counter, Counters, Recorder, Span, chrome_trace
 from bagua_comm.transports import LocalTransport
@@ -320,3 +334,175 @@ def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(tmp_path, monkey
 
     assert len(set(run_ranks(2, body, timeout_s=5))) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# Other tools
+
+
+class Listener:
+    """Writes down where spans begin and end, and on which thread."""
+
+    def __init__(self):
+        self.told = []
+        self.on = True
+
+    def active(self):
+        return self.on
+
+    @contextlib.contextmanager
+    def range(self, name, args):
+        thread = threading.current_thread().name.split("-")[0]
+        self.told.append((thread, "begin", trace.label(name, args)))
+        yield
+        self.told.append((thread, "end", name))
+
+
+@pytest.fixture
+def listener():
+    listener = Listener()
+    trace.listen(listener)
+    yield listener
+    trace.ignore(listener)
+
+
+def test_a_listener_is_told_of_calls_and_exchanges_on_their_threads(listener):
+    def body(comm):
+        plan = Plan.pack([TensorSpec("x", (8,), "float32")])
+        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
+            listener.told.clear()
+            engine.ready("x")
+            engine.at(Point.BACKWARD)
+            return list(listener.told)
+
+    (told,) = run_ranks(1, body)
+    assert [each for each in told if each[0] == "lane"] == [
+        ("lane", "begin", "bagua_comm: exchange bucket=0 bytes=32"),
+        ("lane", "begin", "bagua_comm: allreduce bytes=32"),
+        ("lane", "end", "allreduce"),
+        ("lane", "end", "exchange"),
+    ]
+    assert [each for each in told if each[0] == "rank 0"] == [
+        ("rank 0", "begin", "bagua_comm: wait for exchanges"),
+        ("rank 0", "end", "wait for exchanges"),
+    ]
+
+
+def test_a_listener_is_told_where_a_call_that_fails_ends(listener):
+    class Failing(LocalTransport):
+        def allreduce(self, *_):
+            raise CommError("no")
+
+    comm = Communicator([Failing()], tracer=trace.NULL)
+    with pytest.raises(CommError):
+        comm.allreduce(np.ones(3))
+    assert [each[1:] for each in listener.told] == [
+        ("begin", "bagua_comm: allreduce bytes=24"),
+        ("end", "allreduce"),
+    ]
+
+
+def test_a_listener_that_is_not_active_or_ignored_is_told_nothing(listener):
+    comm = Communicator([LocalTransport()])
+    listener.on = False
+    comm.allreduce(np.ones(3))
+    listener.on = True
+    trace.listen(listener)  # a second time
+    trace.ignore(listener)
+    comm.allreduce(np.ones(3))
+    assert listener.told == []
+    assert listener not in trace.listeners
+
+
+def test_of_several_listeners_those_that_are_active_are_told(listener):
+    second = Listener()
+    trace.listen(second)
+    listener.on = False
+    try:
+        Communicator([LocalTransport()]).barrier()
+    finally:
+        trace.ignore(second)
+    assert (len(listener.told), len(second.told)) == (0, 2)
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_listener_that_fails_does_not_end_the_call(when):
+    class Broken(Listener):
+        def range(self, name, args):
+            if when == "begin":
+                raise ZeroDivisionError
+            return self.failing_at_its_end()
+
+        @contextlib.contextmanager
+        def failing_at_its_end(self):
+            yield
+            raise ZeroDivisionError
+
+    broken, comm = Broken(), Communicator([LocalTransport()])
+    trace.listen(broken)
+    try:
+        with pytest.warns(RuntimeWarning, match="ZeroDivisionError"):
+            assert comm.allreduce(np.ones(2)).tolist() == [1, 1]
+        assert (broken in trace.listeners) == (when == "end")
+    finally:
+        trace.ignore(broken)
+
+
+def test_nvtx_ranges_are_pushed_and_popped_by_cupy(monkeypatch):
+    pushed = []
+    nvtx = SimpleNamespace(RangePush=pushed.append, RangePop=lambda: pushed.append("pop"))
+    ranges, recorder = NvtxRanges(), Recorder()
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    trace.listen(ranges)
+    try:
+        with recorder.span("exchange", bucket=1, bytes=8):
+            pass  # CuPy is not imported
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(nvtx=nvtx)))
+        with pytest.raises(KeyError), recorder.span("exchange", bucket=2, bytes=8):
+            raise KeyError
+    finally:
+        trace.ignore(NvtxRanges())
+    assert pushed == ["bagua_comm: exchange bucket=2 bytes=8", "pop"]
+    assert ranges not in trace.listeners
+
+
+# Counters for other tools
+
+
+def test_counters_as_plain_numbers():
+    def body(comm):
+        comm.allreduce(np.ones(4), op="avg")
+        comm.barrier()
+        comm.barrier()
+        return comm.counters.as_dict()
+
+    numbers = run_ranks(2, body)[0]
+    seconds = {name: numbers.pop(name) for name in list(numbers) if name.endswith("/seconds")}
+    assert numbers == {
+        "allreduce/calls": 1,
+        "allreduce/payload_bytes": 32,
+        "allreduce/wire_bytes": 32,
+        "barrier/calls": 2,
+        "barrier/payload_bytes": 0,
+        "barrier/wire_bytes": 2,
+        "total/calls": 3,
+        "total/payload_bytes": 32,
+        "total/wire_bytes": 34,
+    }
+    assert seconds.keys() == {"allreduce/seconds", "barrier/seconds", "total/seconds"}
+    assert 0 < seconds["allreduce/seconds"] < seconds["total/seconds"]
+    assert seconds["total/seconds"] == pytest.approx(seconds["allreduce/seconds"] + seconds["barrier/seconds"])
+    json.dumps(numbers)
+
+
+def test_the_time_of_a_call_is_counted():
+    class Slow(LocalTransport):
+        def barrier(self):
+            end_ns = time.perf_counter_ns() + 3_000_000
+            while time.perf_counter_ns() < end_ns:
+                pass
+
+    comm = Communicator([Slow()])
+    comm.barrier()
+    comm.barrier()
+    assert 0.006 <= comm.counters["barrier"].seconds < 10
+    assert comm.counters.total().time_ns == comm.counters["barrier"].time_ns

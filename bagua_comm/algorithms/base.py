@@ -204,6 +204,30 @@ def complete(algorithm: Algorithm | Complete) -> Complete:
     return algorithm if isinstance(algorithm, Complete) else Complete(algorithm)
 
 
+class Around:
+    """What an algorithm that is made of another one, its field `algorithm`, takes from it."""
+
+    algorithm: Algorithm
+
+    @property
+    def _inner(self) -> Complete:
+        return complete(self.algorithm)
+
+    @property
+    def payload(self) -> Payload:
+        """The payload of its algorithm."""
+        return self._inner.payload
+
+    @property
+    def window(self) -> Window | Rounds:
+        """The window of its algorithm."""
+        return self._inner.window
+
+    def check(self, dtype: str) -> None:
+        """Takes the dtypes of its algorithm."""
+        self._inner.check(dtype)
+
+
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
     """The algorithm that `algorithm` uses in this training step."""
     return complete(algorithm).phase(step)
@@ -217,6 +241,11 @@ def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
 def runs_in_rounds(algorithm: Algorithm) -> bool:
     """Whether `algorithm` exchanges in `Rounds`, now or later in training, so that some steps wait for nobody."""
     return any(isinstance(complete(phase).window, Rounds) for phase in phases_of(algorithm))
+
+
+def exchanges_weights(algorithm: Algorithm) -> bool:
+    """Whether `algorithm` exchanges weights, now or later in training, so that weights differ between ranks."""
+    return any(complete(phase).payload == "weight" for phase in phases_of(algorithm))
 
 
 def check_size(algorithm: Algorithm, size: int) -> None:

@@ -32,11 +32,8 @@ from .base import (
     CHUNK,
     TRANSIENT,
     Algorithm,
-    Complete,
-    Payload,
-    Rounds,
+    Around,
     State,
-    Window,
     check_algorithm_argument,
     complete,
     phase_of,
@@ -67,7 +64,7 @@ class _Node:
 
 
 @dataclass(frozen=True)
-class ByNode:
+class ByNode(Around):
     """`algorithm` among nodes, on the mean of each; see `by_node`."""
 
     algorithm: Algorithm
@@ -90,20 +87,6 @@ class ByNode:
         return f"by_node({self.algorithm!r})"
 
     @property
-    def _inner(self) -> Complete:
-        return complete(self.algorithm)
-
-    @property
-    def payload(self) -> Payload:
-        """Weights."""
-        return "weight"
-
-    @property
-    def window(self) -> Window | Rounds:
-        """The window of its algorithm."""
-        return self._inner.window
-
-    @property
     def phases(self) -> tuple[Algorithm, ...]:
         """The phases of its algorithm, each by node."""
         return tuple(ByNode(phase) for phase in phases_of(self.algorithm))
@@ -111,10 +94,6 @@ class ByNode:
     def phase(self, step: int) -> Algorithm:
         """The phase of its algorithm, by node."""
         return ByNode(phase_of(self.algorithm, step))
-
-    def check(self, dtype: str) -> None:
-        """Takes the dtypes of its algorithm."""
-        self._inner.check(dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Node:
         """See `Algorithm.init`. Collective.

@@ -15,7 +15,7 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     Algorithm,
-    Complete,
+    Around,
     Payload,
     Rounds,
     State,
@@ -38,7 +38,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Every:
+class Every(Around):
     """`algorithm` in one of `n` steps, beginning with the first; see `every`."""
 
     n: int
@@ -57,20 +57,6 @@ class Every:
         return f"every({self.n}, {self.algorithm!r})"
 
     @property
-    def _inner(self) -> Complete:
-        return complete(self.algorithm)
-
-    @property
-    def payload(self) -> Payload:
-        """The payload of its algorithm."""
-        return self._inner.payload
-
-    @property
-    def window(self) -> Window | Rounds:
-        """The window of its algorithm."""
-        return self._inner.window
-
-    @property
     def phases(self) -> tuple[Algorithm, ...]:
         """The phases of its algorithm, each in one of `n` steps."""
         return tuple(Every(self.n, phase) for phase in phases_of(self.algorithm))
@@ -78,10 +64,6 @@ class Every:
     def phase(self, step: int) -> Algorithm:
         """The phase of its algorithm, in one of `n` steps."""
         return Every(self.n, phase_of(self.algorithm, step))
-
-    def check(self, dtype: str) -> None:
-        """Takes the dtypes of its algorithm."""
-        self._inner.check(dtype)
 
     def check_size(self, size: int) -> None:
         """Takes the numbers of ranks of its algorithm."""

@@ -49,5 +49,9 @@ class GradientAllReduce:
 
 
 def ByteGrad() -> GradientAllReduce:  # noqa: N802 - the algorithm's name
-    """Bagua's ByteGrad: average the gradients through eight-bit codes. Source: arXiv 2107.01499."""
+    """Bagua's ByteGrad: average the gradients through eight-bit codes. Source: arXiv 2107.01499.
+
+    For one rank on each node, where bandwidth is the bottleneck. Where several ranks share the link of a node,
+    `GradientAllReduce(Hierarchical(Quantized()))` sends less over it, and `ByteGrad()` may be slower than exact.
+    """
     return GradientAllReduce(Quantized(MinMaxUInt8()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import numpy as np
 
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
+from ..logs import megabytes, tell
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
@@ -22,6 +24,8 @@ from .saving import Job, Staging
 from .trees import Packed
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 """While files are written, ranks tell each other this often how far they are."""
@@ -185,7 +189,7 @@ class Checkpoints:
 
     def _write(self, job: Job) -> str | None:
         """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
-        files, comm = self._files, self._comm
+        files, comm, began_s = self._files, self._comm, time.monotonic()
         problem = self._on_root(lambda: files.begin(job.step))[1]
         if problem is not None:
             return problem
@@ -217,7 +221,13 @@ class Checkpoints:
                 files.prune(self.keep)
 
         ended = comm.broadcast_object(self._beside(end)[1], root=0)
-        return problem or ended
+        problem = problem or ended
+        if problem is None:
+            nbytes = sum(part.file["bytes"] for part in parts)
+            seconds = time.monotonic() - began_s
+            size = megabytes(nbytes)
+            tell(_log, comm.rank, "step %d is saved in %s: %s in %.1f s", job.step, self.folder, size, seconds)
+        return problem
 
     def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
         """What `body` returns, or what went wrong, when it has ended on all ranks.
@@ -305,6 +315,7 @@ class Checkpoints:
                 except CheckpointError as exc:
                     problem = str(exc)
             if problem is None:
+                tell(_log, self._comm.rank, "step %d is loaded from %s", found.step, self.folder)
                 return Loaded(found.step, tree, manifest["world"], tuple(skipped))
             if not fallback:
                 raise CheckpointError(_cannot(found, problem))

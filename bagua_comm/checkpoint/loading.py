@@ -119,7 +119,7 @@ class Reader:
         if rule is None:
             raise CheckpointError(
                 f"{path} is a rank's own, and was saved by {self._world} ranks, but {self._ranks} load it; load "
-                "it on as many, or save it as Own(..., reshape=...)"
+                "it on as many, or save it as Own(..., reshape=...), or of a MoE what moe.global_state_dict gives"
             )
         return self._combined(number, rule, path)
 

@@ -1,7 +1,12 @@
 """`python -m bagua_comm advise`: which algorithm would train fastest on a cluster, by the cost model.
 
-The input is the numbers of a cluster and of a training step; the output is tables and a figure. `costmodel` says
-how they are computed.
+The input is the numbers of a cluster and of a training step; the output is tables, advice and a figure.
+`costmodel` says how step times are computed.
+
+The advice: average gradients exactly where the network keeps up. Where it does not, send eight bits: `ByteGrad()`
+with one rank on each node, `GradientAllReduce(Hierarchical(Quantized()))` with several, which share a link. Both
+need about as many steps as exact averaging. What averages weights, or not in every step, may be faster still, but
+may need more steps to the same loss. How many is not known here, so the report says how many it may need.
 """
 
 from __future__ import annotations
@@ -11,12 +16,15 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..algorithms import ByteGrad
+from ..algorithms.by_node import ByNode
+from ..algorithms.combinators import After, Every
 from ..bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, advise, held_up_s, predict
+from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, TorchDDP, advise, held_up_s, predict
 from .models import MODELS, mixture_of_experts, sync_batchnorm
 
 LARGEST_SIZE = 4096
@@ -24,6 +32,13 @@ LARGEST_SIZE = 4096
 
 BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
 """The bandwidths of the figure: from 100 Mbit/s to 1 Tbit/s."""
+
+
+MOST_FAITHFUL = ("exact", "hierarchical", "float16", "bytegrad", "hierarchical-bytes", "error-feedback")
+"""Averages of gradients, the one with the smallest error first."""
+
+AS_FAST = 1.02
+"""Of two steps, the longer counts as equally fast up to this ratio: the model is not that precise."""
 
 
 class AdviceError(Exception):
@@ -208,26 +223,30 @@ def run(options: argparse.Namespace) -> int:
 
 
 def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
-    """Both tables, as lines."""
+    """Tables and advice, as lines."""
     c = cluster
+    rows = advise(job, c, rates)
     nodes = f"{c.nodes} nodes of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
     lines = [
         f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
         f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
-        *_held_up(job, c, rates),
+        *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
         f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
         f"{'MB a rank':>11}{'MB a node':>11}",
     ]
     exact = predict(METHODS["exact"], job, c, rates).step_s
-    for name, method, prediction in advise(job, c, rates):
+    for name, method, prediction in rows:
         lines.append(
             f"{name:<24}{payload(method):<11}{_time(prediction.step_s):>10}{_ratio(exact, prediction.step_s):>10}"
             f"{prediction.hidden:>8.0%}{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
         )
     lines += [
         "",
-        "Speed-ups are over exact, per step. Those that average weights may need more steps for the same result.",
+        *_advice(rows, exact, guessed=rates == Rates.gpu()),
+        "",
+        "In Python, after `from bagua_comm import *`:",
+        *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
         "",
         f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best of all'}",
     ]
@@ -237,12 +256,81 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     return lines
 
 
-def _held_up(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
     """A line about the calls of the model itself, if it has any."""
     count = sum(call.times for call in job.blocking)
     if not count:
         return []
-    return [f"{count} calls of the model itself hold a step up for {_time(held_up_s(job, cluster, rates))}"]
+    held_s = held_up_s(job, cluster, rates)
+    share = held_s / fastest_s if fastest_s else 0.0
+    return [
+        f"{count} calls of the model itself hold a step up for {_time(held_s)}, {share:.0%} of the fastest step, "
+        "whatever the algorithm"
+    ]
+
+
+def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
+    """What to train with, and what this model does not know."""
+    gradients, weights = best_of_gradients(rows), best_of_weights(rows)
+    times = _ratio(exact_s, gradients.prediction.step_s)
+    lines = ["Speed-ups are over exact, per step.", ""]
+    if gradients.name == "exact":
+        lines.append(f"Gradients in every step: {expression(gradients.method)}; fewer bytes would gain nothing.")
+    else:
+        lines.append(f"Gradients in every step: {expression(gradients.method)}, {times}, about as many steps.")
+    if weights is not None:
+        gain = gradients.prediction.step_s / weights.prediction.step_s
+        lines.append(
+            f"Weights: {expression(weights.method)}, {_ratio(exact_s, weights.prediction.step_s)}, "
+            f"pays if it needs fewer than {gain:.2f} times as many steps."
+        )
+    lines.append(
+        "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
+        + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")
+    )
+    return lines
+
+
+def best_of_gradients(rows: Iterable[Advice]) -> Advice:
+    """The average of gradients with the smallest error among those that are as fast as the fastest.
+
+    QAdam is left out, since it is an optimizer as well; its step is about as long as that of its average.
+    """
+    known = {row.name: row for row in rows if row.name in MOST_FAITHFUL}
+    fastest_s = min(row.prediction.step_s for row in known.values())
+    ranked = (known[name] for name in MOST_FAITHFUL if name in known)
+    return next(row for row in ranked if row.prediction.step_s <= AS_FAST * fastest_s)
+
+
+def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
+    """The fastest that averages weights; None if none is faster than averages of gradients."""
+    limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
+    faster = (row for row in rows if payload(row.method) == "weights" and row.prediction.step_s < limit_s)
+    return min(faster, key=lambda row: row.prediction.step_s, default=None)
+
+
+def expression(value: object) -> str:
+    """The Python expression that makes an algorithm, an average or a codec; defaults are left out.
+
+    >>> from bagua_comm.algorithms import from_name
+    >>> expression(from_name("hierarchical-bytes")), expression(from_name("bytegrad"))
+    ('GradientAllReduce(Hierarchical(Quantized()))', 'ByteGrad()')
+    """
+    if value == ByteGrad():
+        return "ByteGrad()"
+    if not dataclasses.is_dataclass(value):
+        return json.dumps(value) if isinstance(value, str) else repr(value)
+    made_by = {Every: "every", ByNode: "by_node", After: "after"}
+    arguments: list[str] = []
+    skipped = False
+    for field in dataclasses.fields(value):
+        given = getattr(value, field.name)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if not field.init or given == default:
+            skipped = True
+        else:
+            arguments.append(f"{field.name}={expression(given)}" if skipped else expression(given))
+    return f"{made_by.get(type(value), type(value).__name__)}({', '.join(arguments)})"
 
 
 def payload(method: object) -> str:
@@ -263,8 +351,8 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
             {
                 "ranks": grown.size,
                 "exact_s": next(a.prediction.step_s for a in advice if a.name == "exact"),
-                "gradients": next(a for a in advice if payload(a.method) == "gradients"),
-                "all": advice[0],
+                "gradients": best_of_gradients(advice),
+                "all": best_of_weights(advice) or best_of_gradients(advice),
             }
         )
     return rows
@@ -288,6 +376,7 @@ def _row(advice: Advice) -> dict[str, Any]:
     return {
         "name": advice.name,
         "algorithm": repr(advice.method),
+        "python": None if isinstance(advice.method, TorchDDP) else expression(advice.method),
         "averages": payload(advice.method),
         **dataclasses.asdict(advice.prediction),
         "hidden": advice.prediction.hidden,
@@ -308,24 +397,32 @@ def _ratio(exact: float, step: float) -> str:
 # The figure
 # ---------------------------------------------------------------------------------------------------
 
-DRAWN = {
-    "ddp": ("0.4", ":"),
-    "hierarchical": ("#1f77b4", "-."),
-    "hierarchical-bytes": ("#1f77b4", "--"),
+GRADIENTS = {
+    "ddp": ("0.5", ":"),
+    "float16": ("#7b4fa3", "--"),
     "bytegrad": ("#1f77b4", "-"),
-    "qadam": ("#17becf", "-"),
-    "decentralized": ("#d95f02", ":"),
+    "error-feedback": ("#17a2b8", "--"),
+    "qadam": ("#e0a100", ":"),
+    "hierarchical": ("#2a9d5c", "--"),
+    "hierarchical-bytes": ("#d1341f", "-"),
+}
+WEIGHTS = {
+    "decentralized": ("0.5", ":"),
     "one-peer": ("#d95f02", "--"),
-    "low-precision-ring": ("#d95f02", "-."),
-    "low-precision-one-peer": ("#d95f02", "-"),
+    "low-precision-ring": ("#1f77b4", "--"),
+    "low-precision-one-peer": ("#1f77b4", "-"),
+    "low-precision-by-node": ("#17a2b8", "-."),
     "async": ("#2a9d5c", "--"),
     "diloco-100-bytes": ("#2a9d5c", "-"),
 }
-"""The algorithms of the figure, with colour and line; those that average gradients are blue."""
+"""The algorithms of the two panels of the figure, with colour and line."""
 
 
 def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
     """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
+
+    Averages of gradients and of weights have a panel each, with a scale of its own: relaxed algorithms can be
+    hundreds of times as fast on a slow network, beside which a factor of two would not be seen.
 
     Raises:
         AdviceError: matplotlib is missing, or the file cannot be written.
@@ -336,32 +433,40 @@ def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
         raise AdviceError("--plot needs matplotlib: pip install matplotlib") from exc
 
     clusters = [dataclasses.replace(cluster, bandwidth_gbit=gbit) for gbit in BANDWIDTHS_GBIT]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
     names = {advice.name for advice in advise(job, cluster, rates)}
-    steps = {
-        name: [predict(METHODS[name], job, at, rates).step_s for at in clusters]
-        for name in ("exact", *(name for name in DRAWN if name in names))
+
+    def steps(name: str) -> list[float]:
+        return [predict(METHODS[name], job, at, rates).step_s for at in clusters]
+
+    exact = steps("exact")
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    panels = {
+        "gradients, in every step": (GRADIENTS, figure.add_subplot(1, 2, 1)),
+        "weights: may need more steps": (WEIGHTS, figure.add_subplot(1, 2, 2)),
     }
-    for name, (colour, line) in DRAWN.items():
-        if name in steps:
-            ups = [exact / step for exact, step in zip(steps["exact"], steps[name], strict=True)]
-            axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
-    axes.axhline(1, color="0.2", linewidth=1, label="exact")
-    axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set_xlabel("bandwidth of a node (Gbit/s)")
-    axes.set_ylabel("speed-up of a step over exact averaging")
-    axes.set_title(
+    for title, (drawn, axes) in panels.items():
+        axes.axhline(1, color="0.2", linewidth=1, label="exact")
+        axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
+        for name, (colour, line) in drawn.items():
+            if name in names:
+                ups = [one / other for one, other in zip(exact, steps(name), strict=True)]
+                axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("bandwidth of a node (Gbit/s)")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.grid(color="0.92")
+        axes.legend(frameon=False, fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}x")
+    gradients, weights = (axes for _, axes in panels.values())
+    gradients.set_ylim(bottom=0)
+    gradients.set_ylabel("speed-up of a step over exact averaging")
+    weights.set_yscale("log")
+    weights.yaxis.set_major_formatter("{x:g}x")
+    figure.suptitle(
         f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone, "
         f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
-        loc="left",
     )
-    axes.grid(color="0.92")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as exc:

@@ -747,7 +747,7 @@ def advise(
 ) -> list[Advice]:
     """Predict every algorithm that supports this job and this cluster; the shortest step comes first.
 
-    Algorithms that exchange weights, or not in every step, need more steps for the same result; the model
+    Algorithms that exchange weights, or not in every step, may need more steps for the same result; the model
     predicts only time. Hierarchical averages are left out if all ranks are on one node, or each rank is alone on
     its node.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import random
 import time
@@ -39,6 +40,7 @@ from ..comm import Communicator
 from ..engine import check_fit
 from ..errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from ..files import write_at_once
+from ..logs import tell
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
 """The bucket sizes that are tried: 1 MiB to 128 MiB."""
@@ -53,6 +55,8 @@ UNTIMED_STEPS = 1
 """Steps that are not timed after settings have changed, because they touch new memory for the first time."""
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------------
 # What can be chosen
@@ -517,6 +521,11 @@ class Tuner:
         self._cell, self._began_ns = cell, time.perf_counter_ns()
         what = "tuner: try" if self.searching else "tuner: stay with"
         self._comm.tracer.add(what, self._began_ns, self._began_ns, self._grid[cell].plain())
+        if self.searching:
+            _log.debug("%s %s", what, self._grid[cell])
+        else:
+            done = "%s %s after %d measurements; %d settings to choose from"
+            tell(_log, self._comm.rank, done, what, self._grid[cell], len(self.history), len(self._grid))
 
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid

@@ -116,7 +116,10 @@ def test_an_optimizer_of_another_module():
         return torch.optim.Adam(copy.deepcopy(model).parameters())
 
     refused(
-        of_a_copy, GradientAllReduce(), ArrayError, r"optimizer 0 \(Adam\) has none of the module's parameters"
+        of_a_copy,
+        GradientAllReduce(),
+        ArrayError,
+        r"optimizer 0 \(Adam\) has none of the parameters that are averaged",
     )
 
 

@@ -152,7 +152,7 @@ def test_algorithms_that_count_steps_need_optimizers(algorithm):
     ("optimizers", "message"),
     [
         (lambda mine: ["cuda"], r"optimizers is \['cuda'\].*by name"),
-        (lambda mine: sgd(trained()), r"optimizer 0 \(SGD\) has none of the module's parameters"),
+        (lambda mine: sgd(trained()), r"optimizer 0 \(SGD\) has none of the parameters that are averaged"),
         (lambda mine: sgd({"weight": mine["weight"]}), "no optimizer given steps 'bias'; give all"),
     ],
 )

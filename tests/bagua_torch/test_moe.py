@@ -492,6 +492,15 @@ def test_it_is_not_copied_with_its_communicator():
             refused(layer)
 
 
+def test_layers_that_are_called_in_another_order_are_told():
+    def body(comm):
+        layers = [MoE(HIDDEN, make_expert, 2, comm=comm) for _ in range(2)]
+        layers[comm.rank](torch.ones(2, HIDDEN))
+
+    with pytest.raises(CommMismatch, match=r"rank 0 calls layer 1 .*, but rank 1 layer 2"):
+        run_ranks(2, body)
+
+
 def test_ranks_with_tokens_of_several_dtypes_are_told():
     def body(comm):
         layer = MoE(HIDDEN, make_expert, 2, comm=comm, seed=0)

@@ -9,7 +9,7 @@ from support.torch_training import filled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_comm import ArrayError, CommError, UnsupportedError
+from bagua_comm import ArrayError, CommError, CommMismatch, UnsupportedError
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, SyncBatchNorm
 from bagua_torch.sync_batchnorm import convert, revert
@@ -384,6 +384,26 @@ def test_a_batchnorm_that_convert_would_break_is_named(part, message):
 
     run_ranks(1, body)
     assert type(model[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda layers, rank: layers[rank](torch.ones(2, 3)), "rank 0 calls layer 1 .*, but rank 1 layer 2"),
+        (
+            lambda layers, rank: layers[0].requires_grad_(False)(torch.ones(2, 3, requires_grad=rank == 1)),
+            "rank 1 needs a gradient, but rank 0 does not",
+        ),
+    ],
+    ids=["order", "gradient"],
+)
+def test_passes_that_differ_are_told_on_all_ranks(wrong, message):
+    def body(comm):
+        layers = [SyncBatchNorm(3, comm=comm) for _ in range(2)]
+        with pytest.raises(CommMismatch, match=message):
+            wrong(layers, comm.rank)
+
+    run_ranks(2, body)
 
 
 def test_a_rank_that_skips_a_pass_is_named():

@@ -173,7 +173,7 @@ def test_modules_that_share_a_layer_are_exchanged_each_by_its_own_wrapper():
 def test_a_module_that_cannot_be_wrapped_again_keeps_its_wrapper():
     def body(comm):
         model, optimizer, ddp = wrapped(comm)
-        with pytest.raises(ValueError, match="none of the module's parameters"):
+        with pytest.raises(ValueError, match="none of the parameters that are averaged"):
             DistributedDataParallel(model, sgd(make_model().parameters()), comm=comm)
         train(comm, ddp, optimizer, range(2))
         ddp.close()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,42 @@ def test_cupy_arrays_on_what_stands_in_for_a_gpu(tmp_path, ranks, transport):
     values = f"exact {(ranks - 1) / 2:.1f}, quantized {ranks - 1:.4f}, on a lane {1.5 * (ranks - 1):.1f}"
     for rank in range(ranks):
         assert f"rank {rank} of {ranks}, GPU 0, over {transport}: {values}" in process.stdout
+
+
+def scalars_in(folder):
+    """All values in TensorBoard's files, by tag: records of a length, a checksum, an event and a checksum."""
+    event_pb2 = pytest.importorskip(
+        "tensorboardX.proto.event_pb2", reason="the example writes through tensorboardX, which is not installed"
+    )
+    values = {}
+    for file in folder.iterdir():
+        data = file.read_bytes()
+        while data:
+            (length,) = struct.unpack_from("<Q", data)
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[12 + length + 4 :]
+            for value in event.summary.value:
+                values.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return values
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_counters_are_shown_in_tensorboard(tmp_path):
+    pytest.importorskip("tensorboardX", reason="the example writes through tensorboardX, which is not installed")
+    options = ["--logdir", tmp_path, "--steps", "200", "--every", "100"]
+    process = run_python(2, EXAMPLES / "tensorboard_digits.py", *options, timeout_s=180)
+    assert process.returncode == 0, process.stdout + process.stderr
+    says, _, accuracy = process.stdout.strip().splitlines()[-1].rpartition(" ")
+    assert says == "2 ranks: accuracy"
+    assert float(accuracy) >= 0.8
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    for folder in tmp_path.iterdir():
+        found = scalars_in(folder)
+        assert found["exchange/calls_per_step"] == [(100, 1.0), (200, 1.0)]
+        assert [step for step, _ in found["loss"]] == [100, 200]
+        for name in ("exchange/wire_bytes", "exchange/seconds", "wait/seconds"):
+            assert all(value > 0 for _, value in found[f"{name}_per_step"]), name
 
 
 @pytest.mark.needs("accelerate", "lightning", "sklearn", "transformers")

@@ -40,6 +40,7 @@ def test_conformance(comm):
     check_transport(comm, sizes=few if comm.size > 3 else (*few, *many))
 
 
+@pytest.mark.slow
 def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_own(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 101)
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
@@ -81,7 +82,9 @@ def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
         assert (without.allreduce(x) == sum(range(comm.size))).all()
 
 
-@pytest.mark.parametrize("colors", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2]])
+@pytest.mark.parametrize(
+    "colors", [pytest.param([0, 0, 1, 1, 2, 2, 3, 3], marks=pytest.mark.slow), [0, 1, 1, 1, 2, 2, 2, 2]]
+)
 def test_conformance_on_emulated_nodes(comm, colors):
     with bagua_comm.connect(timeout_s=30, node=f"node {colors[comm.rank]}") as nodes:
         assert nodes.node == colors[comm.rank]

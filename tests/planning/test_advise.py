@@ -7,7 +7,20 @@ import sys
 import numpy as np
 import pytest
 
-from bagua_comm import ArrayError
+from bagua_comm import (
+    ArrayError,
+    BFloat16,
+    DiLoCo,
+    GradientAllReduce,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    MinMaxUInt8,
+    QAdam,
+    Quantized,
+    after,
+    by_node,
+    every,
+)
 from bagua_comm import __main__ as cli
 from bagua_comm.planning import advise
 from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
@@ -57,6 +70,77 @@ def test_parts_that_communicate_hold_every_step_up(capsys):
     assert capsys.readouterr().out.splitlines()[1].startswith("36 calls of the model itself hold a step up for ")
 
 
+def test_what_the_model_itself_sends_is_told_as_a_share_of_the_fastest_step(capsys):
+    options = [*BASE, "--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
+    assert cli.main([*options, "--moe", "12x8192x1024x64x2"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("60 calls of the model itself hold a step up for ")
+    assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
+
+
+def test_each_printed_expression_makes_the_algorithm_that_it_stands_for(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
+    printed = dict(line.split(maxsplit=1) for line in lines[begin : lines.index("", begin)])
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert {name: eval(text, names) for name, text in printed.items()} == {
+        name: method for name, method in METHODS.items() if name != "ddp"
+    }
+    assert printed["hierarchical-bytes"] == "GradientAllReduce(Hierarchical(Quantized()))"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        after(50, GradientAllReduce(), DiLoCo(10)),
+        every(3, by_node(LowPrecisionDecentralized(MinMaxUInt8(block=256)))),
+        DiLoCo(outer_lr=0.5),
+        QAdam(7, average=Hierarchical(Quantized(BFloat16(), min_bytes=0))),
+    ],
+    ids=repr,
+)
+def test_the_expression_of_any_algorithm_makes_it_again(algorithm):
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert eval(advise.expression(algorithm), names) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--bandwidth", "1gbit"], "ByteGrad(), 3."),
+        (["--bandwidth", "1gbit", "--ranks-per-node", "8"], "GradientAllReduce(Hierarchical(Quantized())), 4."),
+        (["--bandwidth", "1tbit"], "GradientAllReduce(); fewer bytes would gain nothing."),
+    ],
+)
+def test_gradients_of_one_or_several_ranks_a_node(options, expected, capsys):
+    assert cli.main([*BASE, *options, "--model", "vgg16", "--step-time", "120ms"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Gradients in every")]
+    assert line.startswith(f"Gradients in every step: {expected}")
+
+
+def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsys):
+    slow = [*VGG16, "--bandwidth", "200mbit"]
+    assert cli.main([*slow, "--json"]) == 0
+    steps = {row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]}
+    assert cli.main(slow) == 0
+    out = capsys.readouterr().out
+    assert f"pays if it needs fewer than {steps['bytegrad'] / min(steps.values()):.2f} times as many steps" in out
+    assert "Not known here: how many steps an algorithm needs to the same loss" in out
+
+
+def test_only_rates_of_gpus_that_were_not_measured_are_called_guesses(tmp_path, capsys):
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps(dataclasses.asdict(Rates())))
+    said = []
+    for options in ([], ["--device", "cpu"], ["--rates", str(rates)]):
+        assert cli.main([*VGG16, *options]) == 0
+        said.append("Rates of GPUs are guesses" in capsys.readouterr().out)
+    assert said == [True, False, False]
+
+
 def test_calibrated_rates_are_used(tmp_path, capsys):
     rates = Rates(direct=0.25)
     file = tmp_path / "rates.json"
@@ -81,6 +165,19 @@ def test_the_figure_is_drawn(tmp_path, capsys):
     assert cli.main([*VGG16, "--plot", str(figure)]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert str(figure) in capsys.readouterr().out
+
+
+def test_a_fast_average_of_weights_does_not_squeeze_the_averages_of_gradients_together(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    options = ["--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
+    assert cli.main([*BASE, *options, "--plot", str(tmp_path / "advice.png")]) == 0
+    gradients, weights = drawn[0].axes
+    assert weights.get_ylim()[1] > 100 > 6 > gradients.get_ylim()[1] > 3
+    shown = {line.get_label() for line in (*gradients.lines, *weights.lines)}
+    assert {"bytegrad", "hierarchical-bytes", "float16", "async", "exact"} <= shown
 
 
 def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys):

@@ -1,0 +1,69 @@
+"""Spans in PyTorch's profiler, and the counters of DistributedDataParallel."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from bagua_comm import ByteGrad, GradientAllReduce, trace
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
+from bagua_torch.profiler import RANGES
+
+
+def ranges_of(profiler):
+    return [(event.name, event.thread) for event in profiler.events() if event.name.startswith("bagua_comm: ")]
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_a_profiler_sees_exchanges_on_the_threads_where_they_happen(all_threads):
+    config = torch.profiler._ExperimentalConfig(profile_all_threads=all_threads)
+
+    def body(comm):
+        ddp = DistributedDataParallel(nn.Linear(3, 1, bias=False), comm=comm)
+        ddp(torch.ones(2, 3)).sum().backward()
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            ddp(torch.ones(2, 3)).sum().backward()
+        ddp.close()
+        return ranges_of(profiler), ddp.engine.plan.buckets[0].nbytes
+
+    ((found, nbytes),) = run_ranks(1, body)
+    threads = dict(found)
+    lane = {f"bagua_comm: exchange bucket=0 bytes={nbytes}", f"bagua_comm: allreduce bytes={nbytes}"}
+    assert threads.keys() == {"bagua_comm: wait for exchanges"} | (lane if all_threads else set())
+    assert len(set(threads.values())) == 1 + all_threads
+
+
+def test_nothing_is_recorded_while_no_profiler_runs():
+    assert RANGES in trace.listeners
+    assert not trace.wanted()
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert trace.wanted()
+    assert not trace.wanted()
+
+
+def test_counters_go_on_when_the_algorithm_is_switched():
+    def body(comm):
+        ddp = DistributedDataParallel(nn.Linear(3, 1), comm=comm)
+        ddp(torch.ones(2, 3)).sum().backward()
+        before = ddp.counters.as_dict()
+        ddp.switch(ByteGrad())
+        ddp(torch.ones(2, 3)).sum().backward()
+        after = ddp.counters.as_dict()
+        nbytes = ddp.engine.plan.buckets[0].nbytes
+        ddp.close()
+        return before, after, nbytes
+
+    before, after, nbytes = run_ranks(2, body)[0]
+    assert (before["exchange/calls"], before["exchange/payload_bytes"]) == (1, nbytes)
+    assert (after["exchange/calls"], after["exchange/payload_bytes"]) == (2, 2 * nbytes)
+    assert after["wait/seconds"] > before["wait/seconds"] > 0
+    assert after.keys() == before.keys()
+
+
+def test_a_switch_is_logged(caplog):
+    caplog.set_level("INFO", "bagua_comm")
+    ddp = DistributedDataParallel(nn.Linear(3, 1))
+    ddp.switch(ByteGrad())
+    ddp.close()
+    assert f"switch: from {GradientAllReduce()} to {ByteGrad()}" in caplog.messages
