@@ -26,7 +26,7 @@ from bagua_comm.data import PlainSampler
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--folder", default="runs/digits", help="where checkpoints are")
-parser.add_argument("--epochs", type=int, default=8)
+parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--patience", type=int, default=3, help="epochs without a better accuracy")
 options = parser.parse_args()
 
