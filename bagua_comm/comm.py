@@ -180,7 +180,7 @@ class Communicator:
     def allgather(self, x: Array, out: Array | None = None) -> Array:
         """Collect `x` of every rank: row r of the result is rank r's.
 
-        Collective. `x` has the same shape and dtype on every rank; the result has shape (p, *x.shape).
+        Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
         An `out` of any shape with as many elements will do. `x` may be this rank's row of `out`.
 
         Raises:
@@ -366,7 +366,7 @@ class Communicator:
     def gather(self, x: Array, out: Array | None = None, *, root: int) -> Array | None:
         """Collect `x` of every rank on `root`, where row r of the result is rank r's; None elsewhere.
 
-        Collective. `x` has the same shape and dtype on every rank; the result has shape (p, *x.shape).
+        Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
         `out` matters on `root` alone; any shape with as many elements will do. `x` may be its row of `out`.
 
         Raises:

@@ -69,7 +69,7 @@ def allreduce(comm: Communicator, x: torch.Tensor, *, op: str = "sum") -> torch.
 
 
 def allgather(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
-    """Collect `x` of every rank: row r of the result, (p, *x.shape), is rank r's.
+    """Collect `x` of every rank: row r of the result, `(p, *x.shape)`, is rank r's.
 
     Collective. `x` has the same shape and dtype on every rank. The gradient of `x` is the sum over all ranks of
     their gradients of row `rank`.

@@ -562,11 +562,13 @@ def test_of_a_gpu_that_nobody_knows_nothing_is_expected():
     assert row == {"step": "encode float32", "measured": 0.86, "expected": None, "target": 0.85, "met": True}
 
 
-def test_the_arithmetic_of_the_readme():
+def test_the_arithmetic_of_the_guide_to_gpus():
     assert doctest.testmod(gpu_report).failed == 0
     table = "\n".join(gpu_report.table())
     assert table.count("\n") >= 2
-    assert table in (ROOT / "README.md").read_text(), f"python -m benchmarks.gpu.report now prints\n{table}"
+    assert table in (ROOT / "docs" / "guides" / "gpus.md").read_text(), (
+        f"python -m benchmarks.gpu.report now prints\n{table}"
+    )
 
 
 def test_results_that_are_wrong_are_named():

@@ -14,6 +14,11 @@ def with_tests(env=None):
     return _finding(TESTS, os.environ if env is None else env)
 
 
+def with_packages():
+    """Environment variables with which Python finds the packages that lie beside the tests."""
+    return _finding(TESTS.parent, os.environ)
+
+
 def _finding(folder, env):
     return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(folder)]))}
 
@@ -48,5 +53,5 @@ def torchrun(ranks, *arguments, timeout_s=90):
         text=True,
         errors="replace",
         timeout=timeout_s,
-        env=_finding(TESTS.parent, {**os.environ, "OMP_NUM_THREADS": "1"}),
+        env={**with_packages(), "OMP_NUM_THREADS": "1"},
     )

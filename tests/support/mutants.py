@@ -28,6 +28,7 @@ COPIED = [
     "examples",
     "tests",
     "pyproject.toml",
+    "docs",
     "README.md",
     "LICENSE",
 ]
