@@ -27,8 +27,6 @@ class Launcher(NamedTuple):
     """The variable that holds the number of processes; None if there is none."""
     marks: tuple[str, ...] = ()
     """Variables that must be set as well; "NAME=text" is one whose value begins with that text."""
-    sets_up_mpi: bool = True
-    """Whether processes that it starts join a world of MPI, even if there is only one process."""
 
     def started(self, variables: Mapping[str, str]) -> bool:
         """Whether this launcher, or one that sets the same variables, started a process with `variables`."""
@@ -37,15 +35,15 @@ class Launcher(NamedTuple):
         return all(name in variables and variables[name].startswith(text) for name, _, text in parts)
 
 
-ELASTIC = Launcher("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",), sets_up_mpi=False)
+ELASTIC = Launcher("torchrun", "RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID",))
 OPEN_MPI = Launcher("the mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 HYDRA = Launcher("the mpirun of MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALNRANKS",))
 SRUN_PMI2 = Launcher("srun --mpi=pmi2", "PMI_RANK", "PMI_SIZE", ("SLURM_STEP_NUM_TASKS",))
 PMI = Launcher("a launcher that speaks PMI, as those of MPICH and Intel MPI do", "PMI_RANK", "PMI_SIZE")
 SRUN_PMIX = Launcher("srun --mpi=pmix", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", ("PMIX_NAMESPACE=slurm.",))
 PMIX = Launcher("a launcher that speaks PMIx, as that of Open MPI does", "PMIX_RANK", None)
-TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", sets_up_mpi=False)
-SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", sets_up_mpi=False)
+TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE")
+SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 LAUNCHERS = (ELASTIC, OPEN_MPI, HYDRA, SRUN_PMI2, PMI, SRUN_PMIX, PMIX, TORCHRUN, SRUN)
 """From the closest to a process to the farthest, if it has the variables of several."""

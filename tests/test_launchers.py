@@ -67,7 +67,11 @@ def test_the_closest_launcher_is_found(variables, launch):
     assert find(variables) == launch
 
 
-@pytest.mark.parametrize("variables", [{"SLURM_NTASKS": "4"}, {**STEP, "SLURM_STEP_NUM_TASKS": "1"}])
+SHELLS = [{"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {**ONE_TASK_PER_NODE, "SLURM_STEP_NUM_TASKS": "1"}]
+"""Of a batch job, and of the interactive step of `salloc`."""
+
+
+@pytest.mark.parametrize("variables", SHELLS)
 def test_a_world_of_one_is_right_where_one_process_was_started(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -168,7 +168,7 @@ def test_a_task_on_each_node_may_start_torchrun(slurm, tmp_path):
     script.write_text(WHERE.replace("bagua_comm", "bagua_torch"))
     start = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=n1:{slurm_of_two_nodes.free_ports(1)[0]}", "--rdzv-id=1"]
-    result = slurm.run("srun", "-N2", "-n2", *start, *meet, script)
+    result = slurm.run("srun", "-N2", "-n2", *start, *meet, script, timeout_s=200)
     assert result.returncode == 0, result.stderr + slurm.logs()
     assert re.fullmatch(r"2 \('n[12]', 0, 0, 1\) \('n[12]', 1, 0, 1\)\n", result.stdout)
 
@@ -185,15 +185,16 @@ with bagua_torch.connect(timeout_s=60) as comm:
 """
 
 
+@pytest.mark.timeout(900)
 def test_one_script_prints_the_same_whatever_starts_it(slurm, tmp_path):
     script: Path = tmp_path / "script.py"
     script.write_text(ONE_SCRIPT)
     python = [sys.executable, script]
     results = {
-        "run": run_python(2, script),
-        "mpirun": slurm.run(find_mpirun(), "-n", "2", "--oversubscribe", *python),
-        "torchrun": torchrun(2, script),
-        "srun": slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *python),
+        "run": run_python(2, script, timeout_s=200),
+        "mpirun": slurm.run(find_mpirun(), "-n", "2", "--oversubscribe", *python, timeout_s=200),
+        "torchrun": torchrun(2, script, timeout_s=200),
+        "srun": slurm.run("srun", "--mpi=pmix", "-N2", "-n2", *python, timeout_s=200),
     }
     printed = {name: (result.returncode, result.stdout) for name, result in results.items()}
     expected = f"2 {3.0 * sum(range(100_000))}\n"
