@@ -21,8 +21,8 @@ import numpy as np
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import Array, Scratch, as_array, as_real, contiguous, parts
-from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_writable, finished, landing
+from .arrays import Array, Scratch, as_real, contiguous, parts
+from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_mutable, check_writable, landing
 from .errors import ArrayError, CommMismatch, UnsupportedError
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .topology import place
@@ -164,8 +164,8 @@ class Communicator:
         call = Call(self, "broadcast", x, root=root)
         self._check_peer("broadcast", "root", root)
         value = call.x
-        if self.rank != root:
-            check_writable("broadcast", "x", x, value)
+        check = check_mutable if self.rank == root else check_writable
+        check("broadcast", "x", x, value)
         call.contiguous()
         with call:
             call.transport.broadcast(call.x, root)
@@ -314,18 +314,16 @@ class Communicator:
         wanted = list(outs) if outs is not None else [None] * len(sends)
         if len(wanted) != len(sends):
             raise ArrayError(f"{name}: there are {len(wanted)} outs, expected {len(sends)}, one for each of xs")
-        landings = [
-            landing(name, f"outs[{i}]", out, send.x.shape, send.x)
-            for i, (out, send) in enumerate(zip(wanted, sends, strict=True))
-        ]
-        written = [as_array(out) for out, _ in landings]
+        for i, (out, send) in enumerate(zip(wanted, sends, strict=True)):
+            send.landing = landing(name, f"outs[{i}]", out, send.x.shape, send.x)
+        written = [send.landing.value for send in sends]
         read = [send.x for send, out in zip(sends, written, strict=True) if not _is_same(send.x, out)]
         check_apart(name, written, read)
         for members in _alike(sends):
             with self._together([sends[i] for i in members]) as call:
                 call.transport.allreduce(as_real(call.x, op), as_real(call.x, op), op)
-                _unpack(call.x, [written[i] for i in members])
-        return [out for out, _ in landings]
+                _unpack(call.x, [sends[i].landing.target for i in members])
+        return [send.result for send in sends]
 
     def broadcast_many(self, xs: Sequence[Array], *, root: int) -> list[Array]:
         """Copy each of root's `xs` to every other rank, in one message for all arrays of a dtype.
@@ -347,9 +345,9 @@ class Communicator:
         name = "broadcast_many"
         self._check_peer(name, "root", root)
         sends = [Call(self, name, x, f"xs[{i}]", root=root) for i, x in enumerate(xs)]
-        if self.rank != root:
-            for i, send in enumerate(sends):
-                check_writable(name, f"xs[{i}]", xs[i], send.x)
+        check = check_mutable if self.rank == root else check_writable
+        for i, send in enumerate(sends):
+            check(name, f"xs[{i}]", xs[i], send.x)
         values = [send.x for send in sends]
         check_apart(name, values, [])
         for members in _alike(sends):
@@ -810,7 +808,8 @@ class Communicator:
             else:
                 first.transport.exchange(outgoing, incoming)
         for value, (_, target) in zip(values[len(outgoing) :], incoming, strict=True):
-            finished(value, target)
+            if value is not target:
+                value[...] = target
 
     def _exchange_what_fits(
         self, call: str, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]

@@ -18,7 +18,7 @@ FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rg
 
 LAYERS = [
     {"errors", "files", "former", "processes", "trace"},
-    {"arrays", "topology"},
+    {"arrays", "refusals", "topology"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},

@@ -167,7 +167,9 @@ class ProcessGroupTransport(Transport):
         self._gloo: Any = None
         self._leaving = False
         self._splits = 0
-        self._children: list[ProcessGroupTransport] = []  # a group dropped unclosed may have messages on their way
+        self._children: list[
+            ProcessGroupTransport
+        ] = []  # a group dropped unclosed may have messages on their way
         self._about = 0  # bytes of the array that the current call is about
         self._number = 0  # a number that all ranks must share in a collective call
         self._posted: dict[tuple[int, int], _Frame] = {}  # by (peer, tag): posted for the next message
