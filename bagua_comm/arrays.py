@@ -43,6 +43,9 @@ A = TypeVar("A", bound=AnyArray)
 S = TypeVar("S", bound=np.generic)
 """The type of the elements of a NumPy array."""
 
+Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
+"""NumPy arrays of any shape, and scalars. What comes of one where the shape changes is an `NDArray[S]`."""
+
 Op: TypeAlias = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 """A reduction."""
 
@@ -57,8 +60,8 @@ MOVABLE = INTEGERS | FLOATS | COMPLEX | {"bool"}
 
 _NAMES = {np.dtype(name): name for name in sorted(MOVABLE - {"bfloat16"})}
 
-ARITHMETIC_OPS = ("sum", "avg", "prod", "min", "max")
-BITWISE_OPS = ("band", "bor", "bxor")
+ARITHMETIC_OPS: tuple[Op, ...] = ("sum", "avg", "prod", "min", "max")
+BITWISE_OPS: tuple[Op, ...] = ("band", "bor", "bxor")
 UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "avg": np.add,

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from . import arrays, kernels
-from .arrays import FLOATS, Array, Scratch
+from .arrays import FLOATS, A, AnyArray, Array, LinearOp, Scratch
 from .call import Call, as_argument, check_writable
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
@@ -233,13 +233,13 @@ _EIGHT_BITS = MinMaxUInt8()
 
 def quantized_allreduce(
     comm: Communicator,
-    x: Array,
-    out: Array | None = None,
+    x: A,
+    out: A | None = None,
     *,
     codec: Codec | None = None,
-    op: str = "sum",
-    residual: Array | None = None,
-) -> Array:
+    op: LinearOp = "sum",
+    residual: AnyArray | None = None,
+) -> A:
     """Sum or average `x` over all ranks through a lossy codec, to the same bytes on every rank.
 
     Collective. `x` has the same shape and dtype on every rank, any size and shape. `out` may be `x`.
@@ -274,7 +274,8 @@ def quantized_allreduce(
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
     call = _call(comm, x, codec, op)
-    return _reduction(call, codec, op).reduce(call, out, residual)
+    result: A = _reduction(call, codec, op).reduce(call, out, residual)
+    return result
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:

@@ -294,8 +294,8 @@ def carrier(transports: Sequence[Transport], call: str, name: str, x: Array) -> 
     """The first transport that moves `x`, argument `name` of `call`."""
     if not arrays.is_movable(x.dtype):
         raise UnsupportedError(
-            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte order; "
-            f"{refusals.of_dtype(x.dtype)}"
+            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte "
+            f"order; {refusals.of_dtype(x.dtype)}"
         )
     for transport in transports:
         if transport.moves(x):

@@ -49,15 +49,15 @@ def of_tensor(tensor: Any, reason: Exception) -> str:
         problem = "is nested, so it is several tensors; pass them one by one, those of x.unbind()"
     elif "sparse" in layout:
         problem = (
-            f"is sparse (layout {layout}), so it is several tensors; pass x.to_dense(), or its tensors one by one, "
-            "x.indices() and x.values() for instance"
+            f"is sparse (layout {layout}), so it is several tensors; pass x.to_dense(), or its tensors one by "
+            "one, x.indices() and x.values() for instance"
         )
     elif layout != "torch.strided":
         problem = f"has layout {layout}; pass x.to_dense()"
     elif tensor.requires_grad:
         problem = (
-            "requires grad, and no gradient would flow through the call; pass x.detach(), which shares its memory, or "
-            "call bagua_torch.functional, through which gradients flow"
+            "requires grad, and no gradient would flow through the call; pass x.detach(), which shares its "
+            "memory, or call bagua_torch.functional, through which gradients flow"
         )
     elif tensor.is_conj():
         problem = "is a lazy conjugate of its memory; pass x.resolve_conj()"
@@ -75,8 +75,8 @@ def of_tensor(tensor: Any, reason: Exception) -> str:
 def of_memory(x: object, device: int) -> str:
     """Why `x` is refused, whose memory DLPack says is of this device type."""
     return (
-        f"pass a copy on the host: this {kind_of(x)} is in memory of DLPack device type {device}; expected host (1) "
-        "or CUDA (2)"
+        f"pass a copy on the host: this {kind_of(x)} is in memory of DLPack device type {device}; expected "
+        "host (1) or CUDA (2)"
     )
 
 
@@ -107,6 +107,6 @@ def of_target(x: object) -> str:
     if isinstance(x, np.ndarray):
         return "is read-only; pass an array that can be written to"
     return (
-        f"is a {kind_of(x)}, which is read-only; pass a NumPy array that can be written to, numpy.array(x), or no "
-        "out where the call makes its result"
+        f"is a {kind_of(x)}, which is read-only; pass a NumPy array that can be written to, numpy.array(x), or "
+        "no out where the call makes its result"
     )

@@ -71,10 +71,11 @@ def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def as_array(tensor: torch.Tensor) -> Array:
-    """View a tensor as a NumPy array (CPU) or CuPy array (CUDA), without its history. Shares memory; never copies.
+    """View a tensor as a NumPy array (CPU) or CuPy array (CUDA). Shares memory; never copies.
 
-    The calls of a communicator take tensors as they are, and give back tensors; they refuse those that require
-    grad. If CuPy's current stream is another one than PyTorch's, it waits for PyTorch's.
+    The array has no history: no gradient flows through what is done with it. If CuPy's current stream is another
+    one than PyTorch's, it waits for PyTorch's. A communicator's calls take tensors as they are, without this, and
+    give back tensors.
 
     Raises:
         UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays; or it is
