@@ -138,9 +138,8 @@ def as_array(x: Any) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return x
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return _tensor_as_array(x, torch)
+    if is_tensor(x):
+        return _tensor_as_array(x, sys.modules["torch"])
     if not hasattr(x, "__dlpack__"):
         raise UnsupportedError(refusals.of_type(x))
     try:
@@ -152,6 +151,12 @@ def as_array(x: Any) -> Array:
     except Exception as exc:
         raise UnsupportedError(f"cannot view this {refusals.kind_of(x)} through DLPack: {exc}") from exc
     raise UnsupportedError(refusals.of_memory(x, device))
+
+
+def is_tensor(x: object) -> bool:
+    """Whether `x` is a tensor of PyTorch."""
+    tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # a module of that name may have none (yet)
+    return tensors is not None and isinstance(x, tensors)
 
 
 _HOST, _CUDA = 1, 2
@@ -193,9 +198,8 @@ def returned(x: Any, result: Array) -> Any:
         return result[()]
     if isinstance(x, np.ndarray):
         return result
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return as_tensor(result, torch)
+    if is_tensor(x):
+        return as_tensor(result, sys.modules["torch"])
     if not hasattr(x, "__array_namespace__"):
         return result
     library = x.__array_namespace__()

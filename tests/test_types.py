@@ -1,0 +1,97 @@
+"""What type checkers say of programs that use the library: typing/program.py, and the documentation's code."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.pages import ROOT, pages, program_of
+
+PROGRAM = Path(__file__).parent / "typing" / "program.py"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Files to check: typing/program.py, and a program for each page that has Python code."""
+    folder = tmp_path_factory.mktemp("pages")
+    found = [folder / PROGRAM.name]
+    found[0].write_text(PROGRAM.read_text())
+    for page in pages():
+        code = program_of(page.read_text())
+        if code:
+            name = page.relative_to(ROOT).with_suffix("").as_posix()
+            found.append(folder / (name.replace("/", "_").replace("-", "_") + "_md.py"))
+            found[-1].write_text(code)
+    return found
+
+
+def check(command, programs, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-m", *command, *map(str, programs)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mypy_accepts_programs_and_the_documentation(programs):
+    """Without mypy's cache from the last run, this takes a minute."""
+    check(["mypy", "--strict", "--scripts-are-modules"], programs, ROOT)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pyright_accepts_programs_and_the_documentation(programs):
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("pyright is not installed: pip install 'pyright[nodejs]'")
+    folder = programs[0].parent
+    settings = {
+        "typeCheckingMode": "basic",
+        "extraPaths": [str(ROOT)],
+        "pythonPath": sys.executable,
+        "reportUnnecessaryTypeIgnoreComment": "error",  # so that what must be refused is refused
+        "reportMissingModuleSource": "none",
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    check(["pyright", "--project", str(folder)], [], folder)
+
+
+PAGE = """# A title
+
+```python
+import numpy as np
+
+x = np.ones(3)
+```
+
+Text.
+
+* An item:
+
+  ```python
+  def double(y):
+      return x * y * factor
+  ```
+
+```sh
+not python
+```
+"""
+
+
+def test_the_blocks_of_a_page_are_one_program_with_the_readers_names():
+    lines = program_of(PAGE).split("\n")
+    assert lines[0] == "from typing import Any, cast; factor = cast(Any, 0)"
+    assert (lines[3], lines[5], lines[12]) == ("import numpy as np", "x = np.ones(3)", "def double(y):")
+    assert "not python" not in lines
+    assert len(lines) == PAGE.count("\n") + 2
+    assert program_of("# A title\n\nText.\n") == ""
