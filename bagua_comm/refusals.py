@@ -93,9 +93,9 @@ def of_dtype(dtype: np.dtype[Any]) -> str:
         return "pass its fields one by one, x[name], or its bytes, x.view(numpy.uint8)"
     if not dtype.isnative:
         return 'pass x.astype(x.dtype.newbyteorder("="))'
-    if kind == "f":
+    if kind == "f" and dtype.itemsize > 8:
         return "pass x.astype(numpy.float64)"
-    if kind == "c":
+    if kind == "c" and dtype.itemsize > 16:
         return "pass x.astype(numpy.complex128)"
     return "pass its bytes, x.view(numpy.uint8)"
 

@@ -79,7 +79,11 @@ Text.
 
   ```python
   def double(y):
-      return x * y * factor
+      return x * y * factor * epoch
+
+
+  for epoch in range(3):
+      double(epoch)
   ```
 
 ```sh
@@ -90,8 +94,8 @@ not python
 
 def test_the_blocks_of_a_page_are_one_program_with_the_readers_names():
     lines = program_of(PAGE).split("\n")
-    assert lines[0] == "from typing import Any, cast; factor = cast(Any, 0)"
-    assert (lines[3], lines[5], lines[12]) == ("import numpy as np", "x = np.ones(3)", "def double(y):")
+    assert lines[0] == "from typing import Any, cast; epoch = cast(Any, 0); factor = cast(Any, 0)"
+    assert (lines[3], lines[5], lines[13]) == ("import numpy as np", "x = np.ones(3)", "def double(y):")
     assert "not python" not in lines
     assert len(lines) == PAGE.count("\n") + 2
     assert program_of("# A title\n\nText.\n") == ""

@@ -17,7 +17,7 @@ def pages():
 def program_of(text):
     """The blocks of a page, one after the other at the lines where they stand; empty if there are none.
 
-    Names that no block defines are the reader's own: each of them is `Any`.
+    Names that no block defines, or only a later one, are the reader's own: each of them is `Any`.
     """
     lines = [""] * (text.count("\n") + 1)
     for block in BLOCK.finditer(text):
@@ -33,7 +33,7 @@ def program_of(text):
 
 
 def _free_names(tree):
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names = sorted((node for node in ast.walk(tree) if isinstance(node, ast.Name)), key=lambda name: name.lineno)
     defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -44,4 +44,8 @@ def _free_names(tree):
             defined.add(node.arg)
         elif isinstance(node, ast.ExceptHandler) and node.name:
             defined.add(node.name)
-    return {node.id for node in names} - defined
+    lines = {}
+    for node in names:
+        lines.setdefault((node.id, isinstance(node.ctx, ast.Load)), node.lineno)
+    late = {name for name, loaded in lines if loaded and lines[name, True] < lines.get((name, False), 0)}
+    return ({node.id for node in names} - defined) | late
