@@ -31,8 +31,6 @@ class SupportsDLPack(Protocol):
 
     def __dlpack__(self) -> Any: ...
 
-    def __dlpack_device__(self) -> tuple[Any, Any]: ...
-
 
 AnyArray: TypeAlias = SupportsDLPack | np.generic
 """What calls take: arrays, and NumPy's scalars."""
@@ -149,7 +147,7 @@ def as_array(x: Any) -> Array:
         if device == _CUDA:
             return importlib.import_module("cupy").from_dlpack(x)
     except Exception as exc:
-        raise UnsupportedError(f"cannot view this {refusals.kind_of(x)} through DLPack: {exc}") from exc
+        raise UnsupportedError(refusals.of_failure(x, exc)) from exc
     raise UnsupportedError(refusals.of_memory(x, device))
 
 

@@ -72,6 +72,15 @@ def of_tensor(tensor: Any, reason: Exception) -> str:
     return f"this torch.Tensor {problem}"
 
 
+def of_failure(x: object, reason: Exception) -> str:
+    """Why `x` is refused, whose library fails to lend its memory for this `reason`."""
+    if type(x).__name__.endswith("Tracer"):  # JAX's, in jit and grad
+        return (
+            f"this {kind_of(x)} stands for an array that has no memory yet; call this outside of traced functions"
+        )
+    return f"cannot view this {kind_of(x)} through DLPack: {reason}"
+
+
 def of_memory(x: object, device: int) -> str:
     """Why `x` is refused, whose memory DLPack says is of this device type."""
     return (

@@ -57,6 +57,13 @@ class Elsewhere:
         raise AssertionError("nobody asks for it")
 
 
+class Tracer:
+    """What stands for an array while JAX traces a function."""
+
+    def __dlpack__(self, **_):
+        raise ValueError("no memory")
+
+
 class Sparse:
     """A sparse matrix of SciPy or CuPy."""
 
@@ -81,6 +88,7 @@ REFUSED = {
     "eager": (Eager(), r"pass x.numpy\(\)"),
     "elsewhere": (Elsewhere(), r"pass a copy on the host: .* device type 8; expected host \(1\) or CUDA \(2\)"),
     "sparse": (Sparse(), r"pass x.toarray\(\), or its arrays one by one"),
+    "traced": (Tracer(), r"Tracer stands for .*; call this outside of traced functions"),
     "masked": (np.ma.array([1.0], mask=[True]), "pass its data and its mask separately"),
     "object": (np.array([None]), r"has dtype object.*pass x.astype\(float\)"),
     "datetime": (np.zeros(1, "M8[s]"), r"pass x.view\(numpy.int64\)"),
