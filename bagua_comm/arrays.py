@@ -1,6 +1,8 @@
-"""Arrays of NumPy and CuPy: their library, dtype and memory; arrays through DLPack; reusable scratch memory.
+"""Arrays of NumPy and CuPy: their library, dtype and memory; arrays of other libraries; reusable scratch memory.
 
-`Array` is a NumPy or a CuPy array. CuPy and ml_dtypes are imported only when one of their arrays turns up.
+`Array` is a NumPy or a CuPy array. `as_array` views what users pass as one, and `returned` makes a result what
+users passed: a tensor for a tensor. No library is imported for that: whoever has its arrays has imported it. CuPy
+and ml_dtypes are imported only when one of their arrays turns up.
 """
 
 from __future__ import annotations
@@ -12,15 +14,41 @@ import math
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from . import refusals
 from .errors import ArrayError, UnsupportedError
 
 Array: TypeAlias = Any
 DType: TypeAlias = np.dtype[Any]
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library: NumPy, CuPy, PyTorch, JAX and others."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+AnyArray: TypeAlias = SupportsDLPack | np.generic
+"""What calls take: arrays, and NumPy's scalars."""
+
+A = TypeVar("A", bound=AnyArray)
+"""The type of an argument; the result has it too."""
+
+S = TypeVar("S", bound=np.generic)
+"""The type of the elements of a NumPy array."""
+
+Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
+"""NumPy arrays of any shape, and scalars. What comes of one where the shape changes is an `NDArray[S]`."""
+
+Op: TypeAlias = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
+"""A reduction."""
+
+LinearOp: TypeAlias = Literal["sum", "avg"]
+"""A reduction of what codecs code, or gradients flow through."""
 
 INTEGERS = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)})
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -30,8 +58,8 @@ MOVABLE = INTEGERS | FLOATS | COMPLEX | {"bool"}
 
 _NAMES = {np.dtype(name): name for name in sorted(MOVABLE - {"bfloat16"})}
 
-ARITHMETIC_OPS = ("sum", "avg", "prod", "min", "max")
-BITWISE_OPS = ("band", "bor", "bxor")
+ARITHMETIC_OPS: tuple[Op, ...] = ("sum", "avg", "prod", "min", "max")
+BITWISE_OPS: tuple[Op, ...] = ("band", "bor", "bxor")
 UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
     "avg": np.add,
@@ -80,7 +108,7 @@ def library(x: Array) -> str:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
-    raise UnsupportedError(f"expected a NumPy or CuPy array, got {type(x).__module__}.{type(x).__qualname__}")
+    raise UnsupportedError(f"expected a NumPy or CuPy array, got {refusals.kind_of(x)}")
 
 
 def namespace(x: Array) -> ModuleType:
@@ -91,8 +119,8 @@ def namespace(x: Array) -> ModuleType:
 def as_array(x: Any) -> Array:
     """View `x` as a NumPy or CuPy array. Shares memory with `x`; never copies.
 
-    Takes NumPy and CuPy arrays, NumPy scalars, and anything with `__dlpack__` in host or CUDA memory,
-    such as a torch tensor.
+    Takes NumPy and CuPy arrays, NumPy scalars, PyTorch tensors, and anything with `__dlpack__` in host or CUDA
+    memory.
 
     Raises:
         UnsupportedError: `x` belongs to no library known here, or its memory or dtype cannot be viewed.
@@ -108,28 +136,81 @@ def as_array(x: Any) -> Array:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return x
-    kind = f"{type(x).__module__}.{type(x).__qualname__}"
-    if hasattr(x, "toarray") and hasattr(x, "nnz"):
-        raise UnsupportedError(
-            f"a sparse matrix ({kind}) is several arrays; pass x.toarray(), or its arrays one by one: data, "
-            "indices and indptr of a CSR or CSC matrix, data, row and col of a COO matrix"
-        )
+    if is_tensor(x):
+        return _tensor_as_array(x, sys.modules["torch"])
     if not hasattr(x, "__dlpack__"):
-        raise UnsupportedError(
-            f"expected a NumPy or CuPy array or something with __dlpack__, got {kind}"
-            + ("; wrap it with numpy.asarray" if isinstance(x, (int, float, list, tuple)) else "")
-        )
+        raise UnsupportedError(refusals.of_type(x))
     try:
-        device, _ = x.__dlpack_device__()
-        if device == 1:  # kDLCPU
-            return np.from_dlpack(x)
-        if device == 2:  # kDLCUDA
+        device = int(x.__dlpack_device__()[0])
+        if device == _HOST:
+            return _host_as_array(x)
+        if device == _CUDA:
             return importlib.import_module("cupy").from_dlpack(x)
     except Exception as exc:
-        raise UnsupportedError(f"cannot view this {kind} through DLPack: {exc}") from exc
-    raise UnsupportedError(
-        f"this {kind} is in memory of DLPack device type {int(device)}; expected host (1) or CUDA (2)"
-    )
+        raise UnsupportedError(refusals.of_failure(x, exc)) from exc
+    raise UnsupportedError(refusals.of_memory(x, device))
+
+
+def is_tensor(x: object) -> bool:
+    """Whether `x` is a tensor of PyTorch."""
+    tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # a module of that name may have none (yet)
+    return tensors is not None and isinstance(x, tensors)
+
+
+_HOST, _CUDA = 1, 2
+"""DLPack's numbers of kinds of memory."""
+
+
+def _host_as_array(x: Any) -> Array:
+    if str(getattr(x, "dtype", "")) != "bfloat16":
+        return np.from_dlpack(x)
+    value = np.asarray(x)  # DLPack carries no bfloat16 into NumPy
+    value.flags.writeable = False  # it may be a copy
+    return value
+
+
+def _tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
+    is_bfloat16 = tensor.dtype is torch.bfloat16
+    try:
+        if (is_bfloat16 or tensor.is_cuda) and (tensor.requires_grad or tensor.is_neg()):
+            raise BufferError("its memory alone would lose its history or its sign")
+        lent = (
+            tensor.view(torch.int16) if is_bfloat16 else tensor
+        )  # its bits: no library but PyTorch has the dtype
+        if tensor.is_cuda:
+            with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device
+                value = importlib.import_module("cupy").from_dlpack(lent)
+        else:
+            value = lent.numpy()
+    except Exception as exc:
+        raise UnsupportedError(refusals.of_tensor(tensor, exc)) from exc
+    return value.view(bfloat16()) if is_bfloat16 else value
+
+
+def returned(x: Any, result: Array) -> Any:
+    """`result`, a new array of a call on `x`, as an array of the library of `x`. Shares memory if that allows it.
+
+    An array of a library that has no `__array_namespace__` stays a NumPy or CuPy array.
+    """
+    if isinstance(x, np.generic):
+        return result[()]
+    if isinstance(x, np.ndarray):
+        return result
+    if is_tensor(x):
+        return as_tensor(result, sys.modules["torch"])
+    if not hasattr(x, "__array_namespace__"):
+        return result
+    library = x.__array_namespace__()
+    if dtype_name(result.dtype) == "bfloat16":
+        return library.asarray(result)
+    return library.from_dlpack(result)
+
+
+def as_tensor(x: Array, torch: ModuleType) -> Any:
+    """View a NumPy or CuPy array as a tensor of PyTorch. Shares memory; never copies."""
+    if dtype_name(x.dtype) == "bfloat16":
+        return as_tensor(x.view(np.int16), torch).view(torch.bfloat16)
+    return torch.from_dlpack(x)
 
 
 def is_contiguous(x: Array) -> bool:
@@ -180,6 +261,11 @@ def share_elements(a: Array, b: Array) -> bool:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def repeats(x: Array) -> bool:
+    """Whether elements of `x` along an axis are one and the same, as after `numpy.broadcast_to`."""
+    return x.size > 0 and any(step == 0 and n > 1 for n, step in zip(x.shape, x.strides, strict=True))
 
 
 def same_memory(a: Array, b: Array) -> bool:

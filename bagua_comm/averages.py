@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from . import arrays, kernels
-from .arrays import FLOATS, Array, Scratch
-from .call import Call, finished
+from .arrays import FLOATS, A, AnyArray, Array, LinearOp, Scratch
+from .call import Call, as_argument, check_writable
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
 from .comm import Communicator
@@ -237,13 +237,13 @@ _EIGHT_BITS = MinMaxUInt8()
 
 def quantized_allreduce(
     comm: Communicator,
-    x: Array,
-    out: Array | None = None,
+    x: A,
+    out: A | None = None,
     *,
     codec: Codec | None = None,
-    op: str = "sum",
-    residual: Array | None = None,
-) -> Array:
+    op: LinearOp = "sum",
+    residual: AnyArray | None = None,
+) -> A:
     """Sum or average `x` over all ranks through a lossy codec, to the same bytes on every rank.
 
     Collective. `x` has the same shape and dtype on every rank, any size and shape. `out` may be `x`.
@@ -278,7 +278,8 @@ def quantized_allreduce(
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
     call = _call(comm, x, codec, op)
-    return _reduction(call, codec, op).reduce(call, out, residual)
+    result: A = _reduction(call, codec, op).reduce(call, out, residual)
+    return result
 
 
 def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
@@ -346,7 +347,7 @@ class _Feedback:
 
     def __call__(self, x: Array) -> Array:
         if self.residual is None:
-            self.residual = arrays.zeros_like(x)
+            self.residual = arrays.zeros_like(arrays.as_array(x))
         return self.mean(x, self.residual)
 
 
@@ -388,6 +389,8 @@ class _Reduction:
         call.in_place()
         if call.x is not call.target:
             call.contiguous()
+        if residual is not None and type(residual) is not self._kind:
+            residual = as_argument(call.name, "residual", residual)
         self.check(call, residual)
         comm, x, target = call.comm, call.x, call.target
         if self.p == 1 or self.size == 0:
@@ -395,13 +398,13 @@ class _Reduction:
                 call.compare()
             if not arrays.same_memory(x, target):
                 target[...] = x
-            return finished(call.out, target)
+            return call.result
         if len(self.pieces) > 1:
             call.detail["pieces"] = len(self.pieces)
         with call:
             flow = self.transport.agree_on_call(self._call_text, x)
             reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
-        return finished(call.out, target)
+        return call.result
 
     def check(self, call: Call, residual: Array | None) -> None:
         """Raise unless kernels can read the arrays of the call where they lie, and `residual` is like `x`."""
@@ -413,6 +416,8 @@ class _Reduction:
                 f"{call.name}: residual is {residual.dtype}{residual.shape}, "
                 f"expected a contiguous {x.dtype}{x.shape}"
             )
+        if residual is not None:
+            check_writable(call.name, "residual", residual, residual)
         if isinstance(x, np.ndarray) or self.p == 1 or self.size == 0:
             return
         check_aligned(call.name, "x", x)

@@ -738,7 +738,8 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     device = setup.local_rank % count if count else None
     if device is not None and has_streams_per_thread():
         warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
-    gpus = [GpuFacts(*each) for each in setup.allgather_object(tuple(my_gpu(device)))]
+    facts: list[Any] = setup.allgather_object(tuple(my_gpu(device)))
+    gpus = [GpuFacts(*each) for each in facts]
     without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
     if without and gpu == "auto":
         return None, []

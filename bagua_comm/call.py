@@ -6,7 +6,7 @@ A method of the communicator makes a call like this:
     call.into(out, call.x.shape)                  # where the result goes; `out` and `x` may be one array
     with call:                                    # one thread at a time, compared, timed, counted
         call.transport.allreduce(call.x, call.target, op)
-    return call.result                            # `out`, filled, whatever its layout
+    return call.result                            # `out`, filled; or a new array of the library of `x`
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import arrays, trace
+from . import arrays, refusals, trace
 from .agreement import compare_calls
-from .arrays import Array, as_array, check_reduction
+from .arrays import Array, as_array, check_reduction, returned
 from .errors import ArrayError, CommError, UnsupportedError
 from .transports.base import Transport
 
@@ -38,6 +38,20 @@ _POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_objec
 
 _RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
 """What a span says beyond the arguments of its call."""
+
+
+class Landing(NamedTuple):
+    """Where the result of a call goes."""
+
+    out: Any
+    """What the caller gave for it; None if nothing."""
+    value: Array
+    """The same as an array; a new one if nothing was given."""
+    target: Array
+    """What the call fills: `value` itself if that is contiguous."""
+
+
+_NOWHERE = Landing(None, NOTHING, NOTHING)
 
 
 class Call:
@@ -62,8 +76,9 @@ class Call:
         "_start",
         "comm",
         "detail",
+        "given",
+        "landing",
         "name",
-        "out",
         "payload",
         "target",
         "transport",
@@ -72,12 +87,14 @@ class Call:
 
     def __init__(self, comm: Communicator, name: str, x: Any, argument: str = "x", **detail: Any) -> None:
         self.comm, self.name, self.detail = comm, name, detail
+        self.given = x
+        """`x` as the caller gave it: what the result is like."""
         self.x: Array = x if type(x) is np.ndarray else as_argument(name, argument, x)
         self.transport = carrier(comm.transports, name, argument, self.x)
         self.payload: int | None = None
         """Bytes to count for this call; those of `x` if None."""
         self._compared = True
-        self.out: Any = None
+        self.landing = _NOWHERE
         self.target: Array = NOTHING
 
     @classmethod
@@ -91,8 +108,9 @@ class Call:
     def of(cls, comm: Communicator, name: str, x: Array, transport: Transport, **detail: Any) -> Call:
         """A call on an array that `transport` is known to move."""
         call = cls.__new__(cls)
-        call.comm, call.name, call.detail, call.x, call.transport = comm, name, detail, x, transport
-        call.payload, call._compared, call.out, call.target = None, True, None, NOTHING
+        call.comm, call.name, call.detail, call.transport = comm, name, detail, transport
+        call.given = call.x = x
+        call.payload, call._compared, call.landing, call.target = None, True, _NOWHERE, NOTHING
         return call
 
     # Arguments --------------------------------------------------------------------------------------
@@ -108,7 +126,8 @@ class Call:
 
     def into(self, out: Any | None, shape: tuple[int, ...], *, any_shape: bool = False) -> None:
         """Have the result go to `out`; to a new array of `shape` if None. `target` is contiguous."""
-        self.out, self.target = landing(self.name, "out", out, shape, self.x, any_shape=any_shape)
+        self.landing = landing(self.name, "out", out, shape, self.x, any_shape=any_shape)
+        self.target = self.landing.target
 
     def in_place(self) -> None:
         """Let `x` be `target` if both are the same memory; raise if they overlap in any other way."""
@@ -131,8 +150,13 @@ class Call:
 
     @property
     def result(self) -> Any:
-        """`out`, with the result in it."""
-        return finished(self.out, self.target)
+        """`out`, with the result in it; if there is none, a new array of the library that `x` belonged to."""
+        out, value, target = self.landing
+        if value is not target:
+            value[...] = target
+        if out is not None:
+            return out
+        return target if type(target) is type(self.given) else returned(self.given, target)
 
     # The call while it runs -------------------------------------------------------------------------
 
@@ -274,7 +298,8 @@ def carrier(transports: Sequence[Transport], call: str, name: str, x: Array) -> 
     """The first transport that moves `x`, argument `name` of `call`."""
     if not arrays.is_movable(x.dtype):
         raise UnsupportedError(
-            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte order"
+            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte "
+            f"order; {refusals.of_dtype(x.dtype)}"
         )
     for transport in transports:
         if transport.moves(x):
@@ -288,11 +313,16 @@ def carrier(transports: Sequence[Transport], call: str, name: str, x: Array) -> 
 
 def landing(
     call: str, name: str, out: Any | None, shape: tuple[int, ...], like: Array, *, any_shape: bool = False
-) -> tuple[Any, Array]:
-    """What `call` returns, and the contiguous array that it fills; `finished` copies the second to the first."""
+) -> Landing:
+    """Where the result of `call` goes: to `out`, or to a new array of `shape` if that is None.
+
+    Raises:
+        ArrayError: `out` does not fit the shape, or `like` in dtype and library, or cannot be written to.
+        UnsupportedError: `out` is not an array.
+    """
     if out is None:
         target = arrays.empty(shape, like.dtype, like=like)
-        return target, target
+        return Landing(None, target, target)
     value = out if type(out) is type(like) else as_argument(call, name, out)
     fits = value.size == math.prod(shape) if any_shape else value.shape == shape
     if not fits:
@@ -303,26 +333,23 @@ def landing(
     if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
         raise ArrayError(f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}")
     check_writable(call, name, out, value)
-    if arrays.is_contiguous(value):
-        return out, value
-    return out, arrays.empty(value.shape, value.dtype, like=value)
-
-
-def finished(out: Any, target: Array) -> Any:
-    """Copy the result into `out`, unless it is there already; returns `out`."""
-    if target is not out:
-        value = as_array(out)
-        if not arrays.same_memory(value, target):
-            value[...] = target
-    return out
+    target = value if arrays.is_contiguous(value) else arrays.empty(value.shape, value.dtype, like=value)
+    return Landing(out, value, target)
 
 
 def check_writable(call: str, name: str, x: object, value: Array) -> None:
     """Raise `ArrayError` unless `value`, the array of argument `x`, can be written to."""
-    if isinstance(x, np.generic):
-        raise ArrayError(f"{call}: {name} is a NumPy scalar, which cannot be written to; use a 0-d array")
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        raise ArrayError(f"{call}: {name} is read-only; pass an array that can be written to")
+    if isinstance(x, np.generic) or (isinstance(value, np.ndarray) and not value.flags.writeable):
+        raise ArrayError(f"{call}: {name} {refusals.of_target(x)}")
+    if 0 in value.strides and arrays.repeats(value):
+        raise ArrayError(f"{call}: {name} has several elements in one place of memory; pass a copy of it")
+
+
+def check_mutable(call: str, name: str, x: object, value: Array) -> None:
+    """Raise `ArrayError` if arrays of the type of `x` are never written to: then no rank can receive into one."""
+    read_only = isinstance(value, np.ndarray) and not value.flags.writeable
+    if isinstance(x, np.generic) or (read_only and not isinstance(x, np.ndarray)):
+        raise ArrayError(f"{call}: {name} {refusals.of_target(x)}")
 
 
 def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:

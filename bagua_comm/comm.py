@@ -16,20 +16,23 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import Array, Scratch, as_array, as_real, contiguous, parts
-from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_writable, finished, landing
+from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, contiguous, parts
+from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_mutable, check_writable, landing
 from .errors import ArrayError, CommMismatch, UnsupportedError
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .logs import tell
 from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Transport
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +50,13 @@ class Communicator:
     Rules for all methods:
 
     * "Collective." means that all ranks call it, in the same order.
-    * Arrays are NumPy or CuPy arrays, or anything with `__dlpack__` (a torch tensor), of any shape and
-      of integer, floating-point (float16 and bfloat16 too), bool or complex dtype.
+    * Arrays are NumPy or CuPy arrays, PyTorch tensors that do not require grad, or anything with `__dlpack__`, of
+      any shape and of integer, floating-point (float16 and bfloat16 too), bool or complex dtype.
     * An input that is not C-contiguous, or not aligned, is copied once. If `out` is not, the result is copied
       into it.
     * `out=None` makes a new array. Where `out` may be the input itself, or lie in it, the method says
-      so; any other overlap is refused. The result is returned, `out` itself if it was given.
+      so; any other overlap is refused. The result is returned: `out` itself if it was given, else an array of
+      the library of the input, a tensor for a tensor.
     * A host array's result is there when the call returns. A device array is read and written in the order of
       CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
       waits neither for the device nor for peers.
@@ -105,7 +109,7 @@ class Communicator:
 
     # Collectives ------------------------------------------------------------------------------------
 
-    def allreduce(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
+    def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum") -> A:
         """Reduce `x` over all ranks, to the same bytes on every rank.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`.
@@ -131,9 +135,10 @@ class Communicator:
         call.in_place()
         with call:
             call.transport.allreduce(as_real(contiguous(call.x), op), as_real(call.target, op), op)
-        return call.result
+        result: A = call.result
+        return result
 
-    def reduce(self, x: Array, out: Array | None = None, *, root: int, op: str = "sum") -> Array | None:
+    def reduce(self, x: A, out: A | None = None, *, root: int, op: Op = "sum") -> A | None:
         """Reduce `x` over all ranks; only `root` gets the result, the others None.
 
         Collective. `x` has the same shape and dtype on every rank. `out` matters on `root` alone, and
@@ -154,9 +159,10 @@ class Communicator:
         call.in_place()
         with call:
             call.transport.reduce(as_real(contiguous(call.x), op), as_real(call.target, op), root, op)
-        return call.result
+        result: A = call.result
+        return result
 
-    def broadcast(self, x: Array, *, root: int) -> Array:
+    def broadcast(self, x: A, *, root: int) -> A:
         """Copy `x` of `root` into `x` of every other rank; returns `x`.
 
         Collective. `x` has the same shape and dtype on every rank.
@@ -168,8 +174,8 @@ class Communicator:
         call = Call(self, "broadcast", x, root=root)
         self._check_peer("broadcast", "root", root)
         value = call.x
-        if self.rank != root:
-            check_writable("broadcast", "x", x, value)
+        check = check_mutable if self.rank == root else check_writable
+        check("broadcast", "x", x, value)
         call.contiguous()
         with call:
             call.transport.broadcast(call.x, root)
@@ -177,7 +183,13 @@ class Communicator:
             value[...] = call.x
         return x
 
-    def allgather(self, x: Array, out: Array | None = None) -> Array:
+    @overload
+    def allgather(self, x: AnyArray, out: A) -> A: ...
+    @overload
+    def allgather(self, x: Elements[S], out: None = None) -> npt.NDArray[S]: ...
+    @overload
+    def allgather(self, x: A, out: None = None) -> A: ...
+    def allgather(self, x: Any, out: Any = None) -> Any:
         """Collect `x` of every rank: row r of the result is rank r's.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
@@ -199,9 +211,21 @@ class Communicator:
             call.transport.allgather(call.x, call.target)
         return call.result
 
+    @overload
     def reduce_scatter(
-        self, x: Array, out: Array | None = None, *, op: str = "sum", counts: Sequence[int] | None = None
-    ) -> Array:
+        self, x: AnyArray, out: A, *, op: Op = "sum", counts: Sequence[int] | None = None
+    ) -> A: ...
+    @overload
+    def reduce_scatter(
+        self, x: Elements[S], out: None = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+    ) -> npt.NDArray[S]: ...
+    @overload
+    def reduce_scatter(
+        self, x: A, out: None = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+    ) -> A: ...
+    def reduce_scatter(
+        self, x: Any, out: Any = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+    ) -> Any:
         """Reduce `x` over all ranks and keep this rank's chunk.
 
         Collective. `x` has shape (p * m, ...) on every rank; the result, (m, ...), is chunk `rank`. With `counts`
@@ -243,7 +267,7 @@ class Communicator:
                 call.transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
         return call.result
 
-    def scan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array:
+    def scan(self, x: A, out: A | None = None, *, op: Op = "sum") -> A:
         """Reduce `x` of ranks 0 to `rank`: each rank gets the reduction up to and including itself.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
@@ -257,9 +281,10 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
         [array([1, 0]), array([2, 1]), array([3, 3])]
         """
-        return self._prefix("scan", x, out, op)
+        result: A = self._prefix("scan", x, out, op)
+        return result
 
-    def exscan(self, x: Array, out: Array | None = None, *, op: str = "sum") -> Array | None:
+    def exscan(self, x: A, out: A | None = None, *, op: Op = "sum") -> A | None:
         """Reduce `x` of the ranks before this one, 0 to rank - 1.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
@@ -274,9 +299,10 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
         [array(0), array(10), array(21)]
         """
-        return self._prefix("exscan", x, out, op)
+        result: A | None = self._prefix("exscan", x, out, op)
+        return result
 
-    def _prefix(self, name: str, x: Array, out: Array | None, op: str) -> Any:
+    def _prefix(self, name: str, x: Any, out: Any, op: Op) -> Any:
         """What `scan` and `exscan` share."""
         call, exclusive = Call(self, name, x, op=op), name == "exscan"
         call.check_reduction(op)
@@ -288,8 +314,8 @@ class Communicator:
         return out if exclusive and self.rank == 0 else call.result
 
     def allreduce_many(
-        self, xs: Sequence[Array], outs: Sequence[Array | None] | None = None, *, op: str = "sum"
-    ) -> list[Array]:
+        self, xs: Sequence[A], outs: Sequence[A | None] | None = None, *, op: Op = "sum"
+    ) -> list[A]:
         """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype: for many small arrays.
 
         Collective. The results have the bytes that `allreduce` of each array would give; over NCCL, which adds
@@ -318,20 +344,18 @@ class Communicator:
         wanted = list(outs) if outs is not None else [None] * len(sends)
         if len(wanted) != len(sends):
             raise ArrayError(f"{name}: there are {len(wanted)} outs, expected {len(sends)}, one for each of xs")
-        landings = [
-            landing(name, f"outs[{i}]", out, send.x.shape, send.x)
-            for i, (out, send) in enumerate(zip(wanted, sends, strict=True))
-        ]
-        written = [as_array(out) for out, _ in landings]
+        for i, (out, send) in enumerate(zip(wanted, sends, strict=True)):
+            send.landing = landing(name, f"outs[{i}]", out, send.x.shape, send.x)
+        written = [send.landing.value for send in sends]
         read = [send.x for send, out in zip(sends, written, strict=True) if not _is_same(send.x, out)]
         check_apart(name, written, read)
         for members in _alike(sends):
             with self._together([sends[i] for i in members]) as call:
                 call.transport.allreduce(as_real(call.x, op), as_real(call.x, op), op)
-                _unpack(call.x, [written[i] for i in members])
-        return [out for out, _ in landings]
+                _unpack(call.x, [sends[i].landing.target for i in members])
+        return [send.result for send in sends]
 
-    def broadcast_many(self, xs: Sequence[Array], *, root: int) -> list[Array]:
+    def broadcast_many(self, xs: Sequence[A], *, root: int) -> list[A]:
         """Copy each of root's `xs` to every other rank, in one message for all arrays of a dtype.
 
         Collective. Does the same as `broadcast` of each array. Meant for many small arrays: they are copied to
@@ -351,9 +375,9 @@ class Communicator:
         name = "broadcast_many"
         self._check_peer(name, "root", root)
         sends = [Call(self, name, x, f"xs[{i}]", root=root) for i, x in enumerate(xs)]
-        if self.rank != root:
-            for i, send in enumerate(sends):
-                check_writable(name, f"xs[{i}]", xs[i], send.x)
+        check = check_mutable if self.rank == root else check_writable
+        for i, send in enumerate(sends):
+            check(name, f"xs[{i}]", xs[i], send.x)
         values = [send.x for send in sends]
         check_apart(name, values, [])
         for members in _alike(sends):
@@ -363,7 +387,13 @@ class Communicator:
                     _unpack(call.x, [values[i] for i in members])
         return list(xs)
 
-    def gather(self, x: Array, out: Array | None = None, *, root: int) -> Array | None:
+    @overload
+    def gather(self, x: AnyArray, out: A, *, root: int) -> A | None: ...
+    @overload
+    def gather(self, x: Elements[S], out: None = None, *, root: int) -> npt.NDArray[S] | None: ...
+    @overload
+    def gather(self, x: A, out: A | None = None, *, root: int) -> A | None: ...
+    def gather(self, x: Any, out: Any = None, *, root: int) -> Any:
         """Collect `x` of every rank on `root`, where row r of the result is rank r's; None elsewhere.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
@@ -376,9 +406,17 @@ class Communicator:
         call = Call(self, "gather", x, root=root)
         return self._gather(call, out, [call.x.size] * self.size, root)
 
+    @overload
+    def gatherv(self, x: AnyArray, out: A, counts: Sequence[int] | None = None, *, root: int) -> A | None: ...
+    @overload
     def gatherv(
-        self, x: Array, out: Array | None = None, counts: Sequence[int] | None = None, *, root: int
-    ) -> Array | None:
+        self, x: Elements[S], out: None = None, counts: Sequence[int] | None = None, *, root: int
+    ) -> npt.NDArray[S] | None: ...
+    @overload
+    def gatherv(
+        self, x: A, out: A | None = None, counts: Sequence[int] | None = None, *, root: int
+    ) -> A | None: ...
+    def gatherv(self, x: Any, out: Any = None, counts: Sequence[int] | None = None, *, root: int) -> Any:
         """Collect arrays of different lengths on `root`, one behind the other in rank order; None elsewhere.
 
         Collective. Rank r gives counts[r] elements, in any shape; the result has shape (sum(counts),). `out` and
@@ -401,7 +439,7 @@ class Communicator:
             raise ArrayError("gatherv: counts is None; root must give it")
         return self._gather(call, out, self._check_counts("gatherv", "counts", counts, call.x, own=True), root)
 
-    def _gather(self, call: Call, out: Array | None, counts: Sequence[int], root: int) -> Array | None:
+    def _gather(self, call: Call, out: Any, counts: Sequence[int], root: int) -> Any:
         """What `gather` and `gatherv` share; `counts` matter on `root`."""
         self._check_peer(call.name, "root", root)
         is_even, given = call.name == "gather", call.x
@@ -421,7 +459,13 @@ class Communicator:
             call.transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
         return call.result
 
-    def scatter(self, x: Array | None, out: Array | None = None, *, root: int) -> Array:
+    @overload
+    def scatter(self, x: AnyArray | None, out: A, *, root: int) -> A: ...
+    @overload
+    def scatter(self, x: Elements[S], out: None = None, *, root: int) -> npt.NDArray[S]: ...
+    @overload
+    def scatter(self, x: A, out: None = None, *, root: int) -> A: ...
+    def scatter(self, x: Any, out: Any = None, *, root: int) -> Any:
         """Deal the rows of `x` of `root` to the ranks: the result is row `rank`.
 
         Collective. `x`, (p, ...), matters on `root` alone and is None elsewhere, where `out` gives the
@@ -433,9 +477,15 @@ class Communicator:
         """
         return self._scatter("scatter", x, None, out, root)
 
+    @overload
+    def scatterv(self, x: AnyArray | None, counts: Sequence[int] | None, out: A, *, root: int) -> A: ...
+    @overload
     def scatterv(
-        self, x: Array | None, counts: Sequence[int] | None, out: Array | None = None, *, root: int
-    ) -> Array:
+        self, x: Elements[S], counts: Sequence[int] | None, out: None = None, *, root: int
+    ) -> npt.NDArray[S]: ...
+    @overload
+    def scatterv(self, x: A, counts: Sequence[int] | None, out: None = None, *, root: int) -> A: ...
+    def scatterv(self, x: Any, counts: Sequence[int] | None, out: Any = None, *, root: int) -> Any:
         """Deal parts of `x` of `root` to the ranks, counts[r] elements to rank r.
 
         Collective. The parts lie one behind the other in `x`, in rank order. `x` and `counts` matter on `root`
@@ -457,9 +507,7 @@ class Communicator:
         """
         return self._scatter("scatterv", x, counts, out, root)
 
-    def _scatter(
-        self, name: str, x: Array | None, counts: Sequence[int] | None, out: Array | None, root: int
-    ) -> Array:
+    def _scatter(self, name: str, x: Any, counts: Sequence[int] | None, out: Any, root: int) -> Any:
         """What `scatter` and `scatterv` share."""
         self._check_peer(name, "root", root)
         is_even, at_root = name == "scatter", self.rank == root
@@ -497,7 +545,7 @@ class Communicator:
                 call.transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
         return call.result
 
-    def alltoall(self, x: Array, out: Array | None = None) -> Array:
+    def alltoall(self, x: A, out: A | None = None) -> A:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
 
         Collective. `x` has shape (p * m, ...) on every rank, and so has the result. `out` may be `x`.
@@ -512,9 +560,10 @@ class Communicator:
         call.in_place()
         with call:
             call.transport.alltoall(contiguous(call.x), call.target)
-        return call.result
+        result: A = call.result
+        return result
 
-    def allgatherv(self, x: Array, out: Array, counts: Sequence[int]) -> Array:
+    def allgatherv(self, x: AnyArray, out: A, counts: Sequence[int]) -> A:
         """Collect arrays of different lengths, one behind the other, on every rank.
 
         Collective. Rank r gives counts[r] elements; `out` has sum(counts), and every rank the same
@@ -538,9 +587,10 @@ class Communicator:
                 chunks[self.rank][...] = send
             others = self._others()
             call.transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
-        return call.result
+        result: A = call.result
+        return result
 
-    def alltoallv(self, x: Array, counts: Sequence[int], out: Array, out_counts: Sequence[int]) -> Array:
+    def alltoallv(self, x: AnyArray, counts: Sequence[int], out: A, out_counts: Sequence[int]) -> A:
         """Send counts[j] elements of `x` to rank j; out_counts[i] elements come from rank i.
 
         Collective. The parts lie one behind the other in `x` and in `out`, in the order of the ranks.
@@ -572,7 +622,8 @@ class Communicator:
             call.transport.exchange(
                 [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
             )
-        return call.result
+        result: A = call.result
+        return result
 
     def barrier(self) -> None:
         """Return when every rank has called.
@@ -584,6 +635,10 @@ class Communicator:
 
     # Objects ----------------------------------------------------------------------------------------
 
+    @overload
+    def broadcast_object(self, obj: None, *, root: int) -> Any: ...
+    @overload
+    def broadcast_object(self, obj: T | None, *, root: int) -> T: ...
     def broadcast_object(self, obj: Any, *, root: int) -> Any:
         """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
 
@@ -600,7 +655,7 @@ class Communicator:
             parcel = objects.broadcast(self.host, mine, root)
         return obj if mine.size > 0 else parcel.open()
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: T) -> list[T]:
         """The objects of all ranks in rank order, by pickle.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
@@ -614,7 +669,7 @@ class Communicator:
         failed = [parcel for parcel in parcels if parcel.size < 0]
         return [parcel.open() for parcel in failed or parcels]
 
-    def gather_object(self, obj: Any, *, root: int) -> list[Any] | None:
+    def gather_object(self, obj: T, *, root: int) -> list[T] | None:
         """The objects of all ranks in rank order, by pickle, on `root`; None elsewhere.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
@@ -635,6 +690,10 @@ class Communicator:
         found = [parcel.open() for parcel in parcels]
         return found if self.rank == root else None
 
+    @overload
+    def scatter_object(self, objs: None, *, root: int) -> Any: ...
+    @overload
+    def scatter_object(self, objs: Iterable[T] | None, *, root: int) -> T: ...
     def scatter_object(self, objs: Iterable[Any] | None, *, root: int) -> Any:
         """Deal the objects of `root` to the ranks, by pickle: the result is object number `rank`.
 
@@ -707,7 +766,7 @@ class Communicator:
 
     # Point to point ---------------------------------------------------------------------------------
 
-    def send(self, x: Array, *, dest: int) -> None:
+    def send(self, x: AnyArray, *, dest: int) -> None:
         """Send `x` to `dest`, which calls `recv`.
 
         Returns when `x` may be changed again, which can be before or after it is received. On a lane, a send or a
@@ -733,7 +792,7 @@ class Communicator:
         """
         self._exchange("send", [(dest, x)], [], dest=dest)
 
-    def recv(self, out: Array, *, source: int) -> Array:
+    def recv(self, out: A, *, source: int) -> A:
         """Receive into `out` what `source` sends to this rank next; returns `out`.
 
         On a lane it goes on while the caller works; see `send`.
@@ -746,7 +805,7 @@ class Communicator:
         self._exchange("recv", [], [(source, out)], source=source)
         return out
 
-    def sendrecv(self, x: Array, out: Array, *, dest: int | None, source: int | None) -> Array:
+    def sendrecv(self, x: AnyArray, out: A, *, dest: int | None, source: int | None) -> A:
         """Send `x` to `dest` and receive `out` from `source` at once; returns `out`.
 
         Where `dest` is None nothing is sent, and where `source` is None `out` is left as it is (MPI's PROC_NULL):
@@ -814,7 +873,8 @@ class Communicator:
             else:
                 first.transport.exchange(outgoing, incoming)
         for value, (_, target) in zip(values[len(outgoing) :], incoming, strict=True):
-            finished(value, target)
+            if value is not target:
+                value[...] = target
 
     def _exchange_what_fits(
         self, call: str, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]
@@ -924,7 +984,7 @@ class Communicator:
         )
         return InlineLane(comm)
 
-    def check_consistency(self, x: Array) -> None:
+    def check_consistency(self, x: AnyArray) -> None:
         """Raise on every rank unless all ranks hold the same bytes, shape and dtype in `x`.
 
         Collective. Compares 128-bit BLAKE2 hashes.
@@ -972,9 +1032,9 @@ class Communicator:
                 failure = OSError(exc.errno, exc.strerror or str(exc), str(path))
             except Exception as exc:
                 failure = ArrayError(f"trace: {path!r} cannot be written: {exc!r}")
-        failure = self.broadcast_object(failure, root=0)
-        if failure is not None:
-            raise failure
+        told: Exception | None = self.broadcast_object(failure, root=0)
+        if told is not None:
+            raise told
 
     # Failure and end --------------------------------------------------------------------------------
 
@@ -1043,7 +1103,7 @@ class Communicator:
 
     # Checks -----------------------------------------------------------------------------------------
 
-    def carrier(self, x: Array, *, call: str = "carrier", name: str = "x") -> Transport:
+    def carrier(self, x: AnyArray, *, call: str = "carrier", name: str = "x") -> Transport:
         """The transport that moves arrays like `x`; errors call `x` argument `name` of `call`.
 
         Raises:
@@ -1130,7 +1190,7 @@ class Communicator:
         )
 
 
-MaybeMessage: TypeAlias = tuple[int | None, Array]
+MaybeMessage: TypeAlias = tuple[int | None, AnyArray]
 """A message; nothing is sent or received if the peer is None."""
 
 

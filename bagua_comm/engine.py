@@ -332,7 +332,7 @@ class Engine:
             outcome, cause = (None, str(exc)), exc
         except Exception as exc:  # if it were raised here, the other ranks would wait for this one
             outcome, cause = (None, f"the state cannot be read: {exc!r}"), exc
-        outcomes = self._comm.allgather_object(outcome)
+        outcomes: list[Any] = self._comm.allgather_object(outcome)
         for rank, (_, problem) in enumerate(outcomes):
             if problem is not None:
                 raise ArrayError(f"load_state_dict: rank {rank}: {problem}") from cause

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
 from .errors import CommAborted, CommError, CommTimeout, RankFailed
@@ -30,6 +30,9 @@ from .trace import Tracer
 
 if TYPE_CHECKING:
     from .comm import Communicator
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SLACK_S = 5.0
 """How much longer than the timeout of a call `wait` waits, at most, so that the call itself can say what is
@@ -63,7 +66,7 @@ class Lane(ABC):
         self._note: dict[str, Any] = {}
 
     @abstractmethod
-    def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run `task(*args, **kwargs)` after everything submitted before; returns at once."""
 
     def wait(self) -> None:
@@ -204,7 +207,7 @@ class ThreadLane(Lane):
         else:
             self._executor = ThreadPoolExecutor(1, self.name, use_device, (self._side.device,))
 
-    def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """See `Lane.submit`."""
         self._check_open()
         if self._side is None:
@@ -232,7 +235,7 @@ class StreamLane(Lane):
     def __init__(self, comm: Communicator, name: str = "lane") -> None:
         super().__init__(comm, name, device=comm.device)
 
-    def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Enqueue the task's work now; see `Lane.submit`."""
         self._check_open()
         future = self._side.future()
@@ -244,10 +247,10 @@ class StreamLane(Lane):
 class InlineLane(Lane):
     """A lane without a thread, for libraries that only one thread may call: `submit` does the work."""
 
-    def submit(self, task: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_open()
-        future: Future[Any] = Future()
+        future: Future[R] = Future()
         try:
             future.set_result(self._run(task, args, kwargs))
         except Exception as exc:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from bagua_comm import UnsupportedError, arrays, cuda
 from bagua_comm.arrays import Array
@@ -74,8 +73,9 @@ def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
 def as_array(tensor: torch.Tensor) -> Array:
     """View a tensor as a NumPy array (CPU) or CuPy array (CUDA). Shares memory; never copies.
 
-    DLPack carries bfloat16 into neither library, so its bits are carried. If CuPy's current stream is another one
-    than PyTorch's, it waits for PyTorch's.
+    The array has no history: no gradient flows through what is done with it. If CuPy's current stream is another
+    one than PyTorch's, it waits for PyTorch's. A communicator's calls take tensors as they are, without this, and
+    give back tensors.
 
     Raises:
         UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays; or it is
@@ -86,18 +86,10 @@ def as_array(tensor: torch.Tensor) -> Array:
     >>> x
     tensor([0., 2., 0.], dtype=torch.bfloat16)
     """
-    name = dtype_name(tensor)
-    if tensor.layout is not torch.strided:
-        raise UnsupportedError(f"tensors of layout {tensor.layout} cannot be carried, only dense ones")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"a tensor is on {tensor.device}, expected cpu or cuda")
+    dtype_name(tensor)
     if tensor.device.type == "cuda":
         cuda.current_address()  # raises where CuPy's cannot be made PyTorch's
-    tensor = tensor.detach()
-    with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device; -1 is the CPU
-        if name == "bfloat16":
-            return arrays.as_array(tensor.view(torch.int16)).view(arrays.bfloat16())
-        return arrays.as_array(tensor)
+    return arrays.as_array(tensor.detach())
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -112,6 +104,5 @@ def as_tensor(array: Array) -> torch.Tensor:
     >>> x
     array([1., 1.])
     """
-    if array.dtype.name == "bfloat16":
-        return from_dlpack(array.view("int16")).view(torch.bfloat16)
-    return from_dlpack(array)
+    tensor: torch.Tensor = arrays.as_tensor(array, torch)
+    return tensor

@@ -12,7 +12,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ from bagua_comm import (
     UnsupportedError,
     Window,
 )
-from bagua_comm.algorithms.base import TRANSIENT, Payload, check_average, check_average_argument
+from bagua_comm.algorithms.base import TRANSIENT, check_average, check_average_argument
 from bagua_comm.algorithms.checkpoints import load_state, save_state
 from bagua_comm.averages import InPlace
 
@@ -187,8 +187,8 @@ class HookAlgorithm:
     parameters: Mapping[str, torch.Tensor]
     layout: _Layout = field(default_factory=_Layout)
 
-    payload: ClassVar[Payload] = "grad"
-    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+    payload = "grad"
+    window = Window(Point.GRADIENT, Point.BACKWARD)
 
     def __repr__(self) -> str:
         return f"HookAlgorithm({getattr(self.hook, '__qualname__', type(self.hook).__qualname__)})"

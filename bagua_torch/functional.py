@@ -33,14 +33,14 @@ import torch
 
 from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
 from bagua_comm.agreement import compare_calls
-from bagua_comm.arrays import empty
+from bagua_comm.arrays import LinearOp, empty
 from bagua_comm.call import NOTHING
 from bagua_comm.codecs.base import check_codec_argument
 
 from .arrays import as_array, dtype_name, torch_stream
 
 
-def allreduce(comm: Communicator, x: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
+def allreduce(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum") -> torch.Tensor:
     """Add or average `x` over all ranks; every rank gets the same bytes.
 
     Collective. `x` has the same shape and dtype on every rank. The gradient of `x` is the sum of all ranks'
@@ -81,7 +81,7 @@ def allgather(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
     return _call(x, _AllGather(comm, _number(comm, "allgather")))
 
 
-def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: str = "sum") -> torch.Tensor:
+def reduce_scatter(comm: Communicator, x: torch.Tensor, *, op: LinearOp = "sum") -> torch.Tensor:
     """Add or average `x`, (p * m, ...), over all ranks and keep this rank's chunk, (m, ...).
 
     Collective. `x` has the same shape and dtype on every rank. The gradient of chunk r of `x` is rank r's
@@ -211,7 +211,7 @@ class _Collective(ABC):
 
 @dataclass(frozen=True)
 class _AllReduce(_Collective):
-    op: str
+    op: LinearOp
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -241,7 +241,7 @@ class _AllGather(_Collective):
 class _ReduceScatter(_Collective):
     """From (p, ...) to (...)."""
 
-    op: str
+    op: LinearOp
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((1, *x.shape[1:]))

@@ -38,9 +38,9 @@ logging.basicConfig(level=logging.INFO if comm.rank == 0 else logging.WARNING, f
 log = logging.getLogger("train")
 log.info("%d ranks on %s", comm.size, device.type)
 
-digits = load_digits()
-images = torch.from_numpy(digits.images.astype("float32") / 16)[:, None]  # (1797, 1, 8, 8)
-labels = torch.from_numpy(digits.target)
+pixels, digits = load_digits(return_X_y=True)  # (1797, 64), from 0 to 16
+images = torch.from_numpy(pixels.astype("float32").reshape(-1, 1, 8, 8) / 16)
+labels = torch.from_numpy(digits)
 train_set = TensorDataset(images[:-360], labels[:-360])
 test_images, test_labels = images[-360:], labels[-360:]
 

@@ -2,6 +2,7 @@
 
 import sys
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -85,6 +86,14 @@ def test_a_strided_torch_tensor_keeps_its_strides():
     assert tensor[0, 1] == -1
 
 
+def test_a_bfloat16_tensor_shares_memory():
+    tensor = torch.ones(3, 2, dtype=torch.bfloat16).T
+    value = as_array(tensor)
+    assert (value.shape, value.dtype) == ((2, 3), arrays.bfloat16())
+    value[1, 2] = 3
+    assert tensor.tolist() == [[1, 1, 1], [1, 1, 3]]
+
+
 def test_a_numpy_array_behind_dlpack_is_viewed():
     x = np.arange(3.0)
     wrapped = SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__)
@@ -98,10 +107,10 @@ def test_a_numpy_array_behind_dlpack_is_viewed():
     [
         (torch.zeros(2, requires_grad=True), "grad"),
         (torch.zeros(2, device="meta"), "meta"),
-        (torch.zeros(2, dtype=torch.bfloat16), "bfloat16|dtype"),
+        (torch.zeros(2, dtype=torch.float8_e5m2), "float8_e5m2"),
         (torch.eye(2).to_sparse(), "sparse|layout"),
     ],
-    ids=["requires_grad", "meta", "bfloat16", "sparse"],
+    ids=["requires_grad", "meta", "float8", "sparse"],
 )
 def test_torch_tensors_that_cannot_be_viewed_are_refused_with_the_reason(tensor, reason):
     with pytest.raises(UnsupportedError, match=f"(?i)this torch.Tensor.*({reason})") as caught:
@@ -209,7 +218,17 @@ def test_address_moves_with_the_view():
     assert arrays.address(x[3:]) - arrays.address(x) == 12
 
 
+def test_elements_in_one_place_are_seen():
+    assert arrays.repeats(np.broadcast_to(np.zeros(3), (2, 3)))
+    for apart in (np.zeros((2, 3)), np.zeros((1, 3))[:, ::2], np.broadcast_to(0.0, (0, 3)), np.array(1)):
+        assert not arrays.repeats(apart)
+
+
 # Dtypes
+
+
+def test_the_type_of_op_names_the_reductions():
+    assert get_args(arrays.Op) == arrays.ARITHMETIC_OPS + arrays.BITWISE_OPS
 
 
 def test_dtype_named_knows_bfloat16_and_numpys_names():

@@ -19,7 +19,7 @@ FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rg
 
 LAYERS = [
     {"errors", "files", "former", "logs", "processes", "trace"},
-    {"arrays", "launchers", "topology"},
+    {"arrays", "launchers", "refusals", "topology"},
     {"roll"},
     {"cuda"},
     {"kernels", "bucket"},

@@ -10,14 +10,13 @@ Source: the asynchronous model average of Bagua (arXiv 2107.01499).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from .. import kernels
 from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Algorithm, Payload, Rounds, check_floating, check_integer
+from .base import TRANSIENT, Algorithm, Rounds, check_floating, check_integer
 from .gradient import GradientAllReduce
 
 
@@ -47,7 +46,7 @@ class AsyncModelAverage:
     interval_s: float = 0.5
     warmup_steps: int = 0
 
-    payload: ClassVar[Payload] = "weight"
+    payload = "weight"
 
     def __post_init__(self) -> None:
         check_integer("AsyncModelAverage", "warmup_steps", self.warmup_steps, least=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ..arrays import FLOATS, Array
 from ..averages import Average, InPlace
@@ -18,7 +18,8 @@ from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError
 
-Payload: TypeAlias = Literal["grad", "weight"]
+Payload: TypeAlias = str
+"""What buckets hold: "grad", gradients, or "weight", weights. To type checkers `payload = "grad"` is a `str`."""
 
 State: TypeAlias = Any
 """A dataclass. A checkpoint holds its arrays and numbers, except those that are `TRANSIENT`."""
@@ -84,8 +85,9 @@ class Rounds:
 class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
-    It must have the four members below. It may have those of `Complete` as well; where one is missing, the
-    default in `Complete` takes its place.
+    It must have the four members below; `payload` and `window` may be properties, fields or plain assignments in
+    the class. It may have those of `Complete` as well; where one is missing, the default in `Complete` takes its
+    place.
 
     Algorithms and averages are Protocols, because they inherit nothing: any dataclass with these members is one.
     Codecs and transports are base classes, because a subclass inherits most of what it does: the checks of
@@ -94,7 +96,10 @@ class Algorithm(Protocol):
 
     @property
     def payload(self) -> Payload:
-        """What the buckets hold: gradients or weights."""
+        """What the buckets hold: "grad", gradients, or "weight", weights.
+
+        A class sets it by `payload = "grad"`, without an annotation: pyright takes no `ClassVar` for a property.
+        """
 
     @property
     def window(self) -> Window | Rounds:

@@ -10,14 +10,14 @@ Source: D-PSGD, Lian et al., "Can Decentralized Algorithms Outperform Centralize
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 from .. import kernels, topology
 from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import TRANSIENT, Payload, Point, Window, check_floating
+from .base import TRANSIENT, Point, Window, check_floating
 
 PEERS = ("all", "shift_one", "one_peer_exponential")
 
@@ -51,8 +51,8 @@ class Decentralized:
 
     peers: Literal["all", "shift_one", "one_peer_exponential"] = "all"
 
-    payload: ClassVar[Payload] = "weight"
-    window: ClassVar[Window] = Window(Point.FORWARD, Point.BACKWARD)
+    payload = "weight"
+    window = Window(Point.FORWARD, Point.BACKWARD)
 
     def __post_init__(self) -> None:
         if self.peers not in PEERS:

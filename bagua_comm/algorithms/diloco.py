@@ -11,7 +11,6 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -21,7 +20,6 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     ALIKE,
-    Payload,
     Point,
     Window,
     bind_average,
@@ -64,8 +62,8 @@ class DiLoCo:
     outer_momentum: float = 0.9
     average: Average = field(default_factory=Exact)
 
-    payload: ClassVar[Payload] = "weight"
-    window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
+    payload = "weight"
+    window = Window(Point.STEP, Point.FORWARD)
 
     def __post_init__(self) -> None:
         check_integer("DiLoCo", "local_steps", self.local_steps, least=1)

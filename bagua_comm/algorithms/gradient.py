@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
-from .base import Payload, Point, Window, bind_average, check_average, check_average_argument
+from .base import Point, Window, bind_average, check_average, check_average_argument
 
 
 @dataclass
@@ -29,8 +28,8 @@ class GradientAllReduce:
 
     average: Average = field(default_factory=Exact)
 
-    payload: ClassVar[Payload] = "grad"
-    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+    payload = "grad"
+    window = Window(Point.GRADIENT, Point.BACKWARD)
 
     def __post_init__(self) -> None:
         check_average_argument("GradientAllReduce", self.average)

@@ -8,7 +8,6 @@ quantized, and it is small.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from .. import arrays, kernels, topology
 from ..arrays import Array
@@ -16,7 +15,7 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from .base import ANEW, TRANSIENT, Payload, Point, Window
+from .base import ANEW, TRANSIENT, Point, Window
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class _LowPrecision:
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
-    payload: ClassVar[Payload] = "weight"
-    window: ClassVar[Window] = Window(Point.STEP, Point.FORWARD)
+    payload = "weight"
+    window = Window(Point.STEP, Point.FORWARD)
 
     def __post_init__(self) -> None:
         check_codec_argument(type(self).__name__, self.codec)

@@ -21,7 +21,6 @@ from ..comm import Communicator
 from ..errors import ArrayError, CommError
 from .base import (
     ALIKE,
-    Payload,
     Point,
     Window,
     bind_average,
@@ -63,8 +62,8 @@ class QAdam:
     beta1: float = 0.9
     average: Average = field(default_factory=Quantized)
 
-    payload: ClassVar[Payload] = "grad"
-    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+    payload = "grad"
+    window = Window(Point.GRADIENT, Point.BACKWARD)
     lends: ClassVar[str] = "momentum"
 
     def __post_init__(self) -> None:

@@ -359,7 +359,7 @@ class Checkpoints:
         except Exception as exc:  # if it were raised here, the other ranks would wait for this one
             name = type(exc).__name__
             outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
-        outcomes = self._comm.allgather_object(outcome)
+        outcomes: list[Any] = self._comm.allgather_object(outcome)
         for rank, (_, name, text) in enumerate(outcomes):
             if name:
                 raise _ERRORS[name](f"{call}: rank {rank}: {text}") from cause

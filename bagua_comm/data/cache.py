@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArrayError, UnsupportedError, shown
 from .counters import Counts, Stats, new_folder
@@ -167,7 +167,13 @@ class Cache:
         self.close()
 
 
-class Cached:
+if TYPE_CHECKING:
+    _Dataset = Any  # stands for torch.utils.data.Dataset, which DataLoader asks for in its annotations only
+else:
+    _Dataset = object
+
+
+class Cached(_Dataset):  # type: ignore[misc]
     """A data set whose samples are kept in a store: the first epoch loads them, later ones read them.
 
     It takes the place of a map-style data set, in PyTorch's DataLoader too, which then asks for a batch at a

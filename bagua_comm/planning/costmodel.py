@@ -29,7 +29,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ..algorithms import (
     Algorithm,
@@ -289,7 +289,7 @@ class TorchDDP:
     bucket_bytes: int = 25 * 2**20
     dtype: str | None = None
 
-    window: ClassVar[Window] = Window(Point.GRADIENT, Point.BACKWARD)
+    window = Window(Point.GRADIENT, Point.BACKWARD)
 
 
 Method: TypeAlias = "Algorithm | TorchDDP"

@@ -572,7 +572,8 @@ def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
             outcome = (None, exc)
         except Exception as exc:
             outcome = (None, BaguaError(f"Tuner: rank 0 cannot go on: {exc!r}"))
-    value, error = comm.broadcast_object(outcome, root=0)
+    told: Any = comm.broadcast_object(outcome, root=0)
+    value, error = told
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]

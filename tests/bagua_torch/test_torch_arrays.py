@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from bagua_comm import UnsupportedError, arrays
+from bagua_comm import (
+    ErrorFeedback,
+    Exact,
+    Hierarchical,
+    Quantized,
+    UnsupportedError,
+    arrays,
+    quantized_allreduce,
+)
 from bagua_comm.testing import run_ranks
 from bagua_torch import as_array, as_tensor
 
@@ -49,6 +57,85 @@ def test_collectives_take_cpu_tensors_as_they_are():
         return x
 
     assert [t.tolist() for t in run_ranks(2, body)] == [[3, 3, 3], [3, 3, 3]]
+
+
+CALLS = {
+    "allreduce": lambda comm, x, **out: comm.allreduce(x, op="avg", **out),
+    "reduce": lambda comm, x, **out: comm.reduce(x, root=0, **out),
+    "allgather": lambda comm, x, **out: comm.allgather(x, **out),
+    "gather": lambda comm, x, **out: comm.gather(x, root=0, **out),
+    "gatherv": lambda comm, x, **out: comm.gatherv(x, counts=[8, 8], root=0, **out),
+    "reduce_scatter": lambda comm, x, **out: comm.reduce_scatter(x, op="max", **out),
+    "reduce_scatter of counts": lambda comm, x, **out: comm.reduce_scatter(x, counts=[3, 5], **out),
+    "alltoall": lambda comm, x, **out: comm.alltoall(x, **out),
+    "scan": lambda comm, x, **out: comm.scan(x, **out),
+    "exscan": lambda comm, x, **out: comm.exscan(x, **out),
+    "quantized_allreduce": lambda comm, x, **out: quantized_allreduce(comm, x, **out),
+    "allreduce_many": lambda comm, x, **out: comm.allreduce_many([x], [out["out"]] if out else None)[0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_tensors_in_tensors_out(call, dtype):
+    """With the values that arrays give; with `out`, that tensor itself, whatever its layout."""
+
+    def body(comm):
+        x = torch.arange(8.0).mul(comm.rank + 1).reshape(4, 2).to(dtype)
+        result, expected = call(comm, x), call(comm, as_array(x))
+        if expected is None:
+            assert result is None
+            return call(comm, x, out=None)
+        assert type(result) is torch.Tensor
+        assert (result.dtype, tuple(result.shape)) == (dtype, expected.shape)
+        assert result.tolist() == expected.tolist()
+
+        strided = torch.zeros(*expected.shape, 2, dtype=dtype)[..., 0]
+        assert call(comm, x, out=strided) is strided
+        assert strided.tolist() == expected.tolist()
+        return None
+
+    run_ranks(2, body)
+
+
+def test_tensors_travel_between_two_ranks_and_from_one_to_all():
+    def body(comm):
+        peer, x = 1 - comm.rank, torch.full((3,), comm.rank, dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        assert comm.sendrecv(x, out, dest=peer, source=peer) is out
+        assert comm.broadcast(x, root=1) is x
+        many = comm.broadcast_many([torch.full((2,), comm.rank)], root=1)
+        row = comm.scatter(
+            torch.arange(4).reshape(2, 2) if comm.rank == 0 else None, torch.empty(2).long(), root=0
+        )
+        whole = comm.allgatherv(x, torch.empty(6, dtype=x.dtype), [3, 3])
+        swapped = comm.alltoallv(x[:2], [1, 1], torch.empty(2, dtype=x.dtype), [1, 1])
+        comm.check_consistency(whole)
+        return [t.tolist() for t in (out, x, many[0], row, whole, swapped)]
+
+    first, second = run_ranks(2, body)
+    assert first == [[1] * 3, [1] * 3, [1] * 2, [0, 1], [1] * 6, [1, 1]]
+    assert second == [[0] * 3, [1] * 3, [1] * 2, [2, 3], [1] * 6, [1, 1]]
+
+
+def test_averages_take_tensors_in_place():
+    def body(comm):
+        for average in (Exact(), Quantized(min_bytes=0), ErrorFeedback(), Hierarchical()):
+            x = torch.tensor([0.0, 255.0]) * comm.rank
+            assert average.bind(comm)(x) is x
+            assert x.tolist() == [0, 127.5]
+        residual = torch.zeros(2)
+        mean = quantized_allreduce(comm, torch.tensor([0.3, 255.0]), op="avg", residual=residual)
+        assert mean.add(residual).tolist() == pytest.approx([0.3, 255.0])
+        return True
+
+    assert all(run_ranks(2, body))
+
+
+def test_a_parameter_without_a_gradient_comes_back_as_a_tensor():
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    (result,) = run_ranks(1, lambda comm: comm.allreduce(parameter))
+    assert type(result) is torch.Tensor
 
 
 @pytest.mark.parametrize(

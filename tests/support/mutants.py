@@ -179,9 +179,9 @@ MUTANTS = [
         "tests/commands/test_doctor.py",
     ),
     Mutant(
-        "bagua_torch/arrays.py",
-        'return from_dlpack(array.view("int16")).view(torch.bfloat16)',
-        'return from_dlpack(array.view("int16")).to(torch.bfloat16)',
+        "bagua_comm/arrays.py",
+        "return as_tensor(x.view(np.int16), torch).view(torch.bfloat16)",
+        "return as_tensor(x.view(np.int16), torch).to(torch.bfloat16)",
         "tests/bagua_torch -k arrays",
     ),
     Mutant(

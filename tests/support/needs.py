@@ -32,6 +32,7 @@ PACKAGES = {
     "mypy": "test",
     "myst_parser": "docs",
     "numba": "fast",
+    "pyright": "test",
     "pytorch_lightning": "test",
     "readme_renderer": "test",
     "redis": "data",

@@ -108,8 +108,8 @@ def examine_world(comm: Communicator) -> World:
     world = World(all_facts, nodes, [], {})
     if world.is_mixed:
         return world  # other versions may measure in another way
-    if all(each[2] is not None for each in everyone):
-        gpus = [bootstrap.GpuFacts(*each[2]) for each in everyone]
+    gpus = [bootstrap.GpuFacts._make(gpu) for _, _, gpu in everyone if gpu is not None]
+    if len(gpus) == comm.size:
         all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(

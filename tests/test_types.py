@@ -1,0 +1,115 @@
+"""What type checkers say of programs that use the library: typing/program.py, and the documentation's code."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.pages import ROOT, pages, read
+from support.typed_pages import typed_program
+
+PROGRAM = Path(__file__).parent / "typing" / "program.py"
+
+
+LEFT_OUT = [
+    "--allow-untyped-defs",
+    "--allow-incomplete-defs",
+    "--disable-error-code=var-annotated",
+    "--allow-untyped-calls",  # PyTorch's backward() is one
+    "--ignore-missing-imports",
+]
+"""What pages may leave out, as readers do: annotations, of their own functions and of other libraries."""
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Files to check: typing/program.py, and a program for each page that has Python code."""
+    folder = tmp_path_factory.mktemp("pages")
+    found = [folder / PROGRAM.name]
+    found[0].write_text(PROGRAM.read_text())
+    for page in pages():
+        code = typed_program(page)
+        if code:
+            name = page.name.removesuffix(".md")
+            found.append(folder / (name.replace("/", "_").replace("-", "_") + "_md.py"))
+            found[-1].write_text(code)
+    return found
+
+
+def check(command, programs, cwd):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MYPYPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-m", *command, *map(str, programs)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.needs("mypy")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mypy_accepts_programs_and_the_documentation(programs):
+    """Without mypy's cache from the last run, this takes a minute."""
+    program, *others = programs
+    check(["mypy", "--strict"], [program], ROOT)
+    check(["mypy", "--strict", "--scripts-are-modules", *LEFT_OUT], others, ROOT)
+
+
+@pytest.mark.needs("pyright")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pyright_accepts_programs_and_the_documentation(programs):
+    folder = programs[0].parent
+    settings = {
+        "typeCheckingMode": "basic",
+        "extraPaths": [str(ROOT)],
+        "pythonPath": sys.executable,
+        "reportUnnecessaryTypeIgnoreComment": "error",  # so that what must be refused is refused
+        "reportMissingModuleSource": "none",
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    check(["pyright", "--project", str(folder)], [], folder)
+
+
+PAGE = """# A title
+
+```python
+import numpy as np
+
+x = np.ones(3)
+```
+
+Text.
+
+* An item:
+
+  ```python
+  def double(y):
+      return x * y * factor * epoch
+
+
+  for epoch in range(3):
+      double(epoch)
+  ```
+
+```sh
+not python
+```
+"""
+
+
+def test_the_blocks_of_a_page_are_one_program_with_the_readers_names(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    lines = typed_program(read(page)).split("\n")
+    assert lines[0] == "from typing import Any, cast; epoch = cast(Any, 0); factor = cast(Any, 0)"
+    assert (lines[3], lines[5], lines[13]) == ("import numpy as np", "x = np.ones(3)", "def double(y):")
+    assert "not python" not in lines
+    page.write_text("# A title\n\nText.\n")
+    assert typed_program(read(page)) == ""
