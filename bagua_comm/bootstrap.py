@@ -85,6 +85,8 @@ ADVICE = (
 _log = logging.getLogger(__name__)
 
 _default: Communicator | None = None
+_unasked: Communicator | None = None
+"""The communicator that `default` made, if it made one."""
 
 
 def connect(
@@ -102,7 +104,8 @@ def connect(
 
     Collective. The result is also the default communicator, until it is closed. Until then a second `connect`
     raises an error, unless `comm` or `transport` says which world to make: `default` returns the open one, and
-    `Communicator.dup` makes another communicator of the same ranks.
+    `Communicator.dup` makes another communicator of the same ranks. Where `default` itself has connected, no
+    program has asked for that communicator, and `connect` takes its place.
 
     A process that a launcher started as one of many, but that finds itself alone, or among too few, gets an error
     which says what to do; its launcher and MPI do not understand each other.
@@ -200,7 +203,7 @@ def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | 
 
 def refuse_a_second_world() -> None:
     """Raise `BootstrapError` if the communicator that `connect` made last is open."""
-    if _default is not None and _default.turn.is_of_this_process:
+    if _default is not None and _default.turn.is_of_this_process and _default is not _unasked:
         raise BootstrapError(
             "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
             "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "
@@ -213,7 +216,17 @@ def default() -> Communicator:
 
     Collective, if it connects.
     """
-    return _default if _default is not None else connect()
+    return _default if _default is not None else connected_by_default(connect)
+
+
+def connected_by_default(connect: Callable[[], Communicator]) -> Communicator:
+    """The result of `connect`, which no program has asked for, so that a later `connect` may take its place.
+
+    Collective.
+    """
+    global _unasked
+    _unasked = connect()
+    return _unasked
 
 
 def current() -> Communicator | None:

@@ -170,13 +170,13 @@ class Call:
         turn = comm.turn
         self._outermost = turn.take(self.name, self.signature)
         turn.calls += 1
-        if comm.check and self._compared:
-            try:
+        try:
+            if comm.check and self._compared:
                 self.compare()
-            except BaseException:
-                turn.end(self._outermost)
-                raise
-        self._shown = trace.show(self.name, self.detail, self.x.nbytes) if trace.wanted() else None
+            self._shown = trace.show(self.name, self.detail, self.x.nbytes) if trace.wanted() else None
+        except BaseException:
+            turn.end(self._outermost)
+            raise
         self._sent = self.transport.sent_bytes
         self._start = time.perf_counter_ns()
         return self
@@ -189,8 +189,6 @@ class Call:
     ) -> None:
         end = time.perf_counter_ns()
         comm, name, detail, turn = self.comm, self.name, self.detail, self.comm.turn
-        if self._shown is not None:
-            self._shown.close()
         turn.end(self._outermost)
         wire = self.transport.sent_bytes - self._sent
         payload = self.x.nbytes if self.payload is None else self.payload
@@ -205,6 +203,8 @@ class Call:
         elif isinstance(error, CommError) and error.args:
             before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
             error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+        if self._shown is not None:
+            self._shown.close()
 
     def compare(self) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""

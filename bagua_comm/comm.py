@@ -12,6 +12,7 @@ import logging
 import math
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -102,6 +103,7 @@ class Communicator:
         self.scratch = Scratch()
         self.settled: dict[Hashable, Any] = {}
         """What calls have prepared once, for later calls of the same kind."""
+        self._numbers: Counter[str] = Counter()
         self._nodes: Nodes | None = None
         self._messages = Messages()
         self.turn = Turn(self.transports, checked=check)
@@ -1056,6 +1058,11 @@ class Communicator:
         """Give up, on all ranks: under MPI all processes end with `exit_code`."""
         for transport in self.transports:
             transport.abort(exit_code)
+
+    def number_of(self, kind: str) -> int:
+        """The next number, from 1 on, of something that all ranks make in the same order: a layer, a call."""
+        self._numbers[kind] += 1
+        return self._numbers[kind]
 
     def close(self) -> None:
         """Free what this communicator holds; closing twice does nothing.

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -239,30 +239,44 @@ def label(name: str, args: Mapping[str, Any]) -> str:
     return f"bagua_comm: {name}{''.join(known)}"
 
 
-def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> ExitStack:
-    """Begin a span in the tools that want it; close the result where the span ends."""
-    ranges = _Ranges()
-    known = args if nbytes is None else {"bytes": nbytes, **args}
-    for listener in listeners:
+class Ranges:
+    """The ranges of a span in other tools."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[Listener, AbstractContextManager[Any]]] = []
+
+    def begin(self, listener: Listener, name: str, args: Mapping[str, Any]) -> None:
+        """Begin the range of `listener`, if it wants one."""
         try:
             if listener.active():
-                ranges.enter_context(listener.range(name, known))
+                opened = listener.range(name, args)
+                opened.__enter__()
+                self._open.append((listener, opened))
         except Exception as exc:
-            ignore(listener)
-            warnings.warn(
-                f"{listener!r} shows spans no more, since it failed: {exc!r}", RuntimeWarning, stacklevel=3
-            )
+            _give_up(listener, exc)
+
+    def close(self) -> None:
+        """End all ranges."""
+        while self._open:
+            listener, opened = self._open.pop()
+            try:
+                opened.__exit__(None, None, None)
+            except Exception as exc:
+                _give_up(listener, exc)
+
+
+def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> Ranges:
+    """Begin a span in the tools that want it; close the result where the span ends."""
+    ranges = Ranges()
+    known = args if nbytes is None else {"bytes": nbytes, **args}
+    for listener in listeners:
+        ranges.begin(listener, name, known)
     return ranges
 
 
-class _Ranges(ExitStack):
-    """The ranges of a span; an error of a tool at their end is a warning."""
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except Exception as exc:
-            warnings.warn(f"a tool that shows spans failed: {exc!r}", RuntimeWarning, stacklevel=3)
+def _give_up(listener: Listener, exc: Exception) -> None:
+    ignore(listener)
+    warnings.warn(f"{listener!r} shows spans no more, since it failed: {exc!r}", RuntimeWarning, stacklevel=4)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -337,7 +351,10 @@ class Counters:
         """The sum over all operations."""
         total = Counter()
         for counter in list(self.by_operation.values()):
-            total += counter
+            total.calls += counter.calls
+            total.payload_bytes += counter.payload_bytes
+            total.wire_bytes += counter.wire_bytes
+            total.time_ns += counter.time_ns
         return total
 
     def as_dict(self) -> dict[str, float]:

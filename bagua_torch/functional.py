@@ -21,7 +21,6 @@ The second derivative is the same calls once more: `create_graph=True` works.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -361,8 +360,7 @@ def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
 
 def _number(comm: Communicator, name: str) -> str:
     """The name of a call and its number on this communicator, the same on all ranks."""
-    numbers = comm.settled.setdefault("functional", itertools.count(1))
-    return f"functional.{name} #{next(numbers)}"
+    return f"functional.{name} #{comm.number_of('functional')}"
 
 
 def _check_tensor(call: str, x: object) -> None:

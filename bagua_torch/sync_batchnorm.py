@@ -13,7 +13,6 @@ Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm for 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from typing import Any, cast
@@ -354,7 +353,7 @@ class _Ranks:
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
-        self.layer = 0 if comm is None else next(comm.settled.setdefault("SyncBatchNorm", itertools.count(1)))
+        self.layer = 0 if comm is None else comm.number_of("SyncBatchNorm")
         """The number of the module among those that were made with this communicator, alike on all ranks."""
 
     @property

@@ -346,6 +346,7 @@ def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
     assert seconds < SOON_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
     result, seconds = launch(
         tmp_path,
@@ -653,7 +654,9 @@ def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_pat
             marks=pytest.mark.slow,
             id="early end of with",
         ),
-        pytest.param("comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", id="sys.exit"),
+        pytest.param(
+            "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", marks=pytest.mark.slow, id="sys.exit"
+        ),
     ],
 )
 def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):

@@ -128,7 +128,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(nested)
 def test_trees_come_back_through_json(tree):
     packed = trees.pack(tree)

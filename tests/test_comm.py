@@ -26,7 +26,7 @@ def test_conformance(ranks):
     run_ranks(ranks, check_transport)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_conformance_with_every_call_checked(ranks):
     run_ranks(ranks, check_transport, check=True)
 

@@ -24,14 +24,14 @@ class Blocking(NamedTuple):
 
 
 def sync_batchnorm(channels: int, *, layers: int = 1) -> tuple[Blocking, ...]:
-    """The calls of batch normalization over all ranks, in float32.
+    """The calls of `bagua_torch.SyncBatchNorm`, in float64.
 
-    Forward, the ranks gather a count, and a mean and a sum of squares for each channel; backward, they add two
-    gradients for each channel.
+    Forward, the ranks gather a count, which layer this is and whether it goes backward, and a mean and a sum of
+    squares for each channel; backward, they add two gradients for each channel.
     """
     return (
-        Blocking("allgather", 4 * (2 * channels + 1), layers),
-        Blocking("allreduce", 4 * 2 * channels, layers),
+        Blocking("allgather", 8 * (3 + 2 * channels), layers),
+        Blocking("allreduce", 8 * 2 * channels, layers),
     )
 
 
@@ -40,8 +40,8 @@ def mixture_of_experts(
 ) -> tuple[Blocking, ...]:
     """The calls of `bagua_torch.moe.MoE`, if experts are equally busy.
 
-    Forward, the ranks gather how many tokens chose each expert; tokens go to their experts and come back, and so
-    do their gradients, backward.
+    Forward, the ranks gather which layer this is and how many tokens chose each expert; tokens go to their
+    experts and come back, and so do their gradients, backward.
 
     Args:
         tokens: Tokens of a rank in a step.
@@ -52,7 +52,7 @@ def mixture_of_experts(
         itemsize: Bytes of an element on the wire.
     """
     return (
-        Blocking("allgather", 8 * experts, layers),
+        Blocking("allgather", 8 * (1 + experts), layers),
         Blocking("alltoall", tokens * k * hidden * itemsize, 4 * layers),
     )
 

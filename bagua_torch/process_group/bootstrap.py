@@ -80,7 +80,7 @@ def default() -> Communicator:
 
     Collective, if it connects.
     """
-    return bootstrap.current() or connect()
+    return bootstrap.current() or bootstrap.connected_by_default(connect)
 
 
 def provide_group(comm: Communicator) -> None:

@@ -79,7 +79,7 @@ def error_of(call, *arguments, **options):
 
 @pytest.mark.parametrize(
     ("size", "check"),
-    [(1, True), (2, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (3, 4))],
+    [(2, True), (1, True), *(pytest.param(size, False, marks=pytest.mark.slow) for size in (3, 4))],
 )
 def test_it_keeps_the_contract(size, check):
     run_threads(size, lambda transport: check_transport(Communicator([transport], check=check)))
@@ -402,11 +402,11 @@ def test_a_rank_that_does_not_come_is_a_timeout_and_its_peers_are_told():
         given_up.wait(30)
         assert isinstance(caught.value, (CommTimeout, RankFailed))  # whoever is first closes the connections
         if isinstance(caught.value, CommTimeout):
-            assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 0.5 s" in str(caught.value)
+            assert f"allreduce(float64[5], op=sum) #2: rank {comm.rank} of 3 waited 2 s" in str(caught.value)
         with pytest.raises(CommAborted, match="a call failed earlier"):
             comm.barrier()
 
-    run_threads(3, body, timeout_s=0.5)
+    run_threads(3, body, timeout_s=2)
 
 
 @pytest.mark.parametrize("count", [10, 700_000])
@@ -485,6 +485,15 @@ def test_alone_is_a_world_of_one_rank_whatever_started_it(monkeypatch):
         with pytest.raises(BootstrapError, match="connected already"):
             bagua_torch.connect()
         assert not dist.is_initialized()
+
+
+def test_connect_takes_the_place_of_a_communicator_that_nobody_asked_for():
+    unasked = bagua_torch.process_group.default()
+    with unasked, bagua_torch.connect() as comm:
+        assert comm is not unasked
+        assert bagua_torch.process_group.default() is comm
+        with pytest.raises(BootstrapError, match="connected already"):
+            bagua_comm.connect()
 
 
 @pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, True, "3"], ids=str)

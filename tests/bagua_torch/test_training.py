@@ -453,8 +453,8 @@ def test_clipped_gradients_are_those_of_one_large_batch(ranks):
 @pytest.mark.parametrize(
     ("compiled", "algorithm"),
     [
-        ("module", GradientAllReduce()),
-        ("ddp", GradientAllReduce()),
+        pytest.param("module", GradientAllReduce(), marks=pytest.mark.slow),
+        pytest.param("ddp", GradientAllReduce(), marks=pytest.mark.slow),
         pytest.param("module", QADAM, marks=pytest.mark.slow),
         pytest.param("ddp", LowPrecisionDecentralized(), marks=pytest.mark.slow),
     ],

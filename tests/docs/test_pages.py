@@ -37,7 +37,12 @@ def runnable(value, code, name, slow=True):
     return pytest.param(value, id=name, marks=marks)
 
 
-PROGRAMS = [runnable(page, page.program, page.name, slow=False) for page in PAGES if page.program.strip()]
+TAKES_SECONDS = {"docs/guides/extend.md", "docs/how-it-works/wire-format.md"}
+PROGRAMS = [
+    runnable(page, page.program, page.name, slow=page.name in TAKES_SECONDS)
+    for page in PAGES
+    if page.program.strip()
+]
 FOR_RANKS = [runnable(block, block.code, block.place) for block in BLOCKS if block.ranks and block.reason is None]
 COMMANDS = [
     runnable(page, "".join(commands), page.name)

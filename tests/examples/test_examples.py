@@ -56,9 +56,10 @@ def test_one_rank_needs_no_mpirun():
 
 
 @pytest.mark.needs("sklearn")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "algorithm"),
-    [(1, "low_precision_one_peer"), pytest.param(3, "hierarchical", marks=pytest.mark.slow)],
+    [(1, "low_precision_one_peer"), (3, "hierarchical")],
 )
 def test_training_without_a_framework(ranks, algorithm):
     result = result_of(run_python(ranks, EXAMPLES / "train_numpy.py", "--algorithm", algorithm))
@@ -121,7 +122,7 @@ def test_the_fifteen_line_way_in():
 CUPY = EXAMPLES / "allreduce_cupy.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_without_a_gpu_the_cupy_example_says_so(ranks):
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     process = run_python(ranks, CUPY, env=hidden)

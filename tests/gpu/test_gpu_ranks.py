@@ -55,7 +55,7 @@ def test_conformance_by_way_of_the_host(device):
     run_ranks(2, body, wrap=HostOnly)
 
 
-@pytest.mark.parametrize("transport", ["local", "staged"])
+@pytest.mark.parametrize("transport", [pytest.param("local", marks=pytest.mark.slow), "staged"])
 def test_threads_get_the_bytes_of_the_host(device, transport):
     def values(rank):
         return np.random.default_rng(rank).standard_normal(5001).astype(np.float32)
@@ -110,9 +110,16 @@ def run_processes(ranks, **options):
 outcomes_on_gpu = functools.cache(run_processes)
 
 
+TAKE_SECONDS = {"conformance", "quantized_allreduce_gives_the_bytes_of_the_host"}
+"""The same is tested in the default run by transports/test_nccl.py and test_device_collectives.py."""
+
+
 @pytest.mark.parametrize(
     ("device", "ranks", "body"),
-    [("lazy", 2, body) for body in bodies_of(2)]
+    [
+        pytest.param("lazy", 2, body, marks=[pytest.mark.slow] if body.__name__ in TAKE_SECONDS else [])
+        for body in bodies_of(2)
+    ]
     + [real(ranks, body) for ranks in (1, 2, 4) for body in bodies_of(ranks)],
     indirect=["device"],
 )

@@ -160,6 +160,7 @@ def test_nodes_of_odd_sizes_scale_in_whole_nodes(capsys):
     assert len(set(sizes)) == len(sizes)
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(tmp_path, capsys):
     figure = tmp_path / "advice.png"
     assert cli.main([*VGG16, "--plot", str(figure)]) == 0

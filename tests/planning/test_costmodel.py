@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,6 +46,7 @@ from bagua_comm.planning.costmodel import (
 )
 from bagua_comm.planning.models import MODELS, Blocking, Layer, mixture_of_experts, sync_batchnorm
 from bagua_comm.testing import run_ranks
+from bagua_torch import SyncBatchNorm
 from bagua_torch.moe import MoE
 from benchmarks.training.calibration import Measurement, calibrate
 
@@ -561,6 +563,21 @@ def test_one_rank_is_not_held_up():
 def test_latency_counts_for_each_layer_of_normalization():
     slow = Cluster(2, bandwidth_gbit=math.inf, latency_s=0.01)
     assert held_up_s(Job(100, blocking=sync_batchnorm(64, layers=50)), slow, FREE) == pytest.approx(50 * 3 * 0.01)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_of_normalization_are_those_that_the_communicator_counts(size):
+    def body(comm):
+        ours = comm.dup()  # a layer works on a duplicate of its own, whose counters are not the user's
+        with mock.patch.object(comm, "dup", return_value=ours):
+            layer = SyncBatchNorm(6, comm=comm)
+        layer(torch.rand(5, 6, requires_grad=True)).sum().backward()
+        return ours.counters.total().wire_bytes
+
+    job = Job(4, blocking=sync_batchnorm(6))
+    without = dataclasses.replace(job, blocking=())
+    predicted, rest = (predict(GradientAllReduce(), each, Cluster(size)).wire_bytes for each in (job, without))
+    assert run_ranks(size, body) == [predicted - rest] * size
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -6,6 +6,8 @@ the default run takes a part of them, the same part each time, and the others ar
 
 * `@pytest.mark.covering(2)` at a test: any two values of two parameters occur together in one of the cases that
   stay. With `covering(1)` each value of each parameter occurs in one.
+* Of a test with at least `MANY` values of `algorithm`, every third of them stays: another third than the next
+  test's. So each algorithm goes through a third of the tests.
 * Each case of a test on `device` runs under one policy, and the cases of a test run under all of them in turn.
   `@pytest.mark.every_policy` keeps all three: for tests of the order in which streams do their work.
 
@@ -21,6 +23,8 @@ from cuda_on_cpu.machine import POLICIES
 
 POLICY = "device"
 """The parameter that says under which policy the streams of a device run."""
+
+ALGORITHM, MANY = "algorithm", 6
 
 
 def mark_what_others_cover(items):
@@ -50,13 +54,23 @@ def left_out(name, cases):
         rows = [values_of(policies[0]) for policies in groups.values()]
         stay = [stay[place] for place in covering(rows, *cover.args)]
 
+    start = zlib.crc32(name.encode())
+    stay = in_turn(start, stay, groups)
     for place in groups.keys() - set(stay):
         yield from groups[place]
-    start = zlib.crc32(name.encode())
     for turn, place in enumerate(stay):
         policies = groups[place]
         chosen = (start + turn + turn // len(policies)) % len(policies)
         yield from (case for number, case in enumerate(policies) if number != chosen)
+
+
+def in_turn(start, places, groups):
+    """The `places` whose algorithm's turn it is, counted from `start`; all where there are few algorithms."""
+    texts = {place: repr(groups[place][0].callspec.params.get(ALGORITHM)) for place in places}
+    different = [*dict.fromkeys(texts.values())]
+    if len(different) < MANY:
+        return places
+    return [place for place in places if (different.index(texts[place]) + start) % 3 == 0]
 
 
 def values_of(case):
