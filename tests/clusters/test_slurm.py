@@ -153,6 +153,19 @@ def test_the_shell_of_a_batch_job_is_a_world_of_one_and_its_steps_are_not(slurm,
     assert result.stdout == "2 tasks\n1 ('n1', 0, 0, 1)\n" + ON_TWO_NODES
 
 
+@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
+def test_a_job_that_a_task_submits_is_a_world_of_one_and_its_steps_are_not(slurm, where, tmp_path, mpi):
+    job, task, output = tmp_path / "job.sh", tmp_path / "task.sh", tmp_path / "inner.out"
+    job.write_text(f"#!/bin/sh\n{sys.executable} {where}\nsrun --mpi=pmix {sys.executable} {where}\n")
+    submit = f"sbatch --parsable --output={output} -N2 -n2 --dependency=afterany:$SLURM_JOB_ID {job}"
+    task.write_text(f'#!/bin/sh\nif [ "$SLURM_PROCID" = 0 ]; then {submit}; fi\n')
+    result = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", "sh", task)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    number = result.stdout.strip()
+    slurm.run("srun", "-n1", f"--dependency=afterany:{number}", "true")
+    assert output.read_text() == "1 ('n1', 0, 0, 1)\n" + ON_TWO_NODES, slurm.logs()
+
+
 @pytest.mark.parametrize("launcher", ["mpirun", "run"])
 def test_mpirun_starts_a_rank_for_each_task_of_an_allocation(slurm, where, launcher):
     mpi4py_needs_open_mpi()
