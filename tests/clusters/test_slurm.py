@@ -79,6 +79,11 @@ def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_
             result = slurm.run("srun", "--mpi=pmix", f"-N{nodes}", "-n2", sys.executable, script)
             assert result.returncode == 0, result.stderr + slurm.logs()
             assert result.stdout == f"1 2 {window}\n" * 2
+        doctor = [sys.executable, "-m", "bagua_comm", "doctor"]
+        result = slurm.run("srun", "--mpi=pmix", "-N1", "-n2", *doctor)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "WARNING  ranks 0, 1 run on " in result.stdout
+        assert ", but MPI takes them for ranks of several hosts" in result.stdout
 
 
 ALONE = """
