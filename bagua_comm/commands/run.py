@@ -1,7 +1,8 @@
 """`bagua run`: starts mpirun with the arguments that this machine needs, and says why each is there.
 
-It replaces its own process by mpirun's, so signals and the exit code are mpirun's. On one host, ranks talk
-through shared memory alone and listen on no port.
+It replaces its own process by mpirun's, so signals and the exit code are mpirun's. With Open MPI, ranks on this
+host talk through shared memory alone and listen on no port, if no hosts are named, also not by a scheduler, and
+/dev/shm has 32 MiB for each rank.
 """
 
 from __future__ import annotations
