@@ -71,5 +71,5 @@ def test_the_doctor_examines_both_workers(pods):
     assert len(across) == 4
     assert statistics.median(across) < 0.4e9  # the links carry 0.125 GB/s, and bursts beyond that
     texts = [finding["what"] for finding in record["findings"]]
-    assert "MPI uses the network that was chosen, eth0" in texts
+    assert "ranks use the network that was chosen, eth0" in texts
     assert any(text.startswith("the clocks of all hosts agree") for text in texts)
