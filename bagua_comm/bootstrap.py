@@ -42,7 +42,7 @@ from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
 from .logs import tell_world
-from .processes import this_host
+from .processes import slurm_step, this_host
 from .roll import LOOK_S, Limit, Roll, Wait
 from .topology import hosts
 from .trace import NULL, Recorder, listen
@@ -308,7 +308,8 @@ def _under_mpi() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
         return True
-    launch = launchers.find(os.environ)
+    variables = _own_variables()
+    launch = launchers.find(variables)
     if launch is not None and launch.launcher in (launchers.ELASTIC, launchers.TORCHRUN):
         if under_torchrun() and launch.is_one_of_many:
             raise BootstrapError(
@@ -318,7 +319,12 @@ def _under_mpi() -> bool:
             )
         return False
     # Slurm's own PMI sets no variables: MPI itself finds out whether there are others.
-    return any(name in os.environ for name in MPI_VARIABLES) or (launch is not None and launch.is_one_of_many)
+    return any(name in variables for name in MPI_VARIABLES) or (launch is not None and launch.is_one_of_many)
+
+
+def _own_variables() -> dict[str, str]:
+    """The environment variables that tell how this process itself was started."""
+    return launchers.own(os.environ, slurm_step())
 
 
 def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
@@ -331,9 +337,10 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
             f"connect: this process was forked from process {ending.process}, which is a rank; a forked child "
             "cannot be a rank: start ranks with mpirun"
         )
-    roll = Roll(os.environ, None if comm is None else _members(comm))
+    variables = _own_variables()
+    roll = Roll(variables, None if comm is None else _members(comm))
     roll.sign()
-    launch = launchers.find(os.environ)
+    launch = launchers.find(variables)
     try:
         ending.start_mpi(roll, timeout_s)
     except (ImportError, RuntimeError) as exc:
@@ -447,7 +454,7 @@ class _Ending:
         """The open ones."""
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
-        self._roll = Roll(os.environ)
+        self._roll = Roll(_own_variables())
         self._timeout_s = TIMEOUT_S
         self._mpi: Any = None
         self._library: Any = None

@@ -4,12 +4,13 @@
 since Slurm starts mpirun's helpers on each node, and srun may start torchrun. The table lists first the launcher
 that is closest to the process: this one alone says how many ranks there are.
 
-All functions take the environment variables as a mapping.
+All functions take the environment variables as a mapping. `own` leaves out those of another step of Slurm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -72,19 +73,64 @@ def find(variables: Mapping[str, str]) -> Launch | None:
     (True, 1, 4)
     """
     for launcher in LAUNCHERS:
-        if launcher.started(variables) and not (launcher is SRUN and _is_of_another_job(variables)):
+        if launcher.started(variables):
             size = _number(variables, launcher.size) if launcher.size else None
             return Launch(launcher, _number(variables, launcher.rank), size)
     return None
 
 
-def _is_of_another_job(variables: Mapping[str, str]) -> bool:
-    """Whether the variables of a step come from elsewhere: a task of another job submitted this one's script.
+def own(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]:
+    """These variables without those that a task of another Slurm step handed down.
 
-    That script inherits them. It is no task of a step; SLURM_NTASKS tells how many its own job has.
+    A task may submit a job, or run salloc. sbatch takes all variables of the task to the new job, whose script is
+    no task of a step, but finds the variables of one; and so do the job's own steps, if they use another PMI.
+
+    Args:
+        variables: The environment variables of a process.
+        step: The step that `processes.slurm_step` finds above it. Without it, the variables alone decide.
+
+    >>> sorted(own({"SLURM_JOB_ID": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, step="8.batch"))
+    ['SLURM_JOB_ID', 'SLURM_PROCID']
     """
-    step, job = _number(variables, "SLURM_STEP_NUM_TASKS"), _number(variables, "SLURM_NTASKS")
-    return step is not None and job is not None and step > job
+    if "SLURM_STEP_NUM_TASKS" not in variables:
+        return dict(variables)
+    by_pmix = re.fullmatch(r"slurm\.pmix\.(\d+\.\d+)", variables.get("PMIX_NAMESPACE", ""))
+    by_pmi = None if HYDRA.started(variables) else re.fullmatch(r"(\d+\.\d+)", variables.get("PMI_JOBID", ""))
+    steps = {prefix: found[1] for prefix, found in (("PMIX_", by_pmix), ("PMI_", by_pmi)) if found}
+    gone = {prefix for prefix, other in steps.items() if step and other != step and not _is_mixed(variables)}
+    if not _is_a_task(variables, step, steps.values()):
+        gone |= {"SLURM_STEP_", *steps}
+        if SRUN_PMI2.started(variables) and not HYDRA.started(variables):
+            gone.add("PMI_")
+    return {name: value for name, value in variables.items() if not name.startswith(tuple(gone))}
+
+
+def _is_a_task(variables: Mapping[str, str], step: str | None, steps: Iterable[str]) -> bool:
+    """Whether a process that has the variables of a step is a task of one, in the job that SLURM_JOB_ID names.
+
+    Args:
+        variables: Its environment variables.
+        step: The step above it; None if that is not known.
+        steps: Those that the variables of PMI and PMIx name.
+    """
+    if step is not None and not step.partition(".")[2].isdecimal():
+        return False  # "8.batch" is the script of a job, and "8.interactive" the shell of salloc
+    job = variables.get("SLURM_JOB_ID")
+    if job is not None and not _is_mixed(variables):
+        # salloc runs its shell as a child of the task that called it.
+        named = [step] if step is not None else steps
+        if any(each.partition(".")[0] != job for each in named):
+            return False
+    if step is not None:
+        return True
+    # In a step, SLURM_NTASKS is its own number of tasks; in the script of a job, that of the job.
+    tasks, of_job = _number(variables, "SLURM_STEP_NUM_TASKS"), _number(variables, "SLURM_NTASKS")
+    return tasks is None or of_job is None or tasks <= of_job
+
+
+def _is_mixed(variables: Mapping[str, str]) -> bool:
+    """Whether this is a heterogeneous job, whose parts have numbers of their own."""
+    return any(name.startswith("SLURM_HET_") for name in variables)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int | None:

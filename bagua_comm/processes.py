@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -36,3 +37,21 @@ def state_of(process: int) -> str:
     except OSError:
         return "ended"
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+def slurm_step() -> str | None:
+    """The Slurm step that this process belongs to: "8.0", or "8.batch" in a job's script; None if not known.
+
+    Slurm starts a process of its own on each node for each step, which is called "slurmstepd: [8.0]"; the tasks
+    are its children. Environment variables tell less, since a job that is submitted by a task inherits them.
+
+    >>> slurm_step()
+    """
+    process = os.getpid()
+    with suppress(OSError, ValueError):
+        while process > 0:
+            title = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
+            if found := re.match(r"slurmstepd: \[(\d+)(?:\+\d+)?(?:\.(\w+))?", title):
+                return f"{found[1]}.{found[2] or 'batch'}"
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return None

@@ -22,6 +22,7 @@ from bagua_comm.launchers import (
     Launch,
     complaint,
     find,
+    own,
 )
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -55,9 +56,8 @@ OF_TORCHRUN = {**PYTORCH, "TORCHELASTIC_RUN_ID": "none"}
         # `run` gives mpirun's numbers PyTorch's names, too; a script may do so under srun.
         ({**MPIRUN, **PYTORCH}, Launch(OPEN_MPI, 3, 4)),
         ({**STEP, "RANK": "1", "WORLD_SIZE": "2"}, Launch(TORCHRUN, 1, 2)),
-        # The shell of a batch job is no task of a step: its own, nor one of the job that submitted it.
+        # The shell of a batch job is no task of a step.
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, None),
         # Numbers that are none say nothing.
         ({"PMI_RANK": "", "PMI_SIZE": "many"}, Launch(PMI, None, None)),
         ({"WORLD_SIZE": "4"}, None),
@@ -65,6 +65,67 @@ OF_TORCHRUN = {**PYTORCH, "TORCHELASTIC_RUN_ID": "none"}
 )
 def test_the_closest_launcher_is_found(variables, launch):
     assert find(variables) == launch
+
+
+BY_PMIX = {"PMIX_NAMESPACE": "slurm.pmix.7.0", "PMIX_RANK": "1"}
+BY_PMI2 = {"PMI_JOBID": "7.0", "PMI_RANK": "1", "PMI_SIZE": "2"}
+NEXT_JOB = {"SLURM_JOB_ID": "8"}
+"""What sbatch changes if a task submits a job of as many tasks."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "step", "launcher"),
+    [
+        # A task of a step is one of many, whatever other step's task submitted its job.
+        (STEP, "7.0", SRUN),
+        (STEP, None, SRUN),
+        ({**STEP, **BY_PMIX}, "7.0", SRUN_PMIX),
+        ({**STEP, **BY_PMI2}, "7.0", SRUN_PMI2),
+        ({**STEP, **NEXT_JOB, **BY_PMIX}, "8.0", SRUN),
+        ({**STEP, **NEXT_JOB, **BY_PMI2}, "8.3", SRUN),
+        # The script of a job that a task submitted has the variables of that task's step.
+        ({**STEP, **NEXT_JOB}, "8.batch", None),
+        ({**STEP, **NEXT_JOB, **BY_PMIX}, "8.batch", None),
+        ({**STEP, **NEXT_JOB, **BY_PMI2}, "8.batch", None),
+        ({**STEP, **NEXT_JOB, "PMI_RANK": "1", "PMI_SIZE": "2"}, "8.batch", None),
+        # So has the shell of salloc, which runs below the task.
+        ({**STEP, **NEXT_JOB}, "7.0", None),
+        ({**STEP, **NEXT_JOB, **BY_PMIX}, "7.0", None),
+        # Where the steps of Slurm are hidden, variables may still tell.
+        ({**STEP, **NEXT_JOB, **BY_PMIX}, None, None),
+        ({**STEP, **NEXT_JOB, **BY_PMI2}, None, None),
+        ({**STEP, **NEXT_JOB, "SLURM_NTASKS": "1"}, None, None),
+        # In such a script, another launcher may start ranks.
+        ({**STEP, **NEXT_JOB, **BY_PMIX, **MPIRUN, **OF_MPIRUN}, "8.batch", OPEN_MPI),
+        ({**STEP, **NEXT_JOB, **BY_PMI2, **OF_HYDRA}, "8.batch", HYDRA),
+        ({**STEP, **NEXT_JOB, **OF_TORCHRUN}, "8.batch", ELASTIC),
+        # The parts of a heterogeneous job may have other numbers than SLURM_JOB_ID.
+        ({**STEP, **BY_PMIX, "SLURM_HET_SIZE": "2"}, "8.0", SRUN_PMIX),
+    ],
+)
+def test_what_another_step_handed_down_does_not_count(variables, step, launcher):
+    launch = find(own(variables, step))
+    assert (launch and launch.launcher) == launcher
+
+
+def test_a_job_that_a_task_submitted_is_a_world_of_one(monkeypatch):
+    for name, value in {**STEP, **NEXT_JOB, **BY_PMIX}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(bagua_comm.bootstrap, "slurm_step", lambda: "8.batch")
+    with bagua_comm.connect() as comm:
+        assert (comm.size, comm.transports[0].name) == (1, "local")
+
+
+@pytest.mark.parametrize(
+    ("title", "step"), [("slurmstepd: [8.batch]", "8.batch"), ("slurmstepd: [65+1.0]", "65.0"), ("me", None)]
+)
+def test_the_step_of_a_process_is_the_title_of_the_slurmstepd_above_it(title, step):
+    """The shell stands for slurmstepd; it must not become Python, so it has something to do after it."""
+    code = "from bagua_comm.processes import slurm_step; print(slurm_step())"
+    script = 'exec -a "$0" bash -c \'"$0" -c "$1"; true\' "$1" "$2"'
+    command = ["bash", "-c", script, title, sys.executable, code]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, f"{step}\n"), result.stderr
 
 
 SHELLS = [{"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {**ONE_TASK_PER_NODE, "SLURM_STEP_NUM_TASKS": "1"}]

@@ -17,16 +17,34 @@ class CommandError(Exception):
         self.exit_code = exit_code
 
 
+CPUS = Path("/sys/devices/system/cpu")
+"""Where Linux tells of each core."""
+
+
 def program_name() -> str:
     """The name by which the command line was called: "bagua", or "python -m bagua_comm"."""
     return "bagua" if Path(sys.argv[0]).stem == "bagua" else "python -m bagua_comm"
 
 
 def cores() -> list[int]:
-    """The cores that this process may use."""
+    """The cores that this process may use, as Linux counts them: each hardware thread is one."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def physical_cores() -> int:
+    """How many cores these are in the machine: the hardware threads of a core count once.
+
+    Where that is not known, each counts.
+    """
+    found = set()
+    for core in cores():
+        try:
+            found.add((CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            found.add(str(core))
+    return len(found)
 
 
 def positive(text: str) -> int:

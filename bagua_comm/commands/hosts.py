@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import CommandError
+from .base import CommandError, cores
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,13 @@ def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    """What `-n` says; else one rank for each slot of these hosts, or for each core of this machine.
+    """What `-n` says; else one rank for each slot of these hosts, or for each core that may be used here.
 
     Raises:
         CommandError: A host does not say how many ranks it takes.
     """
     if options.ranks is not None or not hosts:
-        return options.ranks or os.cpu_count() or 1
+        return options.ranks or len(cores())
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) < len(hosts):
         raise CommandError("how many ranks? Give -n, or a number for each host: node1:4, or 'slots=4' in a file")

@@ -18,6 +18,28 @@ from .mpirun import find_mpirun
 
 SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
 
+VARIABLES = (
+    "BAGUA_TRACEBACK",
+    "BAGUA_NVTX",
+    "OMP_NUM_THREADS",
+    "GLOO_SOCKET_IFNAME",
+    "FI_TCP_IFACE",
+    "CUPY_CACHE_DIR",
+    "MPI_LOCALNRANKS",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+BEGINNINGS = ("OMPI_COMM_WORLD_", "OMPI_ALLOW", "OMPI_MCA_", "PMI_", "PMIX_", "NCCL_", "TORCHELASTIC_RUN_ID")
+"""The environment variables that `info` prints: those of docs/reference/environment.md."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
@@ -66,7 +88,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("OMPI_COMM_WORLD_", "OMPI_ALLOW", "PMI", "OMP_NUM", "NCCL_"))
+            if name in VARIABLES or name.startswith(BEGINNINGS)
         },
     }
 

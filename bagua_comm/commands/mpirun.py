@@ -19,10 +19,17 @@ PER_RANK = (
     "-c",
     "export RANK=${RANK:-$OMPI_COMM_WORLD_RANK} WORLD_SIZE=${WORLD_SIZE:-$OMPI_COMM_WORLD_SIZE} "
     "LOCAL_RANK=${LOCAL_RANK:-$OMPI_COMM_WORLD_LOCAL_RANK} "
-    'LOCAL_WORLD_SIZE=${LOCAL_WORLD_SIZE:-$OMPI_COMM_WORLD_LOCAL_SIZE}; exec "$@"',
+    "LOCAL_WORLD_SIZE=${LOCAL_WORLD_SIZE:-$OMPI_COMM_WORLD_LOCAL_SIZE}; "
+    'if [ -z "$OMP_NUM_THREADS" ]; then '
+    "OMP_NUM_THREADS=$(nproc || echo 1); "
+    "OMP_NUM_THREADS=$((OMP_NUM_THREADS / ${OMPI_COMM_WORLD_LOCAL_SIZE:-1})); "
+    '[ "$OMP_NUM_THREADS" -gt 0 ] || OMP_NUM_THREADS=1; '
+    "export OMP_NUM_THREADS; "
+    'fi; exec "$@"',
     "sh",
 )
-"""Gives a rank of Open MPI its numbers in torchrun's names, too, and becomes the command that follows."""
+"""Gives a rank of Open MPI its numbers in torchrun's names, too, and its share of the cores of its host as
+OMP_NUM_THREADS, unless that is set; becomes the command that follows."""
 
 SEGMENT_BYTES = 16 << 20
 """The room in /dev/shm that Open MPI wants for each rank. Where there is less, it needs the network."""

@@ -1,7 +1,8 @@
 """`bagua run`: starts mpirun with the arguments that this machine needs, and says why each is there.
 
-It replaces its own process by mpirun's, so signals and the exit code are mpirun's. On one host, ranks talk
-through shared memory alone and listen on no port.
+It replaces its own process by mpirun's, so signals and the exit code are mpirun's. With Open MPI, ranks on this
+host talk through shared memory alone and listen on no port, if no hosts are named, also not by a scheduler, and
+/dev/shm has 32 MiB for each rank.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive,
         metavar="N",
-        help="how many ranks; by default one for each slot of the hosts, or for each core of this machine",
+        help="how many ranks; by default one for each slot of the hosts, or for each core here",
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--host", metavar="LIST", help="hosts to run on: node1:4,node2:4 for 4 ranks on each")
@@ -179,6 +180,9 @@ class Plan:
         if program != self.program:
             yield "  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
             yield "      each rank gets its numbers under torchrun's names, too"
+            if "OMP_NUM_THREADS" not in {**os.environ, **self.variables}:
+                yield "  OMP_NUM_THREADS"
+                yield "      each rank divides the cores of its host by the ranks there"
         yield f"  {shlex.join(program)}"
 
 
@@ -231,6 +235,9 @@ def _arguments(job: _Job) -> Iterator[Setting]:
     if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
         why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: who waits leaves the core to others"
         yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
+    elif mpirun.is_open_mpi and job.alone and job.ranks > (physical := base.physical_cores()):
+        why = f"Open MPI sees {count(physical, 'core')} here, with {job.cores} hardware threads; a rank takes one"
+        yield Setting(why, ("--oversubscribe",))
     if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
         why = "one host: ranks talk through shared memory, and listen on no port"
         yield Setting(why, ("--mca", "btl", "self,sm"))
@@ -265,8 +272,8 @@ def _variables(job: _Job) -> Iterator[Setting]:
 
 
 def _forwarded(job: _Job, settings: Sequence[Setting]) -> Iterator[Setting]:
-    """What takes variables to ranks on other hosts."""
-    names = ("MASTER_ADDR", "MASTER_PORT")
+    """What takes variables to ranks on other hosts, as mpirun does not take those that are exported here."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     variables = {name: os.environ[name] for name in names if name in os.environ}
     for setting in settings:
         variables |= setting.variables

@@ -213,11 +213,18 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _items(words: Iterable[str], indent: int) -> str:
-    """The lines of a YAML list; a string of JSON is one of YAML, too. Kubernetes would replace "$(NAME)"."""
-    return "\n".join(f"{' ' * indent}- {json.dumps(word.replace('$(', '$$('))}" for word in words)
+    """The lines of a YAML list; a string of JSON is one of YAML, too.
+
+    Kubernetes replaces "$(NAME)", and makes one "$" of two.
+    """
+    return "\n".join(f"{' ' * indent}- {json.dumps(word.replace('$', '$$'))}" for word in words)
 
 
 def _name(script: str) -> str:
-    """A name for the job that Slurm and Kubernetes accept."""
+    """A name for the job that Slurm and Kubernetes accept.
+
+    It begins with a letter, and there is room for "-worker-12345" in 63 characters.
+    """
     stem = script.rpartition(".")[2] if "/" not in script and not script.endswith(".py") else Path(script).stem
-    return re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:50].strip("-") or "job"
+    words = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return ("job-" * (not words[:1].isalpha()) + words)[:50].strip("-")

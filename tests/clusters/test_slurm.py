@@ -79,6 +79,11 @@ def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_
             result = slurm.run("srun", "--mpi=pmix", f"-N{nodes}", "-n2", sys.executable, script)
             assert result.returncode == 0, result.stderr + slurm.logs()
             assert result.stdout == f"1 2 {window}\n" * 2
+        doctor = [sys.executable, "-m", "bagua_comm", "doctor"]
+        result = slurm.run("srun", "--mpi=pmix", "-N1", "-n2", *doctor)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert "WARNING  ranks 0, 1 run on " in result.stdout
+        assert ", but MPI takes them for ranks of several hosts" in result.stdout
 
 
 ALONE = """
@@ -151,6 +156,19 @@ def test_the_shell_of_a_batch_job_is_a_world_of_one_and_its_steps_are_not(slurm,
     result = slurm.batch(job)
     assert result.returncode == 0, result.stdout + result.stderr + slurm.logs()
     assert result.stdout == "2 tasks\n1 ('n1', 0, 0, 1)\n" + ON_TWO_NODES
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2", "pmix"])
+def test_a_job_that_a_task_submits_is_a_world_of_one_and_its_steps_are_not(slurm, where, tmp_path, mpi):
+    job, task, output = tmp_path / "job.sh", tmp_path / "task.sh", tmp_path / "inner.out"
+    job.write_text(f"#!/bin/sh\n{sys.executable} {where}\nsrun --mpi=pmix {sys.executable} {where}\n")
+    submit = f"sbatch --parsable --output={output} -N2 -n2 --dependency=afterany:$SLURM_JOB_ID {job}"
+    task.write_text(f'#!/bin/sh\nif [ "$SLURM_PROCID" = 0 ]; then {submit}; fi\n')
+    result = slurm.run("srun", f"--mpi={mpi}", "-N2", "-n2", "sh", task)
+    assert result.returncode == 0, result.stderr + slurm.logs()
+    number = result.stdout.strip()
+    slurm.run("srun", "-n1", f"--dependency=afterany:{number}", "true")
+    assert output.read_text() == "1 ('n1', 0, 0, 1)\n" + ON_TWO_NODES, slurm.logs()
 
 
 @pytest.mark.parametrize("launcher", ["mpirun", "run"])

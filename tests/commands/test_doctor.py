@@ -19,6 +19,7 @@ from bagua_comm.testing import run_ranks
 
 HEALTHY = {
     "host": "node1",
+    "machine": "node1 0",
     "pid": 7,
     "versions": {"bagua_comm": "1.2", "python": "3.12.1", "numpy": "2.3.0"},
     "MPI": {"running": True, "library": "Open MPI v5.0.11", "threads": True, "ulfm": True},
@@ -38,13 +39,13 @@ def world(size=4, hosts=2, pairs=(), clocks=None, **changes):
     everyone = []
     for rank in range(size):
         host = rank * hosts // size
-        one = copy.deepcopy(HEALTHY) | {"host": f"node{host + 1}"}
+        one = copy.deepcopy(HEALTHY) | {"host": f"node{host + 1}", "machine": f"node{host + 1} {host}"}
         one["interfaces"]["eth0"]["address"] = f"10.0.0.{host + 1}"
         everyone.append(one)
     for name, value in changes.items():
         everyone[-1][name] = value
-    nodes = [rank * hosts // size for rank in range(size)]
-    return World(everyone, nodes, list(pairs), clocks or {})
+    together = [-(-(rank * hosts // size) * size // hosts) for rank in range(size)]
+    return World(everyone, together, list(pairs), clocks or {})
 
 
 def found(level, text, where):
@@ -62,10 +63,12 @@ def test_healthy_hosts_have_nothing_to_be_done():
     assert levels(world(size=1, hosts=1)) == set()
 
 
-def test_another_version_on_one_rank_is_a_problem():
-    finding = found("problem", "numpy", world(versions=HEALTHY["versions"] | {"numpy": "2.2.6"}))
+def test_another_version_on_one_rank_is_warned_of_and_a_problem_if_it_is_of_mpi():
+    patched = world(versions=HEALTHY["versions"] | {"numpy": "2.2.6", "python": "3.12.2"})
+    finding = found("warning", "numpy", patched)
     assert finding.what == "ranks have different versions of numpy: 2.3.0 on ranks 0-2; 2.2.6 on rank 3"
     assert "install the same on all hosts (node1, node2)" in finding.do
+    assert levels(patched) == {"warning"}
     mpi = HEALTHY["MPI"] | {"library": "MPICH 5.0.2"}
     assert "MPICH 5.0.2 on rank 3" in found("problem", "versions of MPI", world(MPI=mpi)).what
 
@@ -78,12 +81,26 @@ def test_full_shared_memory_is_a_problem_that_names_containers():
     assert "is not there" in found("problem", "/dev/shm", shared(None)).what
 
 
+@pytest.mark.parametrize(
+    "mpi", [{"running": False}, HEALTHY["MPI"] | {"library": "MPICH Version:      5.0.2"}], ids=["gloo", "MPICH"]
+)
+def test_room_in_shared_memory_is_a_need_of_open_mpi_alone(mpi):
+    without = shared(None)
+    for each in without.facts:
+        each["MPI"] = mpi
+    assert levels(without) == set()
+    one_rank = world(size=1, hosts=1)
+    one_rank.facts[0]["shared memory"] = None
+    assert levels(one_rank) == set()
+
+
 def test_where_the_library_itself_differs_nothing_else_is_concluded():
     mixed = world(versions={"bagua_comm": "0.9"})
     del mixed.facts[3]["limits"]
     (finding,) = [each for each in examine(mixed) if "versions of bagua_comm" in each.what]
     assert "1.2 on ranks 0-2; 0.9 on rank 3" in finding.what
-    assert {each.level for each in examine(mixed)} == {"problem"}
+    assert all("ranks have different versions" in each.what for each in examine(mixed))
+    assert levels(mixed) == {"problem", "warning"}
     assert "  node2: ranks 2, 3" in list(report.lines(mixed, examine(mixed), "doctor"))
 
 
@@ -119,10 +136,60 @@ def test_more_ranks_than_cores_and_bound_ranks_are_warned_of():
     assert found("warning", "OMP_NUM_THREADS is not set on node1", threads).do.startswith("OMP_NUM_THREADS=2")
 
 
-def test_ranks_of_one_host_that_mpi_takes_apart_are_a_problem():
+def test_ranks_of_one_host_that_mpi_takes_apart_are_warned_of():
     apart = world(size=2, hosts=1)
-    apart.nodes[:] = [0, 1]
-    assert "connect(node=...)" in found("problem", "ranks 0, 1 run on node1", apart).do
+    apart.together[:] = [0, 1]
+    assert "slurm.conf" in found("warning", "ranks 0, 1 run on node1, but MPI takes them", apart).do
+    apart.together[:] = []  # without MPI, nobody says so
+    assert levels(apart) == set()
+
+
+def test_machines_with_one_name_are_two_hosts():
+    twins = world(clocks={0: 0.0, 2: -3.5})
+    for each in twins.facts:
+        each["host"] = "localhost"
+    assert levels(twins) == {"warning"}
+    assert twins.hosts == {"localhost": [0, 1], "localhost (2)": [2, 3]}
+    assert "that of localhost (2)" in found("warning", "clock of localhost is", twins).what
+
+
+def test_nodes_are_compared_with_what_mpi_says(monkeypatch):
+    """The communicator's own nodes put ranks of one host together, whatever MPI says."""
+    monkeypatch.setattr(measure, "ALL_PAIRS_S", 0.01)
+    monkeypatch.setattr(doctor.facts, "collect", lambda: copy.deepcopy(HEALTHY))
+    assert run_ranks(2, lambda comm: doctor.examine_world(comm).together) == [[], []]
+    monkeypatch.setattr(doctor, "_together", lambda comm: [0, 1])
+    (world, _) = run_ranks(2, doctor.examine_world)
+    assert found("warning", "ranks 0, 1 run on node1, but MPI takes them", world)
+
+
+@pytest.mark.parametrize(
+    ("library", "variable"), [("Open MPI v5.0.11", "OMPI_MCA_btl_tcp_if_include"), ("MPICH 5", "FI_TCP_IFACE")]
+)
+def test_the_network_that_was_chosen_is_seen_for_each_mpi(monkeypatch, library, variable):
+    class OneRank:
+        Get_library_version = staticmethod(lambda: f"{library}, and more")
+        Is_initialized = staticmethod(lambda: True)
+        Query_thread = staticmethod(lambda: 3)
+        THREAD_MULTIPLE = 3
+
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", OneRank)
+    monkeypatch.setattr(doctor.facts.bootstrap, "_has_ulfm", lambda: False)
+    for name in ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"):
+        monkeypatch.setenv(name, "eth0" if name == variable else "other")
+    assert facts._mpi()["network chosen"] == "eth0"
+
+
+def test_the_network_that_was_chosen_is_seen_under_torchrun(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "eth0"}.items():
+        monkeypatch.setenv(name, value)
+    assert facts._mpi() == {"running": False, "network chosen": "eth0"}
+    chosen = world()
+    for each in chosen.facts:
+        each["MPI"] = facts._mpi()
+        each["interfaces"]["eth1"] = {"address": each["interfaces"]["eth0"]["address"], "Mbit/s": None}
+    assert found("ok", "ranks use the network that was chosen, eth0", chosen)
 
 
 def test_an_address_that_two_hosts_have_is_warned_of_and_another_network_named():

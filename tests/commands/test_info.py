@@ -4,9 +4,11 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from bagua_comm.commands import info
 from bagua_comm.commands.info import collect_info
 
 
@@ -23,6 +25,19 @@ def test_info_prints_versions_mpi_and_transports():
     assert facts["devices"]["CUDA devices"] == 0
     assert facts["devices"]["device arrays"] == "not carried: there is no device"
     assert "nccl" in facts["transports carry"]
+
+
+def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
+    page = Path(__file__).parents[2].joinpath("docs/reference/environment.md").read_text()
+    named = set(re.findall(r"`([A-Z]+_[A-Za-z_]+|RANK)(?:=1)?`", page))
+    assert {"BAGUA_TRACEBACK", "OMPI_MCA_btl_tcp_eager_limit", "RANK", "SLURM_PROCID", "MASTER_PORT"} <= named
+    for name in named:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("HOME_OF_OTHERS", "secret")
+    monkeypatch.setattr(info, "mpi_facts", dict)  # this starts a process
+    shown = collect_info()["environment"]
+    assert named <= shown.keys()
+    assert "HOME_OF_OTHERS" not in shown
 
 
 def test_info_without_a_driver_says_what_is_missing():

@@ -13,7 +13,7 @@ import pytest
 from support.launch import run_python
 
 from bagua_comm import __main__ as cli
-from bagua_comm.commands import run
+from bagua_comm.commands import base, run
 from bagua_comm.commands.mpirun import PER_RANK, Mpirun, recognise
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
@@ -26,6 +26,7 @@ UNKNOWN = Mpirun("mpirun", "")
 def quiet(monkeypatch):
     """A host of two cores, where nobody has said anything about networks or threads."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
     for name in (*unsaid, *run.ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
@@ -103,6 +104,28 @@ def test_more_ranks_than_cores_are_oversubscribed_and_yield():
     made = plan("-n", "1")
     assert not has(made, "--oversubscribe")
     assert made.variables["OMP_NUM_THREADS"] == "2"
+
+
+def test_by_default_each_core_that_may_be_used_gets_a_rank(quiet):
+    quiet.setattr(os, "cpu_count", lambda: 64)
+    assert plan().ranks == 2
+
+
+def test_ranks_on_hardware_threads_are_more_than_open_mpi_starts_by_itself(quiet, tmp_path):
+    quiet.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
+    for core in range(4):
+        topology = tmp_path / f"cpu{core}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{core % 2},{core % 2 + 2}\n")
+    quiet.setattr(base, "CPUS", tmp_path)
+    made = plan()
+    assert made.ranks == 4
+    assert has(made, "--oversubscribe")
+    assert "mpi_yield_when_idle" not in made.command
+    assert "Open MPI sees 2 cores here, with 4 hardware threads" in "\n".join(made.lines())
+    assert not has(plan("-n", "2"), "--oversubscribe")
+    assert has(plan("-n", "5"), "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
+    assert not has(plan("--host", "a:4"), "--oversubscribe")
 
 
 @pytest.mark.parametrize("mpirun", [MPICH, INTEL, UNKNOWN])
@@ -209,6 +232,29 @@ def test_a_rank_of_open_mpi_has_its_numbers_in_torchruns_names_unless_they_are_s
 
     assert shown() == "3 4 1 2\n"
     assert shown(LOCAL_RANK="0") == "3 4 0 2\n"
+
+
+def test_a_rank_on_another_host_divides_the_cores_there_unless_threads_are_chosen(quiet):
+    show = [*PER_RANK, sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
+    nproc = subprocess.run(["nproc"], capture_output=True, text=True, check=True, env=os.environ).stdout
+
+    def threads(ranks, **more):
+        mine = {**os.environ, "OMPI_COMM_WORLD_LOCAL_SIZE": ranks, **more}
+        return int(subprocess.run(show, env=mine, capture_output=True, text=True, check=True).stdout)
+
+    assert threads("1") == int(nproc)
+    assert threads("2") == max(1, int(nproc) // 2)
+    assert threads("100000") == 1
+    assert threads("1", OMP_NUM_THREADS="7") == 7
+
+    two = ("--host", "a:1,b:1")
+    assert "OMP_NUM_THREADS" not in plan(*two).variables
+    assert "each rank divides the cores of its host by the ranks there" in "\n".join(plan(*two).lines())
+    assert "divides the cores" not in "\n".join(plan("-n", "2").lines())
+    quiet.setenv("OMP_NUM_THREADS", "3")
+    assert has(plan(*two), "-x", "OMP_NUM_THREADS")
+    assert has(plan(*two, mpirun=MPICH), "-genv", "OMP_NUM_THREADS", "3")
+    assert "divides the cores" not in "\n".join(plan(*two).lines())
 
 
 def test_ulfm_and_links_are_flags_of_open_mpi_and_of_no_other():

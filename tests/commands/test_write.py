@@ -113,6 +113,20 @@ def check(value, schema, path="MPIJob"):
         assert type(value) is schema, path
 
 
+def expanded(word):
+    """What Kubernetes makes of a word of a command, where the variable NAME has a value."""
+    return re.sub(r"\$(\$|\(NAME\))", lambda found: "$" if found[1] == "$" else "its value", word)
+
+
+def test_the_programs_arguments_pass_through_kubernetes_as_they_are(capsys):
+    assert expanded("$$(NAME) $(NAME) $$$$ $x $(OTHER)") == "$(NAME) its value $$ $x $(OTHER)"
+    given = ["$(NAME)", "$$(NAME)", "$$", "price: $5", "$", "a$$b$"]
+    job = yaml.safe_load(written(capsys, "k8s", "-n", "2", "--env", "A=$$B", __file__, *given))
+    command = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert [expanded(word) for word in command][-len(given) :] == given
+    assert "A=$$B" in [expanded(word) for word in command]
+
+
 def test_kubernetes_gets_an_mpijob_that_fits_its_schema(capsys):
     given = ["--env", 'A=b: "c" # d', "--interface", "eth0"]
     job = yaml.safe_load(written(capsys, "k8s", *HOSTS, *given, "--image", "repo/me:1", __file__, "$(NAME)", "ü"))
@@ -132,10 +146,19 @@ def test_kubernetes_gets_an_mpijob_that_fits_its_schema(capsys):
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    [(["-m", "pack_age.My_Train"], "my-train"), (["-m", "___"], "job"), (["-m", "x" * 99], "x" * 50)],
+    [
+        (["-m", "pack_age.My_Train"], "my-train"),
+        (["-m", "___"], "job"),
+        (["-m", "x" * 99], "x" * 50),
+        (["-m", "pack_age.2024_train"], "job-2024-train"),
+        (["-m", "7" * 99], "job-" + "7" * 46),
+    ],
 )
 def test_the_name_of_the_job_is_one_that_kubernetes_takes(script, name, capsys):
-    assert yaml.safe_load(written(capsys, "k8s", *script))["metadata"]["name"] == name
+    found = yaml.safe_load(written(capsys, "k8s", *script))["metadata"]["name"]
+    assert found == name
+    assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", found)  # a DNS label as of RFC 1035
+    assert len(f"{found}-worker-12345") <= 63
 
 
 def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, capsys):

@@ -102,22 +102,36 @@ def examine_world(comm: Communicator) -> World:
     Collective.
     """
     mine = facts.collect()
-    everyone = comm.allgather_object((mine, comm.node, _gpu(comm, mine)))
+    everyone = comm.allgather_object((mine, _gpu(comm, mine)))
     all_facts = [each[0] for each in everyone]
-    nodes = [each[1] for each in everyone]
-    world = World(all_facts, nodes, [], {})
+    world = World(all_facts, [], [], {})
     if world.is_mixed:
         return world  # other versions may measure in another way
-    gpus = [bootstrap.GpuFacts._make(gpu) for _, _, gpu in everyone if gpu is not None]
+    gpus = [bootstrap.GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
     if len(gpus) == comm.size:
         all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,
-        nodes,
+        _together(comm),
         measure_pairs(comm, _to_measure(comm.size, firsts)),
         measure_clocks(comm, firsts[:MOST_MEASURED]),
     )
+
+
+def _together(comm: Communicator) -> list[int]:
+    """For each rank, the first one that shares memory with it, as MPI itself sees it; empty without MPI.
+
+    The communicator's nodes do not tell, since it puts ranks of one host together where MPI does not. Collective.
+    """
+    if comm.transports[0].name != "mpi":
+        return []
+    from mpi4py import MPI
+
+    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
+    here.Free()
+    return comm.allgather_object(first)
 
 
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:

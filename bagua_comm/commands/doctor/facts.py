@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import __version__, bootstrap, cuda
+from ...processes import this_host
 from ..base import cores
 from ..info import installed, mpi_facts
+from ..mpirun import OPEN_MPI
 
 LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,
@@ -30,6 +32,7 @@ def collect() -> dict[str, Any]:
     """All facts, as plain data for JSON."""
     return {
         "host": socket.gethostname(),
+        "machine": this_host(),
         "pid": os.getpid(),
         "versions": versions(),
         "MPI": _mpi(),
@@ -45,7 +48,7 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that should be equal on all ranks."""
+    """The versions to compare among ranks."""
     return {
         "bagua_comm": __version__,
         "python": platform.python_version(),
@@ -85,14 +88,19 @@ def gpu() -> dict[str, Any]:
 def _mpi() -> dict[str, Any]:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
-        return {"running": False, **({} if bootstrap.under_torchrun() else mpi_facts())}
+        if bootstrap.under_torchrun():
+            return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}
+        return {"running": False, **mpi_facts()}
+    library = mpi.Get_library_version().split(",")[0].strip()
+    # libfabric, by which MPICH and Intel MPI send, reads the second.
+    network = "OMPI_MCA_btl_tcp_if_include" if library.startswith(OPEN_MPI) else "FI_TCP_IFACE"
     return {
         "running": True,
-        "library": mpi.Get_library_version().split(",")[0].strip(),
+        "library": library,
         "thread level": mpi.Query_thread(),
         "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
         "ulfm": bootstrap._has_ulfm(),
-        "network chosen": os.environ.get("OMPI_MCA_btl_tcp_if_include"),  # noqa: SIM112 - as Open MPI writes it
+        "network chosen": os.environ.get(network),
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..mpirun import SEGMENT_BYTES
+from ..mpirun import OPEN_MPI, SEGMENT_BYTES
 from .measure import Pair
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64
@@ -19,6 +19,9 @@ CLOCK_S = 0.1
 
 SLOW = 3.0
 """How many times worse than the median of its kind a pair is reported."""
+
+MUST_BE_EQUAL = ("bagua_comm", "MPI")
+"""What needs one version on all ranks; ranks with different versions of others work together."""
 
 NOT_INSTALLED = "not installed"
 
@@ -37,17 +40,29 @@ class World:
     """What was found: facts by rank, pairs, and by rank how far its host's clock is ahead."""
 
     facts: list[dict[str, Any]]
-    nodes: list[int]
-    """The node of each rank, as MPI sees it."""
+    together: list[int]
+    """For each rank, the first rank that shares memory with it, as MPI sees it; empty without MPI."""
     pairs: list[Pair]
     clocks: dict[int, float]
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each rank's host; where machines share a name, the second one is "name (2)"."""
+        names: dict[str, str] = {}
+        taken: Counter[str] = Counter()
+        for facts in self.facts:
+            machine, name = facts.get("machine", facts["host"]), facts["host"]
+            if machine not in names:
+                taken[name] += 1
+                names[machine] = name if taken[name] == 1 else f"{name} ({taken[name]})"
+        return [names[facts.get("machine", facts["host"])] for facts in self.facts]
 
     @property
     def hosts(self) -> dict[str, list[int]]:
         """The ranks on each host, by the host's name."""
         hosts: dict[str, list[int]] = {}
-        for rank, facts in enumerate(self.facts):
-            hosts.setdefault(facts["host"], []).append(rank)
+        for rank, name in enumerate(self.names):
+            hosts.setdefault(name, []).append(rank)
         return hosts
 
     def on(self, host: str) -> dict[str, Any]:
@@ -95,9 +110,9 @@ def _versions(world: World) -> Iterator[Finding]:
                 f"{version} on {ranks_text([rank for rank, other in enumerate(found) if other == version])}"
                 for version in Counter(found)
             )
-            hosts = sorted({facts["host"] for facts in world.facts})
+            hosts = sorted(world.hosts)
             yield Finding(
-                "problem",
+                "problem" if name in MUST_BE_EQUAL else "warning",
                 f"ranks have different versions of {name}: {which}",
                 f"install the same on all hosts ({', '.join(hosts[:8])}), or start Python from a shared folder",
             )
@@ -137,12 +152,13 @@ def _mpi(world: World) -> Iterator[Finding]:
 
 def _nodes(world: World) -> Iterator[Finding]:
     for host, ranks in world.hosts.items():
-        if len({world.nodes[rank] for rank in ranks}) > 1:
+        if world.together and len({world.together[rank] for rank in ranks}) > 1:
             yield Finding(
-                "problem",
-                f"{ranks_text(ranks)} run on {host}, but MPI takes them for ranks of several hosts: it uses no "
-                "shared memory between them, and by_node() splits them",
-                "start them with one mpirun, or give connect(node=...) the host's name",
+                "warning",
+                f"{ranks_text(ranks)} run on {host}, but MPI takes them for ranks of several hosts, and sends "
+                "messages between them over the network",
+                "start them with one mpirun, or with python -m bagua_comm run; under srun, let the node have the "
+                "host's own name in slurm.conf",
             )
 
 
@@ -177,10 +193,14 @@ def _cores(world: World) -> Iterator[Finding]:
 
 
 def _memory(world: World) -> Iterator[Finding]:
+    mpi = world.facts[0]["MPI"]
+    shared = {host: ranks for host, ranks in world.hosts.items() if len(ranks) > 1}
+    if not shared or not mpi["running"] or not mpi["library"].startswith(OPEN_MPI):
+        return  # others map memory as they need it, and gloo needs none
     enough = True
-    for host, ranks in world.hosts.items():
+    for host, ranks in shared.items():
         memory, needed = world.on(host)["shared memory"], len(ranks) * SEGMENT_BYTES
-        if memory is None or (memory["free"] < needed and len(ranks) > 1):
+        if memory is None or memory["free"] < needed:
             enough = False
             free = "is not there" if memory is None else f"has {memory['free'] >> 20} MiB free"
             yield Finding(
@@ -250,7 +270,7 @@ def _networks(world: World) -> Iterator[Finding]:
         example = next(f"{host}: {', '.join(names)}" for host, names in found.items() if len(names) > 1)
         yield Finding("note", f"hosts have several networks ({example}), and MPI may use all of them", choose)
     if chosen:
-        yield Finding("ok", f"MPI uses the network that was chosen, {chosen}")
+        yield Finding("ok", f"ranks use the network that was chosen, {chosen}")
     elif common:
         yield Finding("ok", f"all hosts have {', '.join(common)}")
     else:
@@ -265,7 +285,8 @@ def _networks(world: World) -> Iterator[Finding]:
 def _clocks(world: World) -> Iterator[Finding]:
     if len(world.clocks) < 2:
         return
-    ahead = {world.facts[rank]["host"]: value for rank, value in world.clocks.items()}
+    names = world.names
+    ahead = {names[rank]: value for rank, value in world.clocks.items()}
     apart = max(ahead.values()) - min(ahead.values())
     if apart <= CLOCK_S:
         yield Finding("ok", f"the clocks of all hosts agree within {apart * 1e3:.1f} ms")
@@ -281,8 +302,9 @@ def _clocks(world: World) -> Iterator[Finding]:
 
 def _speeds(world: World) -> Iterator[Finding]:
     kinds: dict[str, list[Pair]] = {"on one host": [], "between hosts": []}
+    names = world.names
     for pair in world.pairs:
-        same = world.facts[pair.a]["host"] == world.facts[pair.b]["host"]
+        same = names[pair.a] == names[pair.b]
         kinds["on one host" if same else "between hosts"].append(pair)
     for kind, pairs in kinds.items():
         if not pairs:
@@ -303,7 +325,7 @@ def _speeds(world: World) -> Iterator[Finding]:
 
 
 def _place(world: World, rank: int) -> str:
-    return f"rank {rank} on {world.facts[rank]['host']}"
+    return f"rank {rank} on {world.names[rank]}"
 
 
 def _gpus(world: World) -> Iterator[Finding]:
