@@ -182,8 +182,8 @@ def table(rows):
     lines = [
         "# Extras, with the oldest and the newest versions that they allow",
         "",
-        "`python tests/extras.py` measures this table. Each row is a virtual environment of its own, in which",
-        "tests that concern the extra run. What is skipped there needs packages of other extras.",
+        "`python tests/extras.py` measures this table. Each row is an environment of its own, unless a note says",
+        "otherwise, in which tests that concern the extra run. What is skipped needs packages of other extras.",
         "",
         "| extra | bound | versions | Python | passed | failed | skipped | time |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
