@@ -387,7 +387,8 @@ def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
     assert "CommMismatch" in result.stdout
 
 
-@pytest.mark.parametrize("exit_code", [pytest.param(0, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("exit_code", [0, 5])
 def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
     result, seconds = launch(
         tmp_path,

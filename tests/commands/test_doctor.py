@@ -289,6 +289,7 @@ def test_the_heat_map_shades_what_is_worse():
 
 def test_one_rank_is_examined_without_mpi(capsys, monkeypatch):
     monkeypatch.setattr(facts, "mpi_facts", lambda: {"library": "Open MPI v5.0.11"})  # this starts a process
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)  # another test may have started MPI
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("python -m bagua_comm doctor: 1 rank on 1 host\n")

@@ -40,8 +40,7 @@ def joined(value):
 @pytest.mark.parametrize(
     ("file", "options", "architecture"),
     [
-        # minmax.cu is checked with its instructions below
-        pytest.param(file, each[0], arch, marks=() if arch == "90" and file != "minmax.cu" else pytest.mark.slow)
+        pytest.param(file, each[0], arch, marks=() if arch == "90" else pytest.mark.slow)
         for file, each in MODULES.items()
         for arch in ARCHITECTURES
     ],
@@ -74,13 +73,10 @@ SLACK = 1.05
 """Another version of the compiler may differ by as much."""
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, marks=() if each == "90" else pytest.mark.slow) for each in instructions.ARCHITECTURES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", instructions.ARCHITECTURES)
 def test_the_codecs_kernels_issue_no_more_instructions_than_they_did(architecture):
-    cubin, log = compiled("minmax.cu", architecture, "float32")
-    check(cubin, log, architecture)
+    cubin, _ = compiled("minmax.cu", architecture, "float32")
     counts, known = instructions.counted(cubin, "float32"), TABLE[f"sm_{architecture}"]
     assert counts.keys() == {step for step in known if "float32" in step}
     assert {step: n for step, n in counts.items() if n > SLACK * known[step]} == {}

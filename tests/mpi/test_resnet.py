@@ -60,10 +60,8 @@ def loss_of_resnet(model, data):
 
 # It amplifies a difference of one rounding by orders of magnitude in every step, through ReLUs that switch and
 # the statistics of small batches: in float64 there is room for that, in float32 every step begins alike.
-@pytest.mark.parametrize(
-    ("dtype", "steps", "aligned"),
-    [pytest.param(torch.float64, 20, False, marks=pytest.mark.slow), (torch.float32, 5, True)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "steps", "aligned"), [(torch.float64, 20, False), (torch.float32, 5, True)])
 def test_gradients_match_those_of_torch_in_every_step(dtype, steps, aligned, comm, gloo):
     assert_gradients_match_those_of_torch(
         comm, ResNet18, loss_of_resnet, sgd, dtype=dtype, steps=steps, aligned=aligned, tolerance=1e-6

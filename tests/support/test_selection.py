@@ -58,14 +58,14 @@ def test_marks_say_what_stays():
     assert {each["codec"] for each in kept} == {"a", "b"}
 
 
-def test_of_many_algorithms_a_third_stays_and_tests_take_turns():
+def test_of_many_algorithms_a_fourth_stays_and_tests_take_turns():
     found = cases(algorithm=range(7), ranks=(1, 2))
     kept = []
     for name in ("one", "two", "three", "four", "five", "six", "seven"):
         out = [*left_out(f"test.py::test_{name}", found)]
         kept.append({each.callspec.params["algorithm"] for each in found if each not in out})
         assert len(found) - len(out) == 2 * len(kept[-1])
-    assert {len(some) for some in kept} == {2, 3}
+    assert {len(some) for some in kept} <= {1, 2}
     assert set().union(*kept) == {*range(7)}
     assert len(stay(cases(algorithm=range(5)))) == 5
 

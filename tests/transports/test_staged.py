@@ -25,7 +25,7 @@ def piece_bytes(device, monkeypatch):
     ("device", "ranks"),
     [
         ("lazy", 1),
-        ("main-first", 2),
+        pytest.param("main-first", 2, marks=pytest.mark.slow),
         pytest.param("side-first", 3, marks=pytest.mark.slow),
         pytest.param("lazy", 4, marks=pytest.mark.slow),
     ],

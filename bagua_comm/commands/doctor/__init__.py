@@ -128,10 +128,15 @@ def _together(comm: Communicator) -> list[int]:
         return []
     from mpi4py import MPI
 
-    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    (first,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
-    here.Free()
-    return comm.allgather_object(first)
+    from ...transports.mpi.blocking import in_time
+
+    def first() -> int:
+        here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+        (rank,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
+        here.Free()
+        return int(rank)
+
+    return comm.allgather_object(in_time(first, comm.timeout_s, "doctor's split of the world by host"))
 
 
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
