@@ -119,6 +119,7 @@ def test_examples_in_docstrings():
         assert doctest.testmod(module).failed == 0
 
 
+@pytest.mark.needs("sklearn")
 def test_differences_are_of_means_over_the_seeds_of_both():
     record = record_of({"torch": {0: 98.0, 1: 99.0}, "exact": {0: 98.25, 1: 99.25, 2: 90.0}, "async": {3: 9.0}})
 
@@ -128,6 +129,7 @@ def test_differences_are_of_means_over_the_seeds_of_both():
     assert row_of(record, "async")["difference"] is None
 
 
+@pytest.mark.needs("sklearn")
 def test_what_should_match_is_judged_and_the_others_are_not():
     torch = {"torch": {0: 98.0}, "torch-adam": {0: 96.0}}
     record = record_of({**torch, "bytegrad": {0: 97.25}, "qadam": {0: 96.5}, "shift-one": {0: 60.0}})
@@ -148,6 +150,7 @@ def test_differences_of_losses_are_relative():
     assert row_of(record, "qadam", "text")["difference"] == pytest.approx(0.5)
 
 
+@pytest.mark.needs("sklearn")
 def test_resuming_runs_what_is_missing():
     options = run.parse_arguments(["--task", "digits", "--algorithms", "torch,exact", "--seeds", "0,1"])
     record = record_of({"torch": {0: 98.0}, "exact": {1: 98.0}})
@@ -156,6 +159,7 @@ def test_resuming_runs_what_is_missing():
     assert record == run.resume({**record, "results": []}, record)
 
 
+@pytest.mark.needs("sklearn")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,6 +174,7 @@ def test_other_settings_are_not_mixed(change, message):
         run.resume(record, {**record, **change})
 
 
+@pytest.mark.needs("sklearn")
 def test_results_of_a_changed_algorithm_are_not_kept():
     record = record_of({"diloco-10": {0: 98.0}})
     record["results"][0]["object"] = "DiLoCo(local_steps=11)"

@@ -61,6 +61,7 @@ def files(tmp_path):
     return paths
 
 
+@pytest.mark.needs("matplotlib")
 def test_it_calibrates_on_a_few_rows_and_predicts_the_others(files, tmp_path, capsys):
     out = tmp_path / "out"
     options = ["--out", str(out / "costmodel"), "--algorithms", "exact,bytegrad,ddp"]

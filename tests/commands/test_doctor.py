@@ -310,6 +310,7 @@ def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):
     assert "1 problem, 0 warnings" in text
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_figure_that_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     file = tmp_path / "pairs.png"
     with pytest.raises(doctor.CommandError, match="--plot: there is one rank"):

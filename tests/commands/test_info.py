@@ -40,6 +40,7 @@ def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):
     assert "HOME_OF_OTHERS" not in shown
 
 
+@pytest.mark.needs("cupy")
 def test_info_without_a_driver_says_what_is_missing():
     facts = collect_info()["devices"]
     assert facts["CUDA driver"] == "none"

@@ -59,6 +59,7 @@ def allreduce(comm, x, out=None, *, op=nccl.NCCL_SUM, dtype=nccl.NCCL_FLOAT32):
     comm.allReduce(x.data.ptr, (x if out is None else out).data.ptr, x.size, dtype, op, stream)
 
 
+@pytest.mark.needs("cupy")
 def test_the_fake_has_nothing_that_cupy_has_not():
     found = subprocess.run(
         [sys.executable, "-m", "cuda_on_cpu.compare"],

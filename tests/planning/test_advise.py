@@ -168,6 +168,7 @@ def test_the_figure_is_drawn(tmp_path, capsys):
     assert str(figure) in capsys.readouterr().out
 
 
+@pytest.mark.needs("matplotlib")
 def test_a_fast_average_of_weights_does_not_squeeze_the_averages_of_gradients_together(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
@@ -195,8 +196,10 @@ def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys)
         (["--rates", "no_such_file"], "no_such_file"),
         (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),
         (["--cores-per-rank", "0"], "cores_per_rank is 0.0"),
-        (["--plot", "no/such/folder.png"], "no/such/folder.png"),
-        (["--plot", "advice.nothing"], "not supported"),
+        pytest.param(
+            ["--plot", "no/such/folder.png"], "no/such/folder.png", marks=pytest.mark.needs("matplotlib")
+        ),
+        pytest.param(["--plot", "advice.nothing"], "not supported", marks=pytest.mark.needs("matplotlib")),
     ],
 )
 def test_what_cannot_be_answered_is_refused(options, message, capsys):

@@ -114,9 +114,16 @@ def _file_of(module):
     return getattr(module, "__file__", None)
 
 
+DOCTESTS = {"bagua_comm.data.cache": ("msgpack", "xxhash")}
+"""What the examples in a module's docstrings need, which no mark can say."""
+
+
 def pytest_runtest_setup(item):
-    """Leave out a test that is marked with a package that is missing."""
-    for name in [name for mark in item.iter_markers("needs") for name in mark.args]:
+    """Leave out a test that is marked with a package that is missing, or a doctest that needs one."""
+    names = [name for mark in item.iter_markers("needs") for name in mark.args]
+    if isinstance(item, pytest.DoctestItem):
+        names += [name for module, needed in DOCTESTS.items() if item.name.startswith(module) for name in needed]
+    for name in names:
         _require(name)
 
 
