@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_comm import Algorithm, ArrayError, CommError, Communicator, UnsupportedError
+from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import check_algorithm_argument, complete, exchanges_weights, phases_of
 from bagua_comm.algorithms.combinators import Every
 
@@ -74,6 +74,16 @@ refused_to_pytorchs_own = property(_refuse)
 def parts_stay(module: nn.Module) -> bool:
     """Whether a part of the module says `stays_on_rank`; it may be empty on this rank."""
     return any(getattr(part, "stays_on_rank", False) for part in module.modules())
+
+
+def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
+    """Raise `CommMismatch` unless all ranks call the same layer; `numbers` has that of each rank, (p,)."""
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            raise CommMismatch(
+                f"{kind}: rank 0 calls layer {numbers[0]:.0f} of those made with this communicator, but rank "
+                f"{rank} layer {number:.0f}; expected the same order of layers on all ranks"
+            )
 
 
 def check_module(comm: Communicator, contents: Contents) -> torch.device:

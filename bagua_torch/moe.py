@@ -29,6 +29,7 @@ from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, Unsupporte
 from bagua_comm.codecs.base import check_codec_argument
 
 from .broadcast import broadcast_tree, map_leaves
+from .checks import check_same_layer
 from .functional import alltoallv
 
 
@@ -217,12 +218,7 @@ class MoE(nn.Module):
     def _gather(self, counts: Any) -> Any:
         """The counts of all ranks, (p, E), which are in the same layer. Collective."""
         rows = self.comm.allgather(np.array([self._number, *counts]))
-        for rank, number in enumerate(rows[:, 0]):
-            if number != rows[0, 0]:
-                raise CommMismatch(
-                    f"MoE: rank 0 calls layer {rows[0, 0]} of those made with this communicator, but rank {rank} "
-                    f"layer {number}; expected the same order of layers on all ranks"
-                )
+        check_same_layer("MoE", rows[:, 0].tolist())
         return rows[:, 1:]
 
     def _run(self, came: torch.Tensor, held: Any) -> torch.Tensor:

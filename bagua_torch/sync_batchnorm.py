@@ -26,6 +26,7 @@ import bagua_comm
 from bagua_comm import ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 
 from .arrays import as_array, as_tensor, torch_stream
+from .checks import check_same_layer
 
 OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
     2: nn.BatchNorm1d,
@@ -275,12 +276,8 @@ def merged(
         raise ArrayError(fault)
     if min(counts) < 0:
         raise ArrayError(f"SyncBatchNorm: rank {counts.index(REFUSED)} has an input that does not fit its layer")
+    check_same_layer("SyncBatchNorm", layers)
     for rank in range(comm.size):
-        if layers[rank] != layers[0]:
-            raise CommMismatch(
-                f"SyncBatchNorm: rank 0 calls layer {layers[0]:.0f} of those made with this communicator, but "
-                f"rank {rank} layer {layers[rank]:.0f}; expected the same order of layers on all ranks"
-            )
         if backwards[rank] != backwards[0]:
             one, other = (0, rank) if backwards[0] else (rank, 0)
             raise CommMismatch(
