@@ -14,7 +14,7 @@ def with_slurm():
 
 
 @pytest.fixture(scope="module")
-def slurm(with_slurm, tmp_path_factory):
+def slurm(with_slurm):
     """A Slurm of two nodes; see `support.slurm.Cluster`."""
-    with slurm_of_two_nodes.start(tmp_path_factory.mktemp("slurm")) as cluster:
+    with slurm_of_two_nodes.start() as cluster:
         yield cluster

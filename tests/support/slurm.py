@@ -1,6 +1,6 @@
 """A Slurm of two nodes on this machine, for tests: slurmctld here, and a slurmd for each emulated node.
 
-    with slurm.start(tmp_path) as cluster:
+    with slurm.start() as cluster:
         result = cluster.run("srun", "--mpi=pmix", "-N2", "-n2", sys.executable, "script.py")
         assert result.returncode == 0, result.stderr
 
@@ -11,7 +11,7 @@ fixture `slurm` starts one cluster for a file, or skips with the reason why ther
 
 A node is a slurmd in namespaces of its own, so that it has a host name (n1, n2; each finds the other's address by
 it) and sees none of the other's processes. Both have this machine's network and files. All files of Slurm lie in
-the folder that is given. At the end, also after an error, every process on a node is killed.
+one temporary folder. At the end, also after an error, every process on a node is killed and the folder removed.
 
 This needs root and Debian's packages in `PACKAGES`; `install` installs them.
 """
@@ -43,6 +43,12 @@ SLOTS = 2
 
 APT_S = 200
 """How long apt-get may take for the list of packages, and then to install them."""
+
+LONGEST_FOLDER = 107 - len("/spool-n1/stepd.slurm.pmix.1000.0")
+"""How long the path of Slurm's folder may be: its tasks meet at sockets there, whose path may have 107 bytes.
+
+Slurm does not report one that is longer: srun then ends with 0, and no task has run.
+"""
 
 START_S = 60.0
 """How long nodes may take to come up."""
@@ -153,11 +159,10 @@ def install():
 
 
 @contextlib.contextmanager
-def start(folder, *, named=True):
-    """Run a Slurm of two nodes in the body of `with`; its files lie in `folder`.
+def start(*, named=True):
+    """Run a Slurm of two nodes in the body of `with`.
 
     Args:
-        folder: A folder for its files.
         named: Whether each node has Slurm's name for it as its host name; else both have this machine's.
 
     Raises:
@@ -165,10 +170,16 @@ def start(folder, *, named=True):
         RuntimeError: The nodes did not come up; the message has the logs.
     """
     install()
-    folder = Path(folder).absolute()
-    configuration = _configure(folder, named)
-    cluster = Cluster(folder, _environment(configuration))
     with contextlib.ExitStack() as daemons:
+        folder = Path(
+            daemons.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True))
+        )
+        if len(str(folder)) > LONGEST_FOLDER:
+            raise RuntimeError(
+                f"Slurm needs a folder whose path has at most {LONGEST_FOLDER} characters, not {folder}"
+            )
+        configuration = _configure(folder, named)
+        cluster = Cluster(folder, _environment(configuration))
         daemons.enter_context(_daemon(folder, "slurmctld", "-D", "-i", "-f", configuration))
         for node in NODES:
             inside = [f"mount --bind {folder}/hosts /etc/hosts", 'exec "$@"']
