@@ -31,6 +31,7 @@ LAYERS = [
     {"pace"},
     {"engine"},
     {"planning", "costmodel", "tuner", "checkpoint", "data"},
+    {"elastic"},
     {"testing", "commands", "__main__", "__init__"},
     {"bagua_torch"},
 ]
@@ -40,7 +41,7 @@ ALLOWED = {
     "cupy": {"cuda", "kernels/device", "transports/nccl", "transports/staged"},
     "numba": {"kernels/compiled"},
     "llvmlite": {"kernels/compiled"},
-    "mpi4py": {"transports/mpi", "bootstrap", "commands/doctor"},
+    "mpi4py": {"transports/mpi", "bootstrap", "commands/doctor", "elastic"},
     "torch": {"bagua_torch"},
     "lmdb": {"data/lmdb_store"},
     "redis": {"data/redis_store"},

@@ -1,0 +1,114 @@
+"""The processes of an elastic job: who lives, who trains, and who stands by.
+
+A fleet knows how processes notice that one of them is gone, how those that are left meet, and how they become a
+communicator. What they do with it is not its business: `loop` chooses who trains, and brings the state back.
+
+Every process has a number, which it keeps for as long as it lives; ranks are places in a communicator, and
+change. A process that is started in the place of another one gets a number of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..comm import Communicator
+from ..errors import CommError
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of the job."""
+
+    number: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"process {self.number} (on {self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Death:
+    """A process that is gone, and how that was found."""
+
+    process: Process
+    reason: str
+    """For example "died", or "did not answer for 30 s, and was killed"."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What all living processes agree on when they meet; the same on all of them."""
+
+    number: int
+    """How many meetings there were, this one included."""
+    alive: tuple[Process, ...]
+    """Who is here, by number; those that train, those that stand by, and newcomers."""
+    dead: tuple[Death, ...]
+    """Who has died since the meeting before."""
+
+
+class Fleet(ABC):
+    """This process, and its way to the others."""
+
+    me: int
+    """The number of this process."""
+    wanted: int
+    """How many processes train while there are as many; the others stand by."""
+    timeout_s: float
+    """How long a process may stay away from a meeting before it is fenced: killed, and counted as dead."""
+
+    @abstractmethod
+    def meet(self, cause: CommError | None = None) -> Meeting:
+        """Return when all living processes are here. The first meeting is the start of the job.
+
+        Collective among all living processes, those that stand by included. Calling it makes the others come:
+        their calls in communicators of this fleet raise `CommError`, and `stand_by` returns. What is under way in
+        those communicators is given up.
+
+        Args:
+            cause: The error that brought this process here; None at the start.
+
+        Raises:
+            RankFailed: This process has been fenced, or the meeting cannot be held.
+        """
+
+    @abstractmethod
+    def connect(self, members: Sequence[int]) -> Communicator:
+        """A communicator of the processes with these numbers, in this order; they alone call this.
+
+        Collective among `members`, directly after a meeting, in the same order on all of them. A death in the
+        middle of it is a `CommError`, also in every later call of the communicator, and its close waits for
+        nobody.
+        """
+
+    @abstractmethod
+    def stand_by(self) -> bool:
+        """Wait without training; True when a meeting was called, False when the job has ended."""
+
+    @abstractmethod
+    def ask_to_meet(self) -> None:
+        """Have all processes meet, for another reason than a death; the caller goes to the meeting itself."""
+
+    @abstractmethod
+    def recruit(self, count: int) -> None:
+        """Start so many processes in the place of dead ones, in the background; a later meeting has them.
+
+        Only one process calls this after a meeting: the first of `Meeting.alive`.
+
+        Raises:
+            UnsupportedError: This fleet cannot start processes.
+        """
+
+    @abstractmethod
+    def recruits_wait(self) -> bool:
+        """Whether processes that were recruited wait to be let in at a meeting. Any process may ask, at once."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The job has ended well: those that stand by learn of it, and nobody waits for anybody any more.
+
+        Called by all processes that trained, in any order.
+        """
