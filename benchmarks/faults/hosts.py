@@ -1,0 +1,69 @@
+"""Trainings on emulated hosts, one of which dies: `run --restarts` starts them again on the others.
+
+A host dies in one of two ways. All of its processes are killed and its memory is lost; or its link goes down,
+and its processes live on, and reach nobody. The first host, where `run` was called, stays.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..netlab import Lab, build
+from .leftovers import Place
+from .plans import CASES, STEPS, Blow, Trial
+from .trial import Seen, run_trial, training_of
+
+HOSTS, RATE = 3, "1gbit"
+
+
+def deaths(count: int, seed: int) -> Iterator[Trial]:
+    """Trials with a dead host."""
+    for number in range(count):
+        name = f"host-{seed}-{number}"
+        chance = random.Random(name)
+        blow = Blow(
+            chance.choice(["dead host", "cut host"]),
+            chance.randrange(2, STEPS - 10),
+            chance.uniform(0, 0.02),
+            "host",
+            (chance.random(),),
+        )
+        case = CASES[number % len(CASES)]
+        yield Trial(name, "host", case, 0, 1, STEPS, 1, (blow,), timeout_s=3.0, ranks=HOSTS)
+
+
+def run_on_hosts(trial: Trial, data: Path) -> Seen:
+    """Run a trial on hosts of its own.
+
+    Raises:
+        LabError: This machine cannot emulate hosts.
+    """
+    with build(HOSTS, RATE) as lab:
+
+        def command(trial: Trial, place: Place, data: Path) -> list[str]:
+            place.own_memory = False  # each host has its own
+            agent = ("--prtemca", "plm_ssh_agent", str(lab.agent()))
+            hosts = ",".join(f"h{i}:1" for i in range(HOSTS))
+            run = ["-m", "bagua_comm", "run", "--host", hosts, "--interface", "eth0", "--restarts", "2"]
+            run += [*trial.flags(), *(f"--mpirun={word}" for word in agent), "--env", "TMPDIR"]
+            return lab.inside(0, sys.executable, *run, *training_of(trial, place, data))
+
+        def fail(blow: Blow, seen: Seen) -> list[int]:
+            host = 1 + int(blow.choices[0] * (HOSTS - 1))
+            pids = [e.pid for e in seen.of("hello") if e.facts["host"] == f"h{host}"]
+            lab.fail(host) if blow.phase == "dead host" else lab.cut(host)
+            return pids
+
+        seen = run_trial(trial, data, command, fail)
+        seen.left += left_on(lab)
+        return seen
+
+
+def left_on(lab: Lab) -> list[str]:
+    """What the hosts that live have in memory."""
+    dead = {path.name.removeprefix("dead-") for path in lab.memory.glob("dead-*")}
+    hosts = [f"h{i}" for i in range(lab.hosts) if f"h{i}" not in dead]
+    return [f"/dev/shm/{path.name} on {host}" for host in hosts for path in (lab.memory / host).iterdir()]
