@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults --trials 200 --seed 1 --out benchmarks/results/faults
     python -m benchmarks.faults --trials 200 --seed 1 --out benchmarks/results/faults --continue
-    python -m benchmarks.faults --only kill-1-17 --keep-output
+    python -m benchmarks.faults --trials 200 --only kill-1-17
 
 Every trial is a training of its own under `python -m bagua_comm run`, which is struck from outside. It writes
 STEM.json after each trial, and STEM.md and STEM.png at the end. The exit code is 0 if all trials ended as they
@@ -26,7 +26,7 @@ from ..bench.record import begin_record, header_lines, write_json
 from ..bench.report import write_report
 from . import hosts, plans, report
 from .plans import Case, Trial
-from .trial import Seen, run_trial, shortened
+from .trial import Seen, run_trial, shortened, timeline
 from .verdict import judge
 
 
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             row = tried(trial, data, record)
             record["trials"].append(row)
             print(line_of(row), flush=True)
-            if options.keep_output or row["outcome"] == "failed":
-                print(*(f"    {text}" for text in row["problems"]), row["output"], sep="\n", flush=True)
+            if row["outcome"] == "failed":
+                print(*(f"    {text}" for text in [*row["problems"], *row["output"]]), sep="\n", flush=True)
             if options.out is not None:
                 write_json(options.out.with_suffix(".json"), record)
     rows = record["trials"]
@@ -66,7 +66,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out trials in STEM.json")
-    parser.add_argument("--keep-output", action="store_true", help="print what trainings print")
     return parser.parse_args(argv)
 
 
@@ -110,7 +109,7 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
         **vars(verdict),
         "left": seen.left,
         "seconds": round(seen.seconds, 2),
-        "output": shortened(seen.output + seen.stacks, 200) if verdict.outcome == "failed" else "",
+        "output": [*timeline(seen), *shortened(seen.output + seen.stacks)] if verdict.outcome == "failed" else [],
     }
 
 

@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell = Teller(options.pipe)
     tell("hello", host=socket.gethostname())
     stacks = open(options.pipe.with_name(f"stacks-{os.getpid()}"), "w")  # noqa: SIM115 - open until the end
+    faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     if not options.compiled:  # NumPy's kernels give the same bytes, and importing Numba takes seconds
         sys.modules["numba"] = None  # type: ignore[assignment]

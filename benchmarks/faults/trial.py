@@ -51,7 +51,7 @@ class Seen:
     seconds: float = 0.0
     output: str = ""
     stacks: str = ""
-    """Where the processes were that did not end in time."""
+    """Where processes were that crashed, or did not end in time."""
     left: list[str] = field(default_factory=list)
 
     def of(self, what: str, pid: int | None = None) -> list[Event]:
@@ -120,12 +120,14 @@ def run_trial(
         try:
             seen = _watch(trial, process, listener, fail)
             if seen.exit_code is None:
-                seen.stacks = _stacks(place)
+                _ask_for_stacks(place)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         seen.left = place.left()
+        files = [file for file in sorted(place.folder.glob("stacks-*")) if file.stat().st_size]
+        seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
         output.seek(0)
         seen.output = output.read().decode(errors="replace")
     return seen
@@ -215,17 +217,33 @@ def _targets(blow: Blow, seen: Seen) -> list[int]:
     return [pid for pid in living if pid not in ranks and (came[pid] > late) == (blow.whom == "newcomer")]
 
 
-def _stacks(place: Place) -> str:
-    """Where the processes of a trial are; they write it on SIGUSR1."""
+def _ask_for_stacks(place: Place) -> None:
+    """Have the processes of a trial write where they are."""
     for pid in place.processes():
         if (place.folder / f"stacks-{pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
-    files: Sequence[Path] = sorted(place.folder.glob("stacks-*"))
-    return "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
 
 
-def shortened(text: str, lines: int = 40) -> str:
+def shortened(text: str, count: int = 100) -> list[str]:
     """The last lines of a text."""
-    return "\n".join(text.splitlines()[-lines:])
+    return text.splitlines()[-count:]
+
+
+DULL = ("step", "commit", "committed")
+
+
+def timeline(seen: Seen) -> list[str]:
+    """What happened, without the steps and commits that went well, a line for each event."""
+    told = [e for i, e in enumerate(seen.events) if e.what not in DULL or _is_last(seen.events, i)]
+    struck = [Event(s.t, s.pid, f"STRUCK by {s.signal}", {"rank": s.rank}) for s in seen.strokes]
+    return [
+        f"{event.t - seen.began:8.3f} {event.pid:>7} {event.what:>11} {str(event.facts)[:300]}"
+        for event in sorted([*told, *struck])
+    ]
+
+
+def _is_last(events: Sequence[Event], number: int) -> bool:
+    """Whether the process says something else next, or nothing any more."""
+    return next((e.what for e in events[number + 1 :] if e.pid == events[number].pid), "") not in DULL
