@@ -169,10 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     state = elastic.State(model=model, step=0)
 
     def body(comm: Any) -> dict[str, Any]:
+        faulthandler.cancel_dump_traceback_later()
         try:
             return train(comm, model, state, options, tell)
         except bagua_comm.CommError as exc:
             tell("failed", error=type(exc).__name__, message=str(exc)[:500])
+            faulthandler.dump_traceback_later(options.timeout_s / 2, file=stacks)  # where it hangs, if it does
             raise
 
     tell("run")
