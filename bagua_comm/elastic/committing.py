@@ -1,7 +1,7 @@
 """A commit: every rank writes its copy, buddies get what is a rank's own, and then all flip.
 
-What all ranks share is found, not declared: arrays whose checksums are equal on all ranks. The others, and what is
-in an `Own`, are a rank's own. In the usual case nothing is, and a commit sends one row of numbers.
+What all ranks share is found, not declared: arrays whose checksums are equal on all ranks. The others, and
+what is in an `Own`, are a rank's own. In the usual case nothing is, and a commit sends one row of numbers.
 
     1. write the arrays into the side that does not hold the newest commit, and prepare it
     2. compare with all ranks; where nothing is a rank's own, that all have come here says that all have prepared

@@ -1,4 +1,4 @@
-"""The loop around training: meet, agree on who trains, bring the state back, train; and again when a rank died."""
+"""The loop around training: meet, agree on who trains, bring the state back, train; and again after a death."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import bootstrap
 from ..comm import Communicator
@@ -81,10 +81,11 @@ def run(
         def train(comm):
             ...
 
-    The function is called with the communicator of the ranks that train. When one of them dies, does not answer in
-    time, or is aborted, the calls of the others raise; let these errors pass. All who live meet then, those that
-    stood by take the places of the dead, everybody gets the state of the last commit, and the function is called
-    again with a new communicator. What it made from the last one is given up: make engines and wrappers in it.
+    The function is called with the communicator of the ranks that train. When one of them dies, does not answer
+    in time, or is aborted, the calls of the others raise; let these errors pass. All who live meet then, those
+    that stood by take the places of the dead, everybody gets the state of the last commit, and the function is
+    called again with a new communicator. What it made from the last one is given up: make engines and wrappers
+    in it.
 
     At the start everybody gets the state of rank 0. Call nothing collective before; `run` connects.
 
@@ -130,7 +131,7 @@ _last: list[State] = []
 
 
 def history() -> list[Change]:
-    """The changes of the ranks in the training that began last in this process, the oldest first; see `Change`."""
+    """The changes of the ranks in the training begun last in this process, the oldest first; see `Change`."""
     return _last[-1].history if _last else []
 
 
@@ -226,12 +227,12 @@ class _Loop:
         if len(members) >= self._min_ranks:
             return members
         if not known.entered and not self._dead:
-            self._give_up(
+            raise self._given_up(
                 ArrayError(
                     f"elastic.run: min_ranks is {self._min_ranks}, but only {len(members)} ranks can train"
                 )
             )
-        self._give_up(
+        raise self._given_up(
             RankFailed(
                 f"{len(members)} ranks are left, and min_ranks is {self._min_ranks}; "
                 f"dead: {names_of(self._dead)}",
@@ -239,9 +240,9 @@ class _Loop:
             )
         )
 
-    def _give_up(self, error: BaguaError) -> NoReturn:
+    def _given_up(self, error: BaguaError) -> _GivenUpError:
         self._fleet.end()
-        raise _GivenUpError(error)
+        return _GivenUpError(error)
 
     def _restore(
         self,
@@ -258,7 +259,7 @@ class _Loop:
         sources = newest(held)
         if sources is None:
             if any(row.trained for row in rows):
-                self._give_up(
+                raise self._given_up(
                     RankFailed(
                         f"nobody who is left knows the state; dead: {names_of(self._dead)}; start again, from a "
                         "checkpoint if there is one"

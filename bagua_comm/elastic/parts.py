@@ -67,9 +67,7 @@ class Part:
         self.is_array = not self.is_object and _is_array(self.value)
         try:
             if len(packed(self.tree()).own_trees) != self.is_own:
-                raise ArrayError(
-                    "it has an Own inside; mark the whole of it, or give its parts names of their own"
-                )
+                raise ArrayError("it has an Own inside; mark the whole of it, or make it two parts")
         except (ArrayError, UnsupportedError) as exc:
             raise type(exc)(f"State: {name} cannot be kept: {exc}") from exc
 

@@ -4,8 +4,8 @@
     restore         bring it to everybody who trains: what is shared, and what is a rank's own by its rule
 
 Where as many ranks train as committed, each gets what was the own of its rank, wherever a copy of it is left. On
-another number of ranks the rules of `Own` say what becomes of it. What differs without being marked is as "mean" if
-it is an array of floats, else as "first".
+another number of ranks the rules of `Own` say what becomes of it. What differs without being marked is as "mean"
+if it is an array of floats, else as "first".
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _sources(rows: Sequence[Sequence[Held]], version: int, run: str) -> Sources 
     if not whole or not committed:
         return None
     own_of: dict[int, int] = {}
-    for (place, rank), each in sorted(best.items(), key=lambda item: (not item[1].whole, item[0])):
+    for place, rank in sorted(best, key=lambda key: (not best[key].whole, key)):
         own_of.setdefault(rank, place)
     ranks = committed[0].ranks
     needed = range(ranks) if any(each.private for each in committed) else ()
