@@ -70,6 +70,18 @@ def kill(process: int, start: int) -> bool:
         os.close(handle)
 
 
+def mapped_files(folder: str) -> list[str]:
+    """The files in a folder that this process has mapped into its memory, as it does to share memory.
+
+    >>> mapped_files("/no/such/folder/")
+    []
+    """
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sorted({line[line.index(folder) :] for line in lines if folder in line})
+    return []
+
+
 def slurm_step() -> str | None:
     """The Slurm step that this process belongs to: "8.0", or "8.batch" in a job's script; None if not known.
 
