@@ -46,6 +46,7 @@ from .errors import (
 )
 from .lane import Lane
 from .planning.tuner import Tuner
+from .reproducible import Reproducible, reproducible_allreduce
 
 __version__ = "0.2.0"
 
@@ -87,6 +88,7 @@ __all__ = [
     "QAdam",
     "Quantized",
     "RankFailed",
+    "Reproducible",
     "Rounds",
     "StoreError",
     "TensorSpec",
@@ -100,5 +102,6 @@ __all__ = [
     "every",
     "optim",
     "quantized_allreduce",
+    "reproducible_allreduce",
     "topology",
 ]

@@ -196,6 +196,22 @@ class Engine:
         if wrapper is not None:
             wrapper.complete()
 
+    def hold(self) -> None:
+        """Keep the gradients in the buckets as one addend of this step's mean, and leave zeros in the buckets.
+
+        For `Reproducible(addends=M)`: on every rank, after each microbatch of a step but the last, and before the
+        first tensor is `ready`.
+
+        Raises:
+            ArrayError: The algorithm keeps no addends, a bucket has left, or this rank holds all but its last.
+        """
+        if self._exchanges.stopped:
+            return
+        if self._exchanges.sent:
+            raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            complete(self._phase).hold(bucket, state)
+
     def settle(self) -> None:
         """Wait for exchanges between two steps, and write them back: before weights are read or saved."""
         self._pace.settle()

@@ -26,6 +26,7 @@ LAYERS = [
     {"codecs", "transports", "optim"},
     {"agreement", "objects"},
     {"call", "comm", "lane"},
+    {"reproducible"},
     {"averages", "collectives"},
     {"algorithms", "bootstrap"},
     {"pace"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import Engine, Own, Plan, Point, QAdam, TensorSpec, optim
+from bagua_comm import Engine, Plan, Point, QAdam, TensorSpec, optim, topology
 
 from .training import ADAM_LR, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
 
@@ -44,15 +44,13 @@ class NumpyModel(Model):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Model.state_dict`."""
-        saved = {"weights": list(self.flats), "optimizer": [vars(kept) for kept in self.kept]}
-        return saved if self.alike else {name: Own(value, "mean") for name, value in saved.items()}
+        return {"weights": list(self.flats), "optimizer": [dict(vars(kept)) for kept in self.kept]}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """See `Model.load_state_dict`."""
-        parts = {name: value.value if isinstance(value, Own) else value for name, value in saved.items()}
-        for flat, value in zip(self.flats, parts["weights"], strict=True):
+        for flat, value in zip(self.flats, saved["weights"], strict=True):
             flat[...] = value
-        for kept, values in zip(self.kept, parts["optimizer"], strict=True):
+        for kept, values in zip(self.kept, saved["optimizer"], strict=True):
             for name, value in values.items():
                 if isinstance(value, np.ndarray):
                     getattr(kept, name)[...] = value
@@ -91,14 +89,17 @@ class NumpySteps(Steps):
     def take(self, step: int) -> None:
         """See `Steps.take`."""
         model, engine = self._model, self.engine
-        mine = range(self._comm.rank, MICROBATCHES, self._comm.size)
+        mine = topology.share(MICROBATCHES, self._comm.rank, self._comm.size)
         engine.at(Point.FORWARD)
         for grad in model.grads:
             grad[...] = 0
         for microbatch in mine:
             model.add_gradients(step, microbatch)
-        for grad in model.grads:
-            grad /= len(mine)
+            if model.holds and microbatch != mine[-1]:
+                engine.hold()
+        if not model.holds:
+            for grad in model.grads:
+                grad /= len(mine)
         for name in model.grad:
             engine.ready(name)
         engine.at(Point.BACKWARD)

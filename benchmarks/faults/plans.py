@@ -157,7 +157,7 @@ def draw(name: str, case: Case) -> Trial:
             tuple(chance.random() for _ in range(2 if pair else 1)),
         )
     ]
-    if phase != first:
+    if phase != first and (kind == "spare" or not pair):  # somebody must be left
         whom = chance.choice(["rank", "newcomer"]) if phase == "regrow" else "rank"
         blows.append(Blow(phase, 0, chance.uniform(0, _DELAYS[phase]), whom, (chance.random(),)))
     deaths = sum(len(blow.choices) for blow in blows)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from bagua_comm import Own
 from bagua_torch import DistributedDataParallel
 
 from .training import LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
@@ -30,14 +29,12 @@ class TorchModel(Model):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Model.state_dict`."""
-        saved = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return saved if self.alike else {name: Own(value, "mean") for name, value in saved.items()}
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """See `Model.load_state_dict`."""
-        parts = {name: value.value if isinstance(value, Own) else value for name, value in saved.items()}
-        self.module.load_state_dict(parts["module"])
-        self.optimizer.load_state_dict(parts["optimizer"])
+        self.module.load_state_dict(saved["module"])
+        self.optimizer.load_state_dict(saved["optimizer"])
 
     def connect(self, comm: Any) -> Steps:
         """See `Model.connect`."""

@@ -62,6 +62,8 @@ class Model(ABC):
 
     def __init__(self, data: Data, algorithm: Any, *, alike: bool) -> None:
         self.data, self.algorithm, self.alike = data, algorithm, alike
+        self.holds = getattr(getattr(algorithm, "average", None), "addends", None) is not None
+        """Whether each microbatch is an addend of its own."""
 
     @abstractmethod
     def weights(self) -> list[np.ndarray]:
