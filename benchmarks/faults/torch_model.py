@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from bagua_comm import topology
 from bagua_torch import DistributedDataParallel
 
 from .training import LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
@@ -51,12 +52,19 @@ class TorchSteps(Steps):
 
     def take(self, step: int) -> None:
         """See `Steps.take`."""
-        data = self._model.data
-        batches = [data.microbatch(step, i) for i in range(self._comm.rank, MICROBATCHES, self._comm.size)]
-        images, labels = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*batches, strict=True))
         self._model.optimizer.zero_grad()
-        nn.functional.cross_entropy(self._ddp(images), labels).backward()
+        if self._model.holds:
+            for microbatch in self._ddp.microbatches():
+                self._backward(*self._model.data.microbatch(step, microbatch))
+        else:
+            mine = topology.share(MICROBATCHES, self._comm.rank, self._comm.size)
+            parts = zip(*(self._model.data.microbatch(step, microbatch) for microbatch in mine), strict=True)
+            self._backward(*map(np.concatenate, parts))
         self._model.optimizer.step()
+
+    def _backward(self, images: np.ndarray, labels: np.ndarray) -> None:
+        outputs = self._ddp(torch.from_numpy(images))
+        nn.functional.cross_entropy(outputs, torch.from_numpy(labels)).backward()
 
     def close(self) -> None:
         """See `Steps.close`."""
