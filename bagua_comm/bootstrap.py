@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from . import cuda, launchers
 from .comm import Communicator
@@ -51,6 +51,8 @@ from .transports import LocalTransport, Transport, base
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -161,7 +163,6 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    global _default
     check_timeout(timeout_s)
     if gpu not in get_args(GPU):
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
@@ -174,6 +175,33 @@ def connect(
         transport, machines, ending = _mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
+    return open_world(transport, machines, ending=ending, node=node, gpu=gpu, check=check, trace=trace)
+
+
+def open_world(
+    transport: Transport,
+    machines: Sequence[object],
+    *,
+    ending: _Ending | None = None,
+    node: str | int | None = None,
+    gpu: GPU = "auto",
+    check: bool = False,
+    trace: bool = True,
+) -> Communicator:
+    """A communicator over `transport`, and over one for device arrays; it is the default until it is closed.
+
+    Collective.
+
+    Args:
+        transport: Moves host arrays.
+        machines: A label for the machine of every rank.
+        ending: What ends this process, if the world is to be left then.
+        node: See `connect`; so are the others.
+        gpu: What carries device arrays.
+        check: Compare every call among the ranks.
+        trace: Keep the latest spans.
+    """
+    global _default
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     nodes = machines if node is None else setup.allgather_object(node)
     device, beside = _device_side(setup, gpu)
@@ -339,6 +367,56 @@ def _own_variables() -> dict[str, str]:
 
 def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
     """The world of the ranks of `comm`, or of all that were started. Collective."""
+    ending, roll = _start_mpi(timeout_s, comm)
+    from mpi4py import MPI
+
+    from .transports.mpi import MPITransport
+
+    try:
+        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
+            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
+            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
+            here.Free()
+            transport = MPITransport(duplicate, timeout_s=timeout_s)
+            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:
+        raise _lost_at_the_start(roll, exc) from exc
+    # The label of a node is the number of its first rank.
+    return transport, hosts(*zip(*facts, strict=True)), ending
+
+
+def _lost_at_the_start(roll: Roll, error: Exception) -> RankFailed:
+    """With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it."""
+    return RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({error})")
+
+
+def starts_a_fleet() -> bool:
+    """Whether this process was started with others that go on when one of them dies: by mpirun --with-ft ulfm."""
+    return _under_mpi() and _has_ulfm()
+
+
+def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
+    """Start MPI, and return the result of `first`, which all processes call once it has started.
+
+    Collective. If a process does not come in time, one prints a message that names it, and the job ends.
+
+    Raises:
+        BootstrapError: The world cannot be set up; see `connect`.
+        RankFailed: A process died before the others could go on without it.
+    """
+    ending, roll = _start_mpi(timeout_s, None)
+    with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+        try:
+            return first()
+        except CommError as exc:
+            raise _lost_at_the_start(roll, exc) from exc
+
+
+def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
+    """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
     for name, value in MPI_SETTINGS.items():
         os.environ.setdefault(name, value)
     ending = _this_process()
@@ -357,27 +435,11 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
         raise BootstrapError(_why_there_is_no_mpi(launch, exc)) from exc
     from mpi4py import MPI
 
-    from .transports.mpi import MPITransport
-
     if comm is None and launch is not None:
         complaint = launchers.complaint(launch, MPI.COMM_WORLD.Get_size(), _name_of(MPI))
         if complaint:
             raise BootstrapError(complaint)
-    try:
-        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
-            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
-            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
-            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
-            here.Free()
-            transport = MPITransport(duplicate, timeout_s=timeout_s)
-            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
-    except CommTimeout:
-        raise
-    except (MPI.Exception, CommError) as exc:
-        # With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it.
-        raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
-    # The label of a node is the number of its first rank.
-    return transport, hosts(*zip(*facts, strict=True)), ending
+    return ending, roll
 
 
 def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:
