@@ -415,17 +415,6 @@ def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
             raise _lost_at_the_start(roll, exc) from exc
 
 
-def spares() -> int:
-    """How many of the processes of this job stand by, as BAGUA_SPARES says.
-
-    Raises:
-        BootstrapError: It is not a number.
-    """
-    if "BAGUA_SPARES" not in os.environ:
-        return 0
-    return launchers.checked_number(os.environ, "BAGUA_SPARES", "a number from 0 on", 0)
-
-
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
     """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
     for name, value in MPI_SETTINGS.items():

@@ -7,8 +7,8 @@ in a folder in the memory of each host. One file of it is the record, a line of 
     job        the supervisor, once      command, ranks, spares, min_ranks, hosts
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
-    death      each rank that saw it     dead: the number, host and pid of the process, and how it was found
-    recovery   each rank that goes on    seconds, ranks
+    death      each rank that learnt it  dead: the number, host and pid of the process; reason; meeting
+    recovery   each rank that goes on    seconds, ranks, the commit that it goes on from, meeting
     trained    each rank that trained to the end
     exit       each rank that came to the end of its program
     error      each rank with an exception that nobody caught: rank, error, text, and whether it is due to others

@@ -280,7 +280,7 @@ class _Supervisor:
             f"{entry.get('spares')} stand by",
             "start": f"{who} has started",
             "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
-            f"{dead.get('reason')}; says pid {entry.get('pid')}",
+            f"{entry.get('reason')}; says pid {entry.get('pid')}",
             "recovery": f"training goes on with {entry.get('ranks')} ranks after {entry.get('seconds')} s",
             "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",
             "error": f"{who} ends with {entry.get('error')}: {entry.get('text')}",

@@ -57,11 +57,11 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
             return Verdict("well", 0, "all ranks that trained came to the end")
     if gone:
         why = f"{_listed('host', gone)} did not answer any more"
+    elif errors:
+        why = _told(errors[0])
     elif missing:
         ranks = [f"{entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})" for entry in missing]
         why = f"{_listed('rank', ranks)} came to no end"
-    elif errors:
-        why = _told(errors[0])
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
     elif number := _signal_of(code):

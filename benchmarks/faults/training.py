@@ -179,9 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             faulthandler.dump_traceback_later(options.timeout_s / 2, file=stacks)  # where it hangs, if it does
             raise
 
+    run = elastic.run(state, min_ranks=options.min_ranks, regrow=options.regrow, timeout_s=options.timeout_s)
     tell("run")
     try:
-        ended = elastic.run(state, min_ranks=options.min_ranks)(body)
+        ended = run(body)
     except bagua_comm.BaguaError as exc:
         tell("ended", error=type(exc).__name__, message=str(exc)[:2000])
         raise
