@@ -122,9 +122,7 @@ def run_trial(
             if seen.exit_code is None:
                 _ask_for_stacks(place)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
         seen.left = place.left()
         files = [file for file in sorted(place.folder.glob("stacks-*")) if file.stat().st_size]
         seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
@@ -147,6 +145,7 @@ def _watch(
     while not ended:
         now = time.monotonic()
         if now > seen.began + LIMIT_S:
+            seen.seconds = now - seen.began
             return seen
         ended = process.poll() is not None  # before listening, so that nothing it said last is missed
         for event in listener.listen(0.0 if ended else min(0.05, due[0][0] - now if due else 0.05)):
@@ -215,6 +214,15 @@ def _targets(blow: Blow, seen: Seen) -> list[int]:
     late = seen.strokes[0].t if seen.strokes else float("inf")
     came = {e.pid: e.t for e in seen.of("hello")}
     return [pid for pid in living if pid not in ranks and (came[pid] > late) == (blow.whom == "newcomer")]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End `run`, which cleans up if it can."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
 
 
 def _ask_for_stacks(place: Place) -> None:
