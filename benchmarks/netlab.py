@@ -101,6 +101,13 @@ class Lab:
         flags += ["--bind-to", "none", "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1"]
         return self.inside(0, mpirun, *flags, *variables, *arguments, sys.executable, *script)
 
+    def run_command(self, *, ranks_per_host: int = 1) -> list[str]:
+        """The command `bagua run` on all hosts, without the script; run it inside of host 0."""
+        hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(self.hosts))
+        agent = (f"--mpirun={word}" for word in ("--prtemca", "plm_ssh_agent", str(self.agent())))
+        command = [sys.executable, "-m", "bagua_comm", "run", "--host", hosts, "--interface", "eth0", *agent]
+        return [*command, "--env", f"PYTHONPATH={ROOT}"]
+
     def agent(self) -> Path:
         """A program for mpirun to start commands on hosts with, as ssh does."""
         agent = Path(tempfile.gettempdir(), f"{self.prefix}-agent")

@@ -24,7 +24,7 @@ import numpy as np
 from ..bench.arguments import at_least
 from ..bench.record import begin_record, header_lines, write_json
 from ..bench.report import write_report
-from . import hosts, plans, report
+from . import commits, hosts, plans, report
 from .plans import Case, Trial
 from .trial import Seen, run_trial, shortened, timeline
 from .verdict import judge
@@ -49,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(*(f"    {text}" for text in [*row["problems"], *row["output"]]), sep="\n", flush=True)
             if options.out is not None:
                 write_json(options.out.with_suffix(".json"), record)
+    if options.commits:
+        record["commits"] = [commits.measured(*where) for where in ((1, ""), (4, "1gbit"))]
+        print(*(report.commit_line(row) for row in record["commits"]), sep="\n", flush=True)
     rows = record["trials"]
+    if options.out is not None:
+        write_json(options.out.with_suffix(".json"), record)
     print(*report.lines(rows), sep="\n")
     if options.out is not None:
         write_report(options.out, lambda figure: report.markdown(record, figure), lambda: report.draw(rows))
@@ -62,6 +67,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--trials", type=at_least(0), default=15, help="trainings whose ranks are killed (15)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
+    parser.add_argument("--commits", action="store_true", help="what it costs to commit 100 MB; needs root")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")

@@ -7,7 +7,6 @@ and its processes live on, and reach nobody. The first host, where `run` was cal
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,11 +44,8 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
 
         def command(trial: Trial, place: Place, data: Path) -> list[str]:
             place.own_memory = False  # each host has its own
-            agent = ("--prtemca", "plm_ssh_agent", str(lab.agent()))
-            hosts = ",".join(f"h{i}:1" for i in range(HOSTS))
-            run = ["-m", "bagua_comm", "run", "--host", hosts, "--interface", "eth0", "--restarts", "2"]
-            run += [*trial.flags(), *(f"--mpirun={word}" for word in agent), "--env", "TMPDIR"]
-            return lab.inside(0, sys.executable, *run, *training_of(trial, place, data))
+            run = [*lab.run_command(), "--restarts", "2", *trial.flags(), "--env", "TMPDIR"]
+            return lab.inside(0, *run, *training_of(trial, place, data))
 
         def fail(blow: Blow, seen: Seen) -> list[int]:
             host = 1 + int(blow.choices[0] * (HOSTS - 1))

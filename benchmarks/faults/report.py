@@ -88,7 +88,17 @@ def markdown(record: dict[str, Any], figure: str | None = None) -> str:
         for algorithm, its in by_algorithm.items()
     ]
     text += ["", *markdown_table(["algorithm", "trials", "failed", "median (ms)"], table, "lrrr")]
-    return "\n".join(text) + "\n"
+    text += ["", *(f"* {commit_line(row)}." for row in record.get("commits", ()))]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def commit_line(row: dict[str, Any]) -> str:
+    """What commits cost, in one line."""
+    ms = row["ms"]
+    return (
+        f"commit of {row['bytes'] / 1e6:.0f} MB on {row['where']}, {row['ranks']} ranks: {ms['median']:.1f} ms "
+        f"({ms['q1']:.1f} to {ms['q3']:.1f}), {row['of_a_step']:.1%} of a step"
+    )
 
 
 def draw(rows: Rows) -> Figure:
