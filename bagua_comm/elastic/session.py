@@ -127,6 +127,11 @@ class Session:
         self._left = []
         comm.keeper = self
 
+    def keeps(self, *things: object) -> bool:
+        """Whether the state has all of these objects, so that every rank has what it should have of them."""
+        kept = [part.value for part in self._parts.values()]
+        return all(any(thing is each for each in kept) for thing in things)
+
     def adopt(self, engine: Engine) -> None:
         """Keep an engine from now on, and bring back what the last commit kept of it. Collective."""
         number = len(self._engines)
