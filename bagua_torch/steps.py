@@ -243,6 +243,12 @@ class TrainingSteps:
         if self.static:
             self._unused.compare(complete, inner=inner)
 
+    def hold(self) -> None:
+        """Keep the gradients in `p.grad` as one addend of the next mean, and leave zeros."""
+        for name in self._trained:
+            self.memory.attach(name)
+        self.engine.hold()
+
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
         if self.engine.payload == "grad" and (self.find_unused or self.static):
             self._unused.forget(fresh, static=self.static, inner=inner)

@@ -334,11 +334,11 @@ def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *
     limit = np.int32(2**bits - 1)
     for blocks, at, _, lengths in _blocks_of(bounds):
         power = 126 + bits - _exponents(fields[blocks])
-        value = _widened(x[at])
         # By two factors, because one may overflow. Nothing is rounded but what is far below 1/2.
-        value = value * np.repeat(np.ldexp(np.float32(1), power // 2), lengths)
-        value *= np.repeat(np.ldexp(np.float32(1), power - power // 2), lengths)
-        np.rint(value, out=value)
+        with np.errstate(all="ignore"):
+            value = _widened(x[at]) * np.repeat(np.ldexp(np.float32(1), power // 2), lengths)
+            value *= np.repeat(np.ldexp(np.float32(1), power - power // 2), lengths)
+            np.rint(value, out=value)
         if (fields[blocks] == _NOT_FINITE).any():
             value[np.repeat(fields[blocks] == _NOT_FINITE, lengths)] = 0
         q = np.clip(value.astype(np.int32), -limit, limit)

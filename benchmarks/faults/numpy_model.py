@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bagua_comm import Engine, Plan, Point, QAdam, TensorSpec, optim, topology
+from bagua_comm import Engine, Plan, Point, QAdam, TensorSpec, elastic, optim
 
 from .training import ADAM_LR, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
 
@@ -89,7 +89,7 @@ class NumpySteps(Steps):
     def take(self, step: int) -> None:
         """See `Steps.take`."""
         model, engine = self._model, self.engine
-        mine = topology.share(MICROBATCHES, self._comm.rank, self._comm.size)
+        mine = elastic.share(MICROBATCHES, self._comm)
         engine.at(Point.FORWARD)
         for grad in model.grads:
             grad[...] = 0

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from bagua_comm import topology
+from bagua_comm import elastic
 from bagua_torch import DistributedDataParallel
 
 from .training import LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
@@ -57,7 +57,7 @@ class TorchSteps(Steps):
             for microbatch in self._ddp.microbatches():
                 self._backward(*self._model.data.microbatch(step, microbatch))
         else:
-            mine = topology.share(MICROBATCHES, self._comm.rank, self._comm.size)
+            mine = elastic.share(MICROBATCHES, self._comm)
             parts = zip(*(self._model.data.microbatch(step, microbatch) for microbatch in mine), strict=True)
             self._backward(*map(np.concatenate, parts))
         self._model.optimizer.step()
