@@ -68,7 +68,7 @@ class Lab:
     hosts: int
     rate: str
     memory: Path
-    """The folder with what each host finds in /dev/shm."""
+    """A file system in memory; each host finds one of its folders in /dev/shm."""
 
     def address(self, host: int) -> str:
         """The address of a host."""
@@ -115,16 +115,17 @@ class Lab:
         agent.chmod(0o755)
         return agent
 
-    def fail(self, host: int) -> None:
+    def fail(self, host: int) -> list[int]:
         """Let a host die: its link goes down, all of its processes end, and its memory is lost.
 
-        It does not answer from then on, also not to the agent.
+        It does not answer from then on, also not to the agent. Returns the ids of the processes.
         """
         (self.memory / f"dead-h{host}").touch()
         _do(f"ip link set {self.prefix}v{host} down")
-        _kill_in(f"{self.prefix}-h{host}")
+        pids = _kill_in(f"{self.prefix}-h{host}")
         for path in (self.memory / f"h{host}").iterdir():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        return pids
 
     def cut(self, host: int) -> None:
         """Set a host's link down: its processes live, and reach nobody. The agent does not reach it either."""
@@ -206,7 +207,7 @@ def build(hosts: int, rate: str) -> Iterator[Lab]:
     """
     check_machine()
     prefix = f"{PREFIX}{os.getpid()}x"
-    lab = Lab(prefix, hosts, rate, Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir="/dev/shm")))
+    lab = Lab(prefix, hosts, rate, Path(tempfile.gettempdir(), f"{prefix}-memory"))
     try:
         _build(lab)
         yield lab
@@ -239,16 +240,19 @@ def remove(prefix: str) -> None:
         subprocess.run(["ip", "link", "delete", name], check=False, stderr=subprocess.DEVNULL)
     for agent in Path(tempfile.gettempdir()).glob(f"{prefix}*-agent"):
         agent.unlink(missing_ok=True)
-    for memory in Path("/dev/shm").glob(f"{prefix}*"):
-        shutil.rmtree(memory, ignore_errors=True)
+    for memory in Path(tempfile.gettempdir()).glob(f"{prefix}*-memory"):
+        subprocess.run(["umount", "--lazy", str(memory)], check=False, stderr=subprocess.DEVNULL)
+        memory.rmdir()
 
 
-def _kill_in(namespace: str) -> None:
-    """Kill all processes on a host."""
-    pids = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
+def _kill_in(namespace: str) -> list[int]:
+    """Kill all processes on a host; returns their ids."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
+    pids = [int(pid) for pid in found]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+    return pids
 
 
 def _names(command: Sequence[str], prefix: str) -> list[str]:
@@ -258,6 +262,8 @@ def _names(command: Sequence[str], prefix: str) -> list[str]:
 
 def _build(lab: Lab) -> None:
     bridge = f"{lab.prefix}b"
+    lab.memory.mkdir()
+    _do(f"mount -t tmpfs {lab.prefix} {lab.memory}")
     for host in range(lab.hosts):
         (lab.memory / f"h{host}").mkdir()
     _do(f"ip link add {bridge} type bridge")

@@ -49,11 +49,16 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
 
         def fail(blow: Blow, seen: Seen) -> list[int]:
             host = 1 + int(blow.choices[0] * (HOSTS - 1))
-            pids = [e.pid for e in seen.of("hello") if e.facts["host"] == f"h{host}"]
-            lab.fail(host) if blow.phase == "dead host" else lab.cut(host)
-            return pids
+            if blow.phase == "dead host":
+                ended.extend(lab.fail(host))
+            else:
+                lab.cut(host)
+            return [event.pid for event in seen.of("hello") if event.facts["host"] == f"h{host}"]
 
+        ended: list[int] = []
         seen = run_trial(trial, data, command, fail)
+        # Hosts share the folder of temporary files; those that carry the number of a process are its own.
+        seen.left = [path for path in seen.left if not path.endswith(tuple(f".{pid}" for pid in ended))]
         seen.left += left_on(lab)
         return seen
 
