@@ -80,7 +80,7 @@ def gather(timeout_s: float) -> MPIFleet:
     Raises:
         BootstrapError: BAGUA_SPARES leaves nobody to train.
     """
-    spares, size = bootstrap.spares(), MPI.COMM_WORLD.Get_size()
+    spares, size = bootstrap.job().spares, MPI.COMM_WORLD.Get_size()
     if spares >= size:
         raise BootstrapError(
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
