@@ -23,7 +23,7 @@ import numpy as np
 from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec, elastic
 from bagua_comm.elastic.start import start as start_fleet
 
-STEPS, TIMEOUT_S, LIMIT_S = 60, 6, 150
+STEPS, TIMEOUT_S, LIMIT_S = 60, 12, 150
 SPECS = [TensorSpec(f"t{i}", (40, i + 1), "float32") for i in range(3)]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
