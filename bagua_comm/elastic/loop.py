@@ -331,12 +331,10 @@ class _Loop:
 
 def _without_frames(exc: CommError) -> CommError:
     """The error without the frames that it came through: they hold what training has made."""
-    seen: list[BaseException] = []  # causes and contexts may form a circle
-    waiting: list[BaseException | None] = [exc]
-    while waiting:
-        error = waiting.pop()
-        if error is not None and not any(error is each for each in seen):
-            seen.append(error)
-            error.__traceback__ = None
-            waiting += [error.__cause__, error.__context__]
+    error: BaseException | None = exc
+    seen = set[int]()  # an error that was raised from itself is its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
     return exc
