@@ -721,8 +721,11 @@ class _Ending:
             )
             self._end_all(1)
         self._forget_sigterm()  # Python calls no signal handler while MPI ends
-        if self._library is None or _has_ulfm():
-            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not require it.
+        if _has_ulfm():
+            # Once a rank has died, MPI_Finalize may hang, and so may the destructors of MPI. mpirun requires neither.
+            _end_without_destructors()
+            return
+        if self._library is None:
             return
         if self._orderly:
             self._library.MPI_Finalize()
@@ -776,6 +779,14 @@ def _has_ulfm() -> bool:
     """Whether mpirun was told --with-ft ulfm."""
     setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower()  # noqa: SIM112 - as Open MPI writes it
     return setting not in ("", "0", "f", "false", "disabled", "no", "n")
+
+
+def _end_without_destructors() -> None:
+    """Have the process end as soon as Python has, with its exit code: no library's destructors run."""
+    with suppress(AttributeError, OSError):  # not every C library has on_exit
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)
+        library.fflush(None)
 
 
 def _last_error() -> BaseException | None:

@@ -332,7 +332,9 @@ class _Loop:
 def _without_frames(exc: CommError) -> CommError:
     """The error without the frames that it came through: they hold what training has made."""
     error: BaseException | None = exc
-    while error is not None:
+    seen = set[int]()  # an error that was raised from itself is its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     return exc

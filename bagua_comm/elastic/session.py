@@ -48,7 +48,7 @@ class Session:
         self._job = job or Job()
         folder = self._job.folder
         self._sides = [Side(name, folder, number) for name in "ab"]
-        self._left = [] if folder is None else left_in(folder, besides=number)
+        self._folder, self._number = folder, number
         self._newest: Side | None = None
         self._comm: Communicator | None = None
         self._buddies: list[int] = []
@@ -62,8 +62,12 @@ class Session:
     # Copies -----------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """All copies that this process holds."""
-        return [*self._left, *(copy for side in self._sides for copy in side.copies())]
+        """All copies that this process holds or can read: also those of other processes of this host in its folder.
+
+        Call it while all processes meet, so that nobody writes.
+        """
+        near = [] if self._folder is None else left_in(self._folder, besides=self._number)
+        return [*near, *(copy for side in self._sides for copy in side.copies())]
 
     def held(self) -> list[Held]:
         """What the others are told of them."""
@@ -126,8 +130,12 @@ class Session:
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._version = version - 1
         self._commit(flag=False)
-        self._left = []
         comm.keeper = self
+
+    def keeps(self, *things: object) -> bool:
+        """Whether the state has all of these objects, so that every rank has what it should have of them."""
+        kept = [part.value for part in self._parts.values()]
+        return all(any(thing is each for each in kept) for thing in things)
 
     def adopt(self, engine: Engine) -> None:
         """Keep an engine from now on, and bring back what the last commit kept of it. Collective."""
