@@ -327,14 +327,14 @@ class _Supervisor:
 
     def _tell(self, entry: dict[str, Any]) -> None:
         who = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
-        dead = entry.get("dead") or {}
+        dead, recovery_s = entry.get("dead") or {}, float(entry.get("seconds") or 0)
         words = {
             "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} ranks train, "
             f"{entry.get('spares')} stand by",
             "start": f"{who} has started",
             "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
             f"{entry.get('reason')}",
-            "recovery": f"training goes on with {entry.get('ranks')} ranks after {float(entry.get('seconds') or 0):.2f} s",
+            "recovery": f"training goes on with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
             "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",
             "error": f"{who} ends with {entry.get('error')}: {entry.get('text')}",
             "exit": f"{who} has come to the end of its program",
