@@ -95,12 +95,12 @@ def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
         for entry in entries
         if entry["kind"] == "recovery"
     }
-    ends = {entry["attempt"]: entry["time"] for entry in entries if entry["kind"] == "end"}
+    ends = {entry["attempt"]: float(entry["time"]) for entry in entries if entry["kind"] == "end"}
     starts: dict[int, float] = {}
     for entry in entries:
         if entry["kind"] == "start":
-            starts.setdefault(entry["attempt"], entry["time"])
-    between = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
+            starts.setdefault(entry["attempt"], float(entry["time"]))
+    between: list[float] = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
     return sum(recoveries.values()) + sum(max(0.0, each) for each in between)
 
 
