@@ -69,10 +69,11 @@ def a_recovery(**changes):
     for rank, pid in enumerate((10, 11, 12)):
         events.append(Event(0.1, pid, "enter", {"rank": rank, "size": 3, "step": 0, "digest": "zero"}))
     for pid in (10, 11, 12):
-        events.append(Event(0.3, pid, "commit", {"step": 2, "digest": "two"}))
+        facts = {"step": 2, "digest": "two", "total": 3.0 * pid}
+        events.append(Event(0.3, pid, "commit", facts))
         events.append(Event(0.3, pid, "committed", {"step": 2}))
     for rank, pid in enumerate(alive):
-        facts = {"rank": rank, "size": 2, "step": 2, "digest": "two", **changes.get("enter", {})}
+        facts = {"rank": rank, "size": 2, "step": 2, "digest": "two", "total": 0.0, **changes.get("enter", {})}
         events.append(Event(1.2, pid, "enter", facts))
         events.append(Event(1.3 + rank / 10, pid, "step", {"step": 3}))
         facts = {
@@ -109,6 +110,12 @@ def test_what_went_wrong_is_told(changes, problem):
     verdict = judge(of_kind("fewer"), a_recovery(**changes))
     assert verdict.outcome == "failed"
     assert any(problem in each for each in verdict.problems), verdict.problems
+
+
+def test_a_mean_of_what_was_committed_will_do_on_another_number_of_ranks():
+    mean = 3.0 * (10 + 11 + 12) / 3
+    assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean})).outcome == "went on"
+    assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean + 1})).outcome == "failed"
 
 
 def test_bytes_must_be_those_of_a_training_that_nobody_disturbed_if_sums_are_reproducible():

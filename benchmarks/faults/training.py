@@ -88,6 +88,10 @@ class Model(ABC):
             joined.update(np.ascontiguousarray(weight).data)
         return joined.hexdigest()[:16]
 
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(sum(np.sum(weight, dtype=np.float64) for weight in self.weights()))
+
     def average(self, comm: Any) -> None:
         """Give all ranks the same weights, where an algorithm leaves them with different ones. Collective."""
         if not self.alike:
@@ -115,7 +119,7 @@ class Steps(ABC):
 def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell: Teller) -> dict[str, Any]:
     """Train to the last step; what this rank ended with."""
     began = state.step
-    tell("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest())
+    tell("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
     steps = model.connect(comm)
     tell("constructed")
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
@@ -125,7 +129,7 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell
         tell("step", step=state.step)
         if state.step % options.commit_every == 0:
             steps.engine.settle()
-            tell("commit", step=state.step, digest=model.digest())
+            tell("commit", step=state.step, digest=model.digest(), total=model.total())
             state.commit()
             tell("committed", step=state.step)
     steps.close()

@@ -123,7 +123,7 @@ def run_trial(
                 _ask_for_stacks(place)
         finally:
             _end(process)
-        seen.left = place.left()
+        seen.left = [] if seen.exit_code is None else place.left()
         files = [file for file in sorted(place.folder.glob("stacks-*")) if file.stat().st_size]
         seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
         output.seek(0)

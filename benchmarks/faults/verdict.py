@@ -2,8 +2,9 @@
 
 A trial that goes on must:
 * end in time with exit code 0, every process that lives having come to its end, as many ranks as there may be;
-* come back to what was committed: to bytes that some rank committed at that step, and to no earlier step than the
-  last that `commit` returned for on a survivor;
+* come back to what was committed: to bytes that some rank committed at that step, or, where ranks have different
+  weights and their number has changed, to the mean of all of theirs; and to no earlier step than the last that
+  `commit` returned for on a survivor;
 * end with the same bytes on all ranks;
 * end with those bytes again when the steps since the last failure are taken once more, undisturbed, if the
   algorithm's steps repeat; and with the bytes of a training that nobody disturbed, if its sums are reproducible.
@@ -102,19 +103,34 @@ def _late(seen: Seen) -> bool:
 
 
 def _of_restoring(seen: Seen) -> Iterator[str]:
-    committed: dict[int, set[str]] = {}
+    committed: dict[int, dict[str, Event]] = {}
     for event in seen.of("commit"):
-        committed.setdefault(event.facts["step"], set()).add(event.facts["digest"])
+        committed.setdefault(event.facts["step"], {})[event.facts["digest"]] = event
     first = {e.facts["digest"] for e in seen.of("enter") if e.facts["step"] == 0}
     for event in seen.of("enter"):
         step, digest = event.facts["step"], event.facts["digest"]
-        if step and digest not in committed.get(step, ()):
+        if step and digest not in committed.get(step, ()) and not _is_mean(event, seen):
             yield f"rank {event.facts['rank']} came back to step {step} with bytes that nobody committed"
         returned = [e.facts["step"] for e in seen.of("committed", event.pid) if e.t < event.t]
         if returned and step < max(returned):
             yield f"rank {event.facts['rank']} came back to step {step}; it had committed step {max(returned)}"
     if len(first) > 1:
         yield "ranks began with different weights"
+
+
+def _is_mean(entered: Event, seen: Seen) -> bool:
+    """Whether the weights that a rank came back to are the mean of those that ranks committed.
+
+    All ranks came back to the same then, and its sum is the mean of their sums, up to rounding.
+    """
+    step, size = entered.facts["step"], entered.facts["size"]
+    commits = {e.pid: e for e in seen.of("commit") if e.facts["step"] == step and e.t < entered.t}
+    peers = [e for e in seen.of("enter") if (e.facts["step"], e.facts["size"]) == (step, size)]
+    if len(commits) == size or not commits or {e.facts["digest"] for e in peers} != {entered.facts["digest"]}:
+        return False
+    totals = [e.facts["total"] for e in commits.values()]
+    mean = sum(totals) / len(totals)
+    return bool(abs(entered.facts["total"] - mean) <= 1e-3 * max(1.0, *map(abs, totals)))
 
 
 def _of_weights(trial: Trial, seen: Seen, undisturbed: str | None) -> Iterator[str]:
