@@ -128,9 +128,17 @@ class Lab:
         return pids
 
     def cut(self, host: int) -> None:
-        """Set a host's link down: its processes live, and reach nobody. The agent does not reach it either."""
+        """Set a host's link down: its processes live, and reach nobody. The agent does not reach it either.
+
+        What the agent has started there before is silent from then on: its output does not cross the link, so
+        the shells in which the agent's commands run are stopped.
+        """
         (self.memory / f"dead-h{host}").touch()
         _do(f"ip link set {self.prefix}v{host} down")
+        for pid in _processes_in(f"{self.prefix}-h{host}"):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
+                    os.kill(pid, signal.SIGSTOP)
 
     def torchrun(self, script: Sequence[str], *, ranks_per_host: int = 1) -> list[list[str]]:
         """The commands, one for each rank, that run Python as torchrun would; see `mpirun`."""
@@ -247,12 +255,16 @@ def remove(prefix: str) -> None:
 
 def _kill_in(namespace: str) -> list[int]:
     """Kill all processes on a host; returns their ids."""
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
-    pids = [int(pid) for pid in found]
+    pids = _processes_in(namespace)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return pids
+
+
+def _processes_in(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found]
 
 
 def _names(command: Sequence[str], prefix: str) -> list[str]:

@@ -121,6 +121,8 @@ def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 def group_of(trial: Trial) -> str:
     """The group of a table that a trial belongs to."""
+    if trial.kind == "host":
+        return trial.blows[0].phase
     stopped = any(blow.signal != plans.SIGKILL for blow in trial.blows)
     return f"stop, {trial.kind}" if stopped else trial.kind
 
