@@ -31,7 +31,7 @@ SLURM = """\
 #SBATCH --ntasks={ranks}{per_node}
 #SBATCH --cpus-per-task=1           # cores, and threads, of a rank
 #SBATCH --time=01:00:00
-#SBATCH --output=%x-{number}.out{no_kill}{array}
+#SBATCH --output=%x-{number}.out{array}
 # For GPUs, one to a rank, remove the first "# " of the next line.
 # #SBATCH --gpus-per-node={slots}
 #
@@ -47,9 +47,6 @@ export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 
 {command}
 """
-
-NO_KILL = """
-#SBATCH --no-kill                   # the job goes on when a node fails: run starts the ranks again"""
 
 ARRAY = """
 #SBATCH --array=0-3                 # as many jobs like this; 0-3%1 runs them one after another
@@ -175,7 +172,6 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
         ranks=shape.ranks,
         per_node=f"\n#SBATCH --ntasks-per-node={shape.slots}" if shape.even else "",
         number="%A_%a" if array else "%j",
-        no_kill=NO_KILL if options.restarts else "",
         array=ARRAY if array else "",
         slots=shape.slots,
         file="FILE" if file == "-" else shlex.quote(file),

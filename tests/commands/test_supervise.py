@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launch import with_packages
+from support.launch import run_python, with_packages
 
 from bagua_comm import __main__ as cli
 from bagua_comm import processes
@@ -211,6 +211,43 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_clea
     assert not folder.exists()
 
 
+ELASTIC = """
+import os, signal, sys
+import numpy as np
+from bagua_comm import bootstrap, elastic
+
+state = elastic.State(weights=np.zeros(100), step=0)
+
+@elastic.run(state, timeout_s=60)
+def train(comm):
+    print("enters at step", state.step, "with", comm.size, "ranks", flush=True)
+    while state.step < 10:
+        if state.step == 5 and bootstrap.job().attempt == 0:
+            os.kill(os.getpid(), signal.SIGKILL)  # this one, then the spare
+        state.weights += comm.allreduce(np.full(100, state.step, float), op="avg")
+        state.step += 1
+        state.commit()
+    assert (state.weights == sum(range(10))).all()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_training_goes_on_from_memory_when_all_ranks_are_killed(tmp_path):
+    record = tmp_path / "record"
+    flags = ["--spares", "1", "--restarts", "1", "--record", str(record)]
+    result = run_python(2, flags=flags, script=(tmp_path / "script.py", ELASTIC), timeout_s=250)
+    assert result.returncode == 0, result.stderr
+    assert "enters at step 5 with 2 ranks" in result.stdout
+    assert "the job ended well (2 attempts, " in result.stderr
+    told = list(entries(record.read_text().splitlines()))
+    assert len(kinds(told, "trained")) == 2
+    assert [each["number"] for each in told if each["kind"] == "commit"] > [10]
+    shared = [file for each in told if each["kind"] == "start" for file in each["shared"]]
+    assert len(shared) >= 6
+    assert not any(os.path.exists(file) for file in shared)
+
+
 def is_of(folder, job):
     """Whether this job's supervisor made the folder."""
     (first, *_) = entries((folder / "record").read_text().splitlines())
@@ -237,7 +274,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, *EXIT], 0, [], ("well", 0)),
         ([*START, *TRAINED, *EXIT], 137, [], ("well", 0)),  # a spare was killed, or a rank before
         ([*START, TRAINED[0], EXIT[0]], 0, [], ("well", 0)),
-        ([*START, *TRAINED, EXIT[0]], 0, [], ("lost", 1)),  # killed after training, in what follows
+        ([*START, *TRAINED, EXIT[0]], 0, [], ("failed", 1)),  # killed after training, in what follows
         ([*START, *TRAINED, *EXIT], 3, [], ("failed", 3)),
         ([*START, EXIT[0], OWN], 1, [], ("failed", 1)),
         ([*START, OTHERS, OWN], 137, [], ("failed", 1)),

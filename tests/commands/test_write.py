@@ -58,8 +58,6 @@ def test_spares_are_ranks_that_slurm_and_kubernetes_must_have_room_for(capsys):
     command = last_command(text)
     assert command[command.index("-n") + 1] == "$((SLURM_NTASKS - 2))"
     assert command[-len(given) - 1 :] == [*given, __file__]
-    assert "\n#SBATCH --no-kill " in text
-    assert "--no-kill" not in written(capsys, "slurm", *HOSTS, "--spares", "2", __file__)
 
     job = yaml.safe_load(written(capsys, "k8s", "-n", "3", "--spares", "1", __file__))
     check(job, MPIJOB)
