@@ -112,6 +112,15 @@ def test_what_went_wrong_is_told(changes, problem):
     assert any(problem in each for each in verdict.problems), verdict.problems
 
 
+def test_a_rank_that_was_stopped_and_came_back_in_time_counts_as_alive():
+    seen = a_recovery()
+    back = seen.of("hello", 11)[0].pid
+    seen.strokes = [Stroke(1.0, back, 0, 0, signal.SIGSTOP)]
+    assert seen.gone() == set()
+    seen.strokes = [Stroke(1.0, 10, 0, 0, signal.SIGSTOP)]
+    assert seen.gone() == {10}
+
+
 def test_a_mean_of_what_was_committed_will_do_on_another_number_of_ranks():
     mean = 3.0 * (10 + 11 + 12) / 3
     assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean})).outcome == "went on"

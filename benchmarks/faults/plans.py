@@ -131,7 +131,7 @@ def stops(count: int, seed: int) -> Iterator[Trial]:
             chance.uniform(0, 0.01),
             choices=(chance.random(),),
             signal=SIGSTOP,
-            resume_s=chance.choice([None, 5.0]),
+            resume_s=chance.choice([None, 5.0, 10.0]),
         )
         kind, spares = chance.choice([("spare", 1), ("fewer", 0)])
         yield Trial(name, kind, CASES[number % len(CASES)], spares, 1, STEPS, 1, (stop,), timeout_s=3.0)

@@ -63,8 +63,11 @@ class Seen:
         return [e.pid for e in self.of("hello")]
 
     def gone(self) -> set[int]:
-        """Those that were killed, or stopped for longer than they may be."""
-        return {stroke.pid for stroke in self.strokes}
+        """Those that were killed, or were stopped and did not come back in time to be let in again."""
+        back = {e.pid for e in self.events if e.what in ("done", "stood by")}
+        return {
+            stroke.pid for stroke in self.strokes if stroke.signal != signal.SIGSTOP or stroke.pid not in back
+        }
 
     def ranks(self) -> dict[int, int]:
         """The rank of each process that trains, or did last."""

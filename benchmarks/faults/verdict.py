@@ -88,7 +88,7 @@ def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:
     if not done:
         yield "no rank trained to the end"
         return
-    most = min(trial.ranks, trial.ranks + trial.spares - len(seen.strokes))
+    most = min(trial.ranks, trial.ranks + trial.spares - len(seen.gone()))
     least = max(1, most)
     sizes = {e.facts["size"] for e in done}
     if len(sizes) != 1:

@@ -140,7 +140,9 @@ def main():
         problem, times, text = run_once(processes, spares, victims)
         wrong += problem is not None
         all_times += times
-        print(f"{run:3} {processes} processes, {spares} spares, {victims}: {problem or 'well'}; {text}", flush=True)
+        print(
+            f"{run:3} {processes} processes, {spares} spares, {victims}: {problem or 'well'}; {text}", flush=True
+        )
     print(f"{options.runs - wrong} of {options.runs} ended well")
     if all_times:
         print(f"recovery: median {statistics.median(all_times):.3f} s, longest {max(all_times):.3f} s")
