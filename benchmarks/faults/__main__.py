@@ -72,7 +72,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out trials in STEM.json")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.out is not None and options.out.suffix == ".json":
+        options.out = options.out.with_suffix("")
+    return options
 
 
 def planned(options: argparse.Namespace) -> list[Trial]:
