@@ -27,7 +27,7 @@ def of_kind(kind, case=EXACT, blow=None, **more):
     )
 
 
-@pytest.mark.needs("sklearn", "mpi4py")
+@pytest.mark.needs("sklearn")
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
