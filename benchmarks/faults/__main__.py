@@ -108,7 +108,7 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
 def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Run a trial; its row of the record."""
     undisturbed = record["undisturbed"]
-    if trial.case.reproducible and trial.case.framework not in undisturbed:
+    if trial.case.reproducible and not undisturbed.get(trial.case.framework):
         undisturbed[trial.case.framework] = digest_undisturbed(trial.case, data)
     seen = hosts.run_on_hosts(trial, data) if trial.kind == "host" else run_trial(trial, data)
     verdict = judge(trial, seen, undisturbed.get(trial.case.framework))
@@ -135,12 +135,13 @@ def group_of(trial: Trial) -> str:
 
 
 def digest_undisturbed(case: Case, data: Path) -> str:
-    """The digest of a training of two ranks that nobody disturbs."""
+    """The digest of a training of two ranks that nobody disturbs; empty if that fails."""
     trial = Trial("undisturbed", "fewer", case, 0, 1, plans.STEPS, 1, (), ranks=2)
     seen: Seen = run_trial(trial, data)
     digests = {event.facts["digest"] for event in seen.of("done")}
     if len(digests) != 1:
-        raise SystemExit(f"a training that nobody disturbed failed:\n{seen.output}")
+        print(f"# a training that nobody disturbed failed:\n{seen.output}", flush=True)
+        return ""
     return str(digests.pop())
 
 
