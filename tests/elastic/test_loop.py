@@ -120,7 +120,6 @@ def test_a_spare_raises_when_all_who_trained_are_dead():
 def test_errors_that_caused_each_other_lose_their_frames():
     first, second = RankFailed("first"), RankFailed("second")
     first.__cause__, second.__context__ = second, first
-    try:
+    with pytest.raises(RankFailed) as caught:
         raise first
-    except RankFailed as exc:
-        assert _without_frames(exc).__traceback__ is None
+    assert _without_frames(caught.value).__traceback__ is None
