@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .. import bootstrap
+from .. import bootstrap, kernels
 from ..comm import Communicator
 from ..errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
 from ..processes import kill, start_of, state_of, this_host
@@ -86,6 +86,7 @@ def gather(timeout_s: float) -> MPIFleet:
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
             "them, or fewer spares"
         )
+    kernels.on_host()  # this takes long the first time, and after a death all wait for the slowest
     fleet = MPIFleet(MPI.COMM_WORLD, timeout_s=timeout_s, wanted=size - spares)
     fleet.begin()
     return fleet
@@ -371,8 +372,8 @@ class MPIFleet(Fleet):
             or not set(members) <= set(control.members)
         ):
             raise CommMismatch(
-                f"connect: members are {members}, expected different ones of {control.members}, process {self.me} "
-                "among them"
+                f"connect: members are {members}, expected different ones of {control.members}, process "
+                f"{self.me} among them"
             )
         ranks, offer = [control.members.index(each) for each in members], np.array([0, *members], np.int64)
         if self.me == members[0]:
