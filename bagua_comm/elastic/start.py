@@ -10,8 +10,8 @@ from .fleet import Fleet
 def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
     """The fleet of all processes that were started with this one.
 
-    Collective. Under `bagua run --ulfm` the fleet survives deaths. Under any other mpirun, and without a launcher,
-    it can only tell of them.
+    Collective. Under `bagua run --ulfm` the fleet survives deaths. Under any other mpirun, and without a
+    launcher, it can only tell of them.
 
     Args:
         timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers, in seconds.
