@@ -114,10 +114,10 @@ _DELAYS = {"construct": 0.02, "step": 0.02, "commit": 0.004, "recover": 0.03, "r
 """How long a phase may take: delays are drawn from 0 to this."""
 
 
-def kills(count: int, seed: int) -> Iterator[Trial]:
-    """Trials with SIGKILL."""
+def kills(count: int, seed: int, *, regrow: bool = False) -> Iterator[Trial]:
+    """Trials with SIGKILL; with `regrow`, processes are started in the place of dead ones in some of them."""
     for number in range(count):
-        yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)])
+        yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)], regrow=regrow)
 
 
 def stops(count: int, seed: int) -> Iterator[Trial]:
@@ -137,10 +137,12 @@ def stops(count: int, seed: int) -> Iterator[Trial]:
         yield Trial(name, kind, CASES[number % len(CASES)], spares, 1, STEPS, 1, (stop,), timeout_s=3.0)
 
 
-def draw(name: str, case: Case) -> Trial:
+def draw(name: str, case: Case, *, regrow: bool = False) -> Trial:
     """The trial of this name."""
     chance = random.Random(name)
-    kind: Kind = chance.choices(["spare", "fewer", "spawn", "too few"], [50, 20, 20, 10])[0]
+    kind: Kind = chance.choices(["spare", "fewer", "too few"], [50, 30, 20])[0]
+    if regrow and kind == "fewer":
+        kind = "spawn"
     phase: Phase = chance.choices(["step", "commit", "construct", "recover", "leave"], [40, 20, 15, 20, 5])[0]
     if kind == "spawn" and phase == "recover":
         phase = "regrow"
