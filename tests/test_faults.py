@@ -35,10 +35,9 @@ def of_kind(kind, case=EXACT, blow=None, **more):
     [
         (of_kind("spare", plans.CASES[0]), "went on"),
         (of_kind("fewer", Case("ByteGrad()"), Blow("construct", 0, 0.002)), "went on"),
-        (of_kind("spawn", plans.CASES[0]), "went on"),
         (of_kind("too few"), "ended"),
     ],
-    ids=["spare", "fewer", "spawn", "too few"],
+    ids=["spare", "fewer", "too few"],
 )
 def test_a_training_that_loses_a_rank_goes_on_or_ends_as_it_must(tmp_path, trial, outcome):
     row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
@@ -54,7 +53,8 @@ def test_a_seed_gives_the_same_trials_and_another_one_others():
     first, again, other = (list(plans.kills(60, seed)) for seed in (1, 1, 2))
     assert first == again
     assert [trial.blows for trial in first] != [trial.blows for trial in other]
-    assert {trial.kind for trial in first} == {"spare", "fewer", "spawn", "too few"}
+    assert {trial.kind for trial in first} == {"spare", "fewer", "too few"}
+    assert {trial.kind for trial in plans.kills(60, 1, regrow=True)} == {"spare", "spawn", "too few"}
     assert {trial.case for trial in first} == set(plans.CASES)
     assert {blow.phase for trial in first for blow in trial.blows} >= {"construct", "step", "commit", "recover"}
     assert list(plans.kills(20, 1)) == first[:20]

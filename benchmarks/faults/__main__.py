@@ -69,9 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
     parser.add_argument("--commits", action="store_true", help="what it costs to commit 100 MB; needs root")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--without", default=[], nargs="+", metavar="KIND", help="leave these out: spawn, 'too few'"
-    )
+    parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out trials in STEM.json")
@@ -83,9 +81,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def planned(options: argparse.Namespace) -> list[Trial]:
     """The trials that are asked for."""
-    trials = [*plans.kills(options.trials, options.seed), *plans.stops(options.stops, options.seed)]
+    trials = [
+        *plans.kills(options.trials, options.seed, regrow=options.regrow),
+        *plans.stops(options.stops, options.seed),
+    ]
     trials += hosts.deaths(options.hosts, options.seed)
-    trials = [trial for trial in trials if trial.kind not in options.without]
     if options.only is not None:
         trials = [trial for trial in trials if trial.name == options.only]
         if not trials:
