@@ -100,7 +100,7 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(file.read_text())
         if record["seed"] != options.seed:
             raise SystemExit(f"{file} has trials of seed {record['seed']}")
-        return record
+        return {**record, **begin_record("faults", options, packages=["mpi4py"]), "ranks": plans.RANKS}
     record = begin_record("faults", options, packages=["mpi4py"])
     return {**record, "ranks": plans.RANKS, "seed": options.seed, "undisturbed": {}, "trials": []}
 
