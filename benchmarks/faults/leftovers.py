@@ -61,7 +61,8 @@ class Place:
 
     def environment(self) -> dict[str, str]:
         """The environment of the trial's processes."""
-        return {**os.environ, MARK: self.name, "TMPDIR": str(self.temporary)}
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}  # PyTorch keeps it for later runs
+        return {**os.environ, **caches, MARK: self.name, "TMPDIR": str(self.temporary)}
 
     def inside(self, command: list[str]) -> list[str]:
         """The command that runs `command` here."""
