@@ -204,7 +204,7 @@ class MPIFleet(Fleet):
         for comm in self._comms:
             for beside in comm.transports[1:]:
                 with suppress(CommError):
-                    beside.abort()
+                    beside.leave(reason)
         self._comms.clear()
         self._crew.completed.clear()
 
