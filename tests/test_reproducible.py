@@ -1,5 +1,6 @@
 """Reproducible sums, against the formula in exact arithmetic, and against themselves in another order."""
 
+import hashlib
 import itertools
 import math
 from fractions import Fraction
@@ -26,6 +27,7 @@ from bagua_comm.testing import check_algorithm, run_ranks, whole_range
 from bagua_comm.topology import share
 
 CODED = ("float32", "float16", "bfloat16")
+GOLDEN = {"float32": "a6a064b35e06050a", "float16": "83930ea7af0b3630", "bfloat16": "6bd79d55429b6656"}
 LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149
 
 
@@ -101,6 +103,22 @@ def test_also_on_numbers_of_all_sizes_with_nan_and_infinities(p, dtype):
     assert np.isnan(expected.astype(np.float32)).any()
     assert not np.isnan(expected.astype(np.float32)).all()
     same(expected, summed(xs, 3, "avg"))
+
+
+def any_bits(rank, count, dtype):
+    """Numbers of all sizes, by integer arithmetic alone: the same in every version of NumPy."""
+    kind = dtype_named(dtype)
+    bits = (np.arange(count, dtype=np.uint64) + 1000 * rank + 1) * np.uint64(0x9E3779B97F4A7C15)
+    return (bits >> np.uint64(64 - 8 * kind.itemsize)).astype(f"u{kind.itemsize}").view(kind)
+
+
+@pytest.mark.parametrize(("dtype", "digest"), GOLDEN.items())
+def test_golden_bytes(dtype, digest):
+    """What this version gives, later versions give: 3 addends, blocks of 4, the bytes of the mean."""
+    xs = [any_bits(rank, 400, dtype) for rank in range(3)]
+    mean = summed(xs, 4, "avg")
+    same(exactly(xs, 4, "avg"), mean)
+    assert hashlib.sha256(mean.tobytes()).hexdigest()[:16] == digest
 
 
 def of(*values):
