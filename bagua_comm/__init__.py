@@ -6,7 +6,7 @@ On every rank:
         comm.allreduce(x, out=x, op="avg")      # x: NumPy or CuPy
 """
 
-from . import optim, topology
+from . import elastic, optim, topology
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -46,6 +46,7 @@ from .errors import (
 )
 from .lane import Lane
 from .planning.tuner import Tuner
+from .reproducible import Reproducible, reproducible_allreduce
 
 __version__ = "0.2.0"
 
@@ -87,6 +88,7 @@ __all__ = [
     "QAdam",
     "Quantized",
     "RankFailed",
+    "Reproducible",
     "Rounds",
     "StoreError",
     "TensorSpec",
@@ -97,8 +99,10 @@ __all__ = [
     "by_node",
     "connect",
     "default",
+    "elastic",
     "every",
     "optim",
     "quantized_allreduce",
+    "reproducible_allreduce",
     "topology",
 ]
