@@ -129,7 +129,7 @@ def _mpi(world: World) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"this is a world of one rank, without MPI (library: {mpi.get('library', NOT_INSTALLED)})",
-            "to examine several ranks: mpirun -n 4 python -m bagua_comm doctor",
+            "to examine several ranks: python -m bagua_comm run -n 4 -m bagua_comm doctor",
         )
         return
     if all(facts["MPI"]["threads"] for facts in world.facts):
