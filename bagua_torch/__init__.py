@@ -8,8 +8,8 @@ except ModuleNotFoundError as exc:
     if exc.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or first its smaller build for the CPU, by the "
-        "command that PyTorch's installation page gives",
+        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or first its smaller build for the CPU, by "
+        "the command that PyTorch's installation page gives",
         name="torch",
     ) from exc
 
