@@ -13,8 +13,8 @@ A row may have a "note", written by hand, which says what is to be known of it. 
 measured; its note says why.
 
 Where packages come from is up to uv's and pip's own settings: UV_FIND_LINKS, for one, names a folder of wheels.
-`--with 'torch==2.13.0'` adds requirements; `--without-dependencies torch==2.15.0` takes wheels alone. On a machine
-that has other work, `--patience 5` gives programs five times their limits.
+`--with 'torch==2.13.0'` adds requirements; `--without-dependencies torch==2.15.0` takes wheels alone. On a busy
+machine, `--patience 5` gives programs five times their limits.
 """
 
 import argparse
