@@ -2,6 +2,17 @@
 
 from bagua_comm.trace import listen
 
+try:
+    import torch as _torch  # noqa: F401 - asked for here, so that the message says what brings it
+except ModuleNotFoundError as exc:
+    if exc.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or first its smaller build for the CPU, by "
+        "the command that PyTorch's installation page gives",
+        name="torch",
+    ) from exc
+
 from . import functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import broadcast_optimizer, broadcast_tensors

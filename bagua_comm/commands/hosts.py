@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,14 +64,31 @@ def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(options.host) if options.host is not None else ()
 
 
+def first_allocated(variables: Mapping[str, str]) -> Host | None:
+    """The first host of the allocation of Slurm that these environment variables tell of, where rank 0 will be.
+
+    None outside of an allocation.
+
+    >>> first_allocated({"SLURM_JOB_NODELIST": "rack[2-3,7]node[08-09],gpu1"})
+    Host(name='rack2node08', slots=None)
+    """
+    hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
+    first = re.match(r"(\[[^\]]*\]|[^\[,])*", hosts)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+    return _host(name, f"SLURM_JOB_NODELIST={hosts}") if name else None
+
+
 def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    """What `-n` says; else one rank for each slot of these hosts, or for each core that may be used here.
+    """What `-n` says; else one rank for each slot of these hosts.
+
+    Without hosts, one for each task of Slurm's allocation, or for each core that may be used here.
 
     Raises:
         CommandError: A host does not say how many ranks it takes.
     """
     if options.ranks is not None or not hosts:
-        return options.ranks or len(cores())
+        tasks = os.environ.get("SLURM_NTASKS", "")
+        return options.ranks or (int(tasks) if tasks.isdecimal() else 0) or len(cores())
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) < len(hosts):
         raise CommandError("how many ranks? Give -n, or a number for each host: node1:4, or 'slots=4' in a file")

@@ -14,6 +14,7 @@ from support.launch import run_python
 
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import base, run
+from bagua_comm.commands.hosts import Host, first_allocated
 from bagua_comm.commands.mpirun import PER_RANK, Mpirun, recognise
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
@@ -28,7 +29,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
-    for name in (*unsaid, *run.ALLOCATIONS):
+    for name in (*unsaid, "SLURM_NTASKS", *run.ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -116,6 +117,34 @@ def test_more_ranks_than_cores_are_oversubscribed_and_yield():
 def test_by_default_each_core_that_may_be_used_gets_a_rank(quiet):
     quiet.setattr(os, "cpu_count", lambda: 64)
     assert plan().ranks == 2
+
+
+def test_by_default_each_task_of_slurms_allocation_gets_a_rank(quiet):
+    quiet.setenv("SLURM_JOB_ID", "7")
+    quiet.setenv("SLURM_NTASKS", "8")
+    assert plan().ranks == 8
+    assert plan("-n", "3").ranks == 3
+    assert plan("--host", "node1:4").ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[07,12-14],n1", "gpu07"),
+        ("rack[2-3]-node[08-09].example,login", "rack2-node08.example"),
+        ("login,n[1-2]", "login"),
+    ],
+)
+def test_the_first_node_of_an_allocation(nodes, first):
+    assert first_allocated({"SLURM_JOB_NODELIST": nodes}) == Host(first)
+    assert first_allocated({"SLURM_NODELIST": nodes}) == Host(first)
+
+
+def test_outside_of_an_allocation_there_is_no_first_node():
+    assert first_allocated({}) is None
+    assert first_allocated({"SLURM_JOB_NODELIST": ""}) is None
 
 
 def test_ranks_on_hardware_threads_are_more_than_open_mpi_starts_by_itself(quiet, tmp_path):
