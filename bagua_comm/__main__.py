@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .commands import completion, doctor, info, run
+from .commands import completion, diagnose, doctor, info, run
 from .commands.base import CommandError, program_name
 from .errors import ArrayError
 from .planning import advise
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Any] = {
     "run": run,
     "doctor": doctor,
     "info": info,
+    "diagnose": diagnose,
     "advise": advise,
     "completion": completion,
 }

@@ -22,6 +22,7 @@ import importlib.util
 import io
 import logging
 import os
+import secrets
 import signal
 import site
 import socket
@@ -33,6 +34,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -41,6 +43,8 @@ from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .flight import explain
+from .flight.recorder import FlightRecorder, default_folder, forget_old_jobs
 from .logs import tell_world
 from .processes import slurm_step, this_host
 from .roll import LOOK_S, Limit, Roll, Wait
@@ -68,6 +72,9 @@ TIMEOUT_S = 300.0
 TURN_S, LAST_TURN_S = 0.3, 3.0
 """Ranks that may have the same error report it in turn: each this much later than the one before it, and at most
 the second number later than rank 0."""
+
+RECORDS_S = 1.0
+"""How long the rank that reports an error waits, at most, for the other ranks to write what they did last."""
 
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
@@ -99,6 +106,7 @@ def connect(
     comm: MPI.Comm | None = None,
     transport: Transport | None = None,
     gpu: GPU = "auto",
+    record: str | Path | None = None,
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
@@ -148,6 +156,9 @@ def connect(
         gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
             a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
             memory): this one, or an error. "none": nothing, and CuPy is not imported.
+        record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
+            this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
+            else one of this user's under the folder of temporary files, on each host.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -184,11 +195,27 @@ def connect(
         tracer=Recorder() if trace else NULL,
         ending=ending,
     )
+    world.flight = _flight_recorder(setup, record)
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     tell_world(_log, world, nodes)
     _default = world
     return world
+
+
+def _flight_recorder(setup: Communicator, record: str | Path | None) -> FlightRecorder:
+    """The flight recorder of a new world, which writes to a folder of this job's. Collective."""
+    rank, size = setup.rank, setup.size
+    if size == 1:
+        return FlightRecorder()
+    job: str = setup.broadcast_object(time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}"), root=0)
+    given = record or os.environ.get("BAGUA_FLIGHT_FOLDER")
+    if given:
+        return FlightRecorder(rank, size, folder=Path(given) / job, job=job)
+    folder = default_folder()
+    if folder is not None and setup.local_rank == 0:
+        forget_old_jobs(folder)
+    return FlightRecorder(rank, size, folder=folder and folder / job, job=job)
 
 
 def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | None) -> None:
@@ -276,6 +303,7 @@ class _World(Communicator):
             tracer=comm.tracer,
             ending=self._ending,
         )
+        survivors.flight, survivors.group = comm.flight, comm.group
         if self._ending is not None and self in self._ending.worlds:
             self._ending.worlds.remove(self)
         if _default is self:
@@ -577,14 +605,30 @@ class _Ending:
             self._wait_for_turn()
             self._print_once(
                 f"{who} on {socket.gethostname()}: {type(error).__name__}: {error}\n{_where(trace)}"
-                "  (BAGUA_TRACEBACK=1 shows the traceback)"
+                f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
             )
             return
+        self._write_down(f"{type(error).__name__}: {error}")
         print(f"{who}:", file=sys.stderr, flush=True)
         show()
 
+    def _explanation(self, error: BaseException) -> str:
+        """What the ranks' records say of the error; nothing if it does not come from a call."""
+        if not isinstance(error, CommError):
+            self._write_down(f"{type(error).__name__}: {error}")
+            return ""
+        texts = [explain(world.flight, RECORDS_S) for world in self.worlds[-1:]]
+        return "".join(f"  {line}\n" for text in texts for line in text.splitlines())
+
+    def _write_down(self, reason: str) -> None:
+        """Write what this rank did last, which leaves because of an error that is none of a call's."""
+        for world in self.worlds[-1:]:
+            world.flight.write(left=reason)
+
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as if nobody had handled the signal, and its children with it."""
+        for world in self.worlds[-1:]:
+            world.flight.write()  # often mpirun has sent it, because another rank failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.
         if os.getpgrp() == self.process == os.getpid():
@@ -645,6 +689,8 @@ class _Ending:
         for transport in world.transports:
             orderly &= transport.leave()
         self._orderly = orderly
+        if not orderly:
+            world.flight.write(left="its program ended, or it closed its communicator")
 
     def _finalize_after_an_error(self) -> None:
         message = (

@@ -24,7 +24,9 @@ import numpy as np
 from . import arrays, refusals, trace
 from .agreement import compare_calls
 from .arrays import Array, as_array, check_reduction, returned
+from .bucket import Bucket
 from .errors import ArrayError, CommError, UnsupportedError
+from .flight import recorder as flight
 from .transports.base import Transport
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Call:
     __slots__ = (
         "_compared",
         "_outermost",
+        "_record",
         "_sent",
         "_shown",
         "_start",
@@ -166,19 +169,27 @@ class Call:
         return self
 
     def __enter__(self) -> Call:
-        comm = self.comm
+        comm, name, x = self.comm, self.name, self.x
         turn = comm.turn
-        self._outermost = turn.take(self.name, self.signature)
-        turn.calls += 1
+        self._outermost = turn.take(name, self.signature)
+        self._sent = self.transport.sent_bytes
+        self._start = start = time.perf_counter_ns()
+        number, collective = turn.count(name)
+        dtype = None if x is NOTHING else x.dtype
+        place, detail = comm.work.place, self.detail
+        self._record = record = [
+            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None, False, None
+        ]  # fmt: skip
+        comm.flight.ring.append(record)
         try:
             if comm.check and self._compared:
                 self.compare()
-            self._shown = trace.show(self.name, self.detail, self.x.nbytes) if trace.wanted() else None
-        except BaseException:
+                self._start = time.perf_counter_ns()
+            self._shown = trace.show(name, self.detail, x.nbytes) if trace.wanted() else None
+        except BaseException as exc:
             turn.end(self._outermost)
+            self._fail(exc)
             raise
-        self._sent = self.transport.sent_bytes
-        self._start = time.perf_counter_ns()
         return self
 
     def __exit__(
@@ -200,11 +211,24 @@ class Call:
         if error is None:
             comm.counters.by_operation[name].add(payload, wire, end - self._start)
             turn.last_call = name
-        elif isinstance(error, CommError) and error.args:
-            before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
-            error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+            self._record[flight.END] = end
+        else:
+            self._fail(error)
         if self._shown is not None:
             self._shown.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """The call ends with an error: have its message name the call, and write down what this rank did last."""
+        comm, turn = self.comm, self.comm.turn
+        self._record[flight.END] = time.perf_counter_ns()
+        self._record[flight.ERROR] = f"{type(error).__name__}: {error}"
+        if not isinstance(error, CommError) or not error.args:
+            return
+        before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
+        error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+        folder = comm.flight.failed(error)
+        if folder is not None:
+            error.args = (f"{error.args[0]}; for what all ranks did: python -m bagua_comm diagnose {folder}",)
 
     def compare(self) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""
@@ -222,6 +246,17 @@ class Call:
         return f"{self.name}({', '.join(parts)})"
 
 
+class Work:
+    """What the calls of a communicator are made for now, if an engine makes them."""
+
+    __slots__ = ("bucket", "place")
+
+    def __init__(self) -> None:
+        self.bucket: Bucket | None = None
+        self.place: tuple[int, int] | None = None
+        """The number of the bucket, and the training step."""
+
+
 class Turn:
     """Lets one thread at a time make calls on the transports of a communicator, and knows the latest call."""
 
@@ -233,7 +268,8 @@ class Turn:
         """The number of the thread that is in a call; 0 if there is none."""
         self._rank = transports[0].rank
         self.closed = False
-        self.calls = 0
+        self.calls = self.collectives = 0
+        """How many calls have begun, and how many of them were collective."""
         self.last_call = "none"
 
     @property
@@ -263,6 +299,14 @@ class Turn:
         for transport in self._transports:
             transport.begin_call(name, collective=collective, describe=compared)
         return True
+
+    def count(self, name: str) -> tuple[int, bool]:
+        """Count a call that begins: its number among the collective calls or the others, and which it is."""
+        self.calls += 1
+        if name in _POINT_TO_POINT:
+            return self.calls - self.collectives, False
+        self.collectives += 1
+        return self.collectives, True
 
     def end(self, outermost: bool) -> None:
         """End what `take` began."""

@@ -25,8 +25,22 @@ import numpy.typing as npt
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
 from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, contiguous, parts
-from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_mutable, check_writable, landing
-from .errors import ArrayError, CommMismatch, UnsupportedError
+from .bucket import Bucket
+from .call import (
+    NOTHING,
+    Call,
+    Turn,
+    Work,
+    as_argument,
+    carrier,
+    check_apart,
+    check_mutable,
+    check_writable,
+    landing,
+)
+from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
+from .flight import FlightRecorder
+from .flight.entries import WORLD
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .logs import tell
 from .topology import place
@@ -100,6 +114,11 @@ class Communicator:
         self.check = check
         self.tracer: trace.Tracer = tracer if tracer is not None else Recorder()
         self.counters = Counters()
+        self.flight = FlightRecorder(self.rank, self.size)
+        """What this communicator, and those made from it, did last."""
+        self.group = WORLD
+        """The name of this communicator in the flight recorder."""
+        self.work = Work()
         self.scratch = Scratch()
         self.settled: dict[Hashable, Any] = {}
         """What calls have prepared once, for later calls of the same kind."""
@@ -916,7 +935,7 @@ class Communicator:
         order = self.rank if key is None else key
         with Call.on_host(self, "split"):
             parts = [transport.split(int(color), int(order)) for transport in self.transports]
-        return self._derived(parts)
+        return self._derived(parts, f":{color}")
 
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
@@ -937,6 +956,7 @@ class Communicator:
             intra = self.split(self.node)
             inter = self.split(self.local_rank)
             intra.counters = inter.counters = self.counters
+            intra.work = inter.work = self.work
             self._nodes = Nodes(intra, inter)
         return self._nodes
 
@@ -974,17 +994,19 @@ class Communicator:
         if kind == "stream":
             if self.device is None or not any(transport.enqueues for transport in self.transports):
                 raise UnsupportedError('lane: kind is "stream", which needs a device and NCCL; use "thread"')
-            return StreamLane(self.dup())
-        comm = self.dup()
-        if all(transport.concurrent for transport in self.transports):
-            return ThreadLane(comm)
-        warnings.warn(
-            "MPI grants less than MPI_THREAD_MULTIPLE: lanes work on the caller's thread, and nothing "
-            "overlaps; see mpi4py.rc.thread_level",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return InlineLane(comm)
+            lane: Lane = StreamLane(self.dup())
+        elif all(transport.concurrent for transport in self.transports):
+            lane = ThreadLane(self.dup())
+        else:
+            warnings.warn(
+                "MPI grants less than MPI_THREAD_MULTIPLE: lanes work on the caller's thread, and nothing "
+                "overlaps; see mpi4py.rc.thread_level",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            lane = InlineLane(self.dup())
+        self.flight.lanes.add(lane)
+        return lane
 
     def check_consistency(self, x: AnyArray) -> None:
         """Raise on every rank unless all ranks hold the same bytes, shape and dtype in `x`.
@@ -1059,6 +1081,15 @@ class Communicator:
         for transport in self.transports:
             transport.abort(exit_code)
 
+    @contextmanager
+    def within(self, bucket: Bucket, step: int) -> Iterator[None]:
+        """In the body of `with`, calls are made for `bucket`, in training step `step`."""
+        self.work.bucket, self.work.place = bucket, (bucket.index, step)
+        try:
+            yield
+        finally:
+            self.work.bucket = self.work.place = None
+
     def number_of(self, kind: str) -> int:
         """The next number, from 1 on, of something that all ranks make in the same order: a layer, a call."""
         self._numbers[kind] += 1
@@ -1101,6 +1132,8 @@ class Communicator:
                 print(error.code, file=sys.stderr, flush=True)
                 error.code = 1  # it is printed
             self.abort(error.code)
+        if not isinstance(error, CommError):
+            self.flight.write(left=f"{type(error).__name__}: {error}")
         for transport in self.transports:
             transport.leave(f"{type(error).__name__}: {error}")
 
@@ -1183,18 +1216,25 @@ class Communicator:
         finally:
             self.turn.end(outermost)
 
-    def _derived(self, transports: Sequence[Transport]) -> Communicator:
-        """A communicator over transports split off from this one's, with its settings."""
+    def _derived(self, transports: Sequence[Transport], kind: str = "") -> Communicator:
+        """A communicator over transports split off from this one's, with its settings.
+
+        `kind` is the end of its name, which tells it from others that are split off at the same time.
+        """
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
         first.allgather(np.array([self.rank], np.int64), former)
-        return Communicator(
+        comm = Communicator(
             transports,
             nodes=[self._labels[rank] for rank in former[:, 0]],
             device=self.device,
             check=self.check,
             tracer=self.tracer,
         )
+        comm.flight, comm.group = self.flight, f"{self.group}.{self.number_of('group')}{kind}"
+        members = self.flight.groups[self.group]
+        comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
+        return comm
 
 
 MaybeMessage: TypeAlias = tuple[int | None, AnyArray]
