@@ -44,6 +44,7 @@ from .errors import (
     StoreError,
     UnsupportedError,
 )
+from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
 
@@ -60,6 +61,7 @@ __all__ = [
     "Bucket",
     "BucketSpec",
     "ByteGrad",
+    "CallView",
     "CheckpointError",
     "Checkpoints",
     "Codec",
@@ -76,10 +78,12 @@ __all__ = [
     "Float16",
     "GradientAllReduce",
     "Hierarchical",
+    "Hook",
     "Lane",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",
     "MinMaxUInt8",
+    "NanWatch",
     "Nodes",
     "Own",
     "Plan",

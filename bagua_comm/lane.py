@@ -102,19 +102,19 @@ class Lane(ABC):
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; returns its error, or None."""
-        limit_s = self._limit_s()
         while True:
-            calls = self.comm.counters.total().calls
+            limit_s, calls = self._limit_s(), self.comm.counters.total().calls
             try:
                 return future.exception(timeout=limit_s)
             except FutureTimeout as exc:
-                if self.comm.counters.total().calls == calls:
+                if self.comm.counters.total().calls == calls and self._limit_s() <= limit_s:
                     raise CommTimeout(
                         f"a task on this lane has run for more than {limit_s:g} s without ending a call"
                     ) from exc
 
     def _limit_s(self) -> float:
-        timeout_s: float = self.comm.timeout_s
+        limit_s: float | None = self.comm.turn.limit_s  # of the call in progress, if it has one of its own
+        timeout_s: float = self.comm.timeout_s if limit_s is None else max(limit_s, self.comm.timeout_s)
         return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:

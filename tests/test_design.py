@@ -25,7 +25,7 @@ LAYERS = [
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
     {"agreement", "objects"},
-    {"call", "comm", "lane"},
+    {"call", "comm", "hooks", "lane"},
     {"averages", "collectives"},
     {"algorithms", "bootstrap"},
     {"pace"},
