@@ -192,7 +192,10 @@ class Call:
         self._outermost = turn.take(name, self.signature, self.timeout_s)
         self._sent = self.transport.sent_bytes
         self._start = start = time.perf_counter_ns()
-        number, collective = turn.count(name)
+        turn.calls += 1
+        collective = name not in _POINT_TO_POINT
+        turn.collectives += collective
+        number = turn.collectives if collective else turn.calls - turn.collectives
         dtype = None if x is NOTHING else x.dtype
         place, detail = comm.work.place, self.detail
         self._record = record = [
@@ -358,14 +361,6 @@ class Turn:
         if timeout_s is not None:
             self._limit(timeout_s)
         return True
-
-    def count(self, name: str) -> tuple[int, bool]:
-        """Count a call that begins: its number among the collective calls or the others, and which it is."""
-        self.calls += 1
-        if name in _POINT_TO_POINT:
-            return self.calls - self.collectives, False
-        self.collectives += 1
-        return self.collectives, True
 
     def end(self, outermost: bool) -> None:
         """End what `take` began."""
