@@ -177,11 +177,13 @@ def connect(
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
     _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
+    job = ""
     ending: _Ending | None = None
     if transport is not None:
-        machines = Communicator([transport], tracer=NULL).allgather_object(this_host())
+        facts = Communicator([transport], tracer=NULL).allgather_object((this_host(), _new_job()))
+        machines, job = [machine for machine, _ in facts], facts[0][1]
     elif not alone and (comm is not None or _under_mpi()):
-        transport, machines, ending = _mpi_world(timeout_s, comm)
+        transport, machines, job, ending = _mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
     setup = Communicator([transport], nodes=machines, tracer=NULL)
@@ -195,7 +197,7 @@ def connect(
         tracer=Recorder() if trace else NULL,
         ending=ending,
     )
-    world.flight = _flight_recorder(setup, record)
+    world.flight = _flight_recorder(setup, job, record)
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     tell_world(_log, world, nodes)
@@ -203,12 +205,16 @@ def connect(
     return world
 
 
-def _flight_recorder(setup: Communicator, record: str | Path | None) -> FlightRecorder:
-    """The flight recorder of a new world, which writes to a folder of this job's. Collective."""
+def _new_job() -> str:
+    """A name for the job, if this is rank 0: by time, and so that no other job has it."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
+
+
+def _flight_recorder(setup: Communicator, job: str, record: str | Path | None) -> FlightRecorder:
+    """The flight recorder of a new world, which writes to a folder of this job's."""
     rank, size = setup.rank, setup.size
     if size == 1:
         return FlightRecorder()
-    job: str = setup.broadcast_object(time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}"), root=0)
     given = record or os.environ.get("BAGUA_FLIGHT_FOLDER")
     if given:
         return FlightRecorder(rank, size, folder=Path(given) / job, job=job)
@@ -355,8 +361,8 @@ def _own_variables() -> dict[str, str]:
     return launchers.own(os.environ, slurm_step())
 
 
-def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
-    """The world of the ranks of `comm`, or of all that were started. Collective."""
+def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], str, _Ending]:
+    """The world of the ranks of `comm`, or of all that were started, and the name of the job. Collective."""
     for name, value in MPI_SETTINGS.items():
         os.environ.setdefault(name, value)
     ending = _this_process()
@@ -388,14 +394,15 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
             (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
             here.Free()
             transport = MPITransport(duplicate, timeout_s=timeout_s)
-            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
+            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_job()))
     except CommTimeout:
         raise
     except (MPI.Exception, CommError) as exc:
         # With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it.
         raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
     # The label of a node is the number of its first rank.
-    return transport, hosts(*zip(*facts, strict=True)), ending
+    firsts, names, jobs = zip(*facts, strict=True)
+    return transport, hosts(firsts, names), jobs[0], ending
 
 
 def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:

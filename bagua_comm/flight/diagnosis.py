@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
-from .entries import Entry, RankRecord, read_folder
+from .entries import Entry, RankRecord, Signature, read_folder
 from .recorder import FlightRecorder
 
 Kind: TypeAlias = Literal[
@@ -200,48 +200,56 @@ class _Story:
     def _differ(self, group: str, number: int) -> Finding:
         """The story of the first difference."""
         calls = self._calls_at(group, number)
-        sides: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
+        sides: defaultdict[Signature, list[int]] = defaultdict(list)
+        kind: Kind
         for rank, entry in calls.items():
             sides[entry.signature].append(rank)
-        (usual, many), *others = sorted(sides.items(), key=lambda side: -len(side[1]))
-        odd = tuple(sorted(rank for _, ranks in others for rank in ranks))
-        expected, found = calls[many[0]], calls[odd[0]]
-        where = f"in collective call {_place(expected)}"
-        both = f"{where}, {_named(many)} called {expected.call}, but {_named(odd)} called {found.call}"
-        if len(many) == len(odd):
+        usual, *others = sorted(sides, key=lambda side: -len(sides[side]))
+        expected_here = self._expected(group, number)
+        if expected_here in others:  # the majority may be wrong
+            others = [usual, *(side for side in others if side != expected_here)]
+            usual = expected_here
+        many, some = sides[usual], sides[others[0]]
+        odd = tuple(sorted(rank for side in others for rank in sides[side]))
+        if len(many) == len(odd) and usual != expected_here:
             odd = tuple(sorted((*many, *odd)))  # nobody knows who is right
-        one = _named(sorted(others[0][1]))
-        then, before = self._next(many, group, number), self._next(others[0][1], group, number)
-        if then == found.signature and before == usual:
-            return Finding(
-                "swapped", odd, f"{both}: {one} makes these two calls in the other order", group, number
-            )
-        if then == found.signature or self._follows(found, expected, group, number):
-            return Finding("skipped", odd, f"{both}: {one} left out {expected.name}", group, number)
-        if before == usual or self._follows(expected, found, group, number):
-            text = f"{both}: {one} made one call too many, or {_named(many)} left it out"
-            return Finding("skipped", odd, text, group, number)
-        if found.name == expected.name:
-            return Finding("unlike", odd, f"{both}: {_unlike(expected, found)}", group, number)
-        return Finding("different", odd, f"{both}; look for a call that only some ranks make", group, number)
+        right, wrong = calls[many[0]], calls[some[0]]
+        one = _named(some)
+        text = f"in collective call {_place(right)}, {_named(many)} called {right.call}, "
+        text += f"but {one} called {wrong.call}"
+        then, late = self._next(many, group, number), self._next(some, group, number)
+        if then == others[0] and late == usual:
+            kind, text = "swapped", f"{text}: {one} made these two calls in the other order"
+        elif then == others[0] or self._usual_after(usual, group, number) == others[0]:
+            kind, text = "skipped", f"{text}: {one} left out {right.name}"
+        elif late == usual:
+            kind, text = "skipped", f"{text}: {one} made one call too many, or {_named(many)} left it out"
+        elif right.name == wrong.name:
+            kind, text = "unlike", f"{text}: {_unlike(right, wrong)}"
+        else:
+            kind, text = "different", f"{text}; look for a call that only some ranks make"
+        return Finding(kind, odd, text, group, number)
 
-    def _next(self, ranks: Sequence[int], group: str, number: int) -> tuple[object, ...] | None:
+    def _expected(self, group: str, number: int) -> Signature | None:
+        """What came in all earlier steps after a call like the one before `number`; None if that is not known."""
+        before = self._calls_at(group, number - 1)
+        last = next((entry.signature for entry in before.values()), None)
+        return None if last is None else self._usual_after(last, group, number)
+
+    def _usual_after(self, signature: Signature, group: str, until: int) -> Signature | None:
+        """What always came after such a call, among the calls before `until`; None if that is not known."""
+        after = {
+            each.calls[group][number + 1].signature
+            for each in self.ranks.values()
+            for number, entry in each.calls[group].items()
+            if number + 1 < until and entry.signature == signature and number + 1 in each.calls[group]
+        }
+        return after.pop() if len(after) == 1 else None
+
+    def _next(self, ranks: Sequence[int], group: str, number: int) -> Signature | None:
         """What these ranks called after call `number`, as far as one of them has recorded it."""
         found = (self.ranks[rank].calls[group].get(number + 1) for rank in ranks)
         return next((entry.signature for entry in found if entry is not None), None)
-
-    def _follows(self, later: Entry, earlier: Entry, group: str, until: int) -> bool:
-        """Whether, in the calls before `until`, one like `later` came after each like `earlier`."""
-        for each in self.ranks.values():
-            calls = each.calls[group]
-            after = [
-                calls[number + 1].signature
-                for number, entry in calls.items()
-                if number + 1 < until and entry.signature == earlier.signature and number + 1 in calls
-            ]
-            if after:
-                return all(signature == later.signature for signature in after)
-        return False
 
     # Ranks that are gone ----------------------------------------------------------------------------
 

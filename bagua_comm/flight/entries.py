@@ -22,6 +22,9 @@ State: TypeAlias = Literal["queued", "started", "enqueued", "ended", "failed"]
 """queued: it waits on a lane. started: the rank is in it. enqueued: the host has left it, and a device works on
 it. ended, failed: it is over."""
 
+Signature: TypeAlias = tuple[object, ...]
+"""What calls that belong together have in common."""
+
 _UNLIKE = frozenset({"gatherv", "scatterv", "alltoallv"})
 """Collective calls whose arrays differ among ranks."""
 
@@ -87,7 +90,7 @@ class Entry:
         return math.prod(self.shape)
 
     @property
-    def signature(self) -> tuple[object, ...]:
+    def signature(self) -> Signature:
         """What is the same on all ranks, if they make the same call."""
         array = (self.dtype, None if self.name in _UNLIKE else self.size) if self.dtype else ()
         return (self.name, *array, *(str(self.detail[key]) for key in _COMPARED if key in self.detail))
