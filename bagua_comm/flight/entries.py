@@ -155,7 +155,7 @@ class RankRecord:
 
     def to_json(self) -> str:
         """The content of the rank's file."""
-        parts = {key: [vars(each) for each in getattr(self, key)] for key in ("entries", "queued", "failures")}
+        parts = {key: [[*vars(each).values()] for each in getattr(self, key)] for key in _ROWS}
         return json.dumps({"version": VERSION, **vars(self), **parts}, default=str)
 
     @classmethod
@@ -170,17 +170,22 @@ class RankRecord:
             version = found.pop("version")
             if version != VERSION:
                 raise FlightError(f"the record has version {version}, expected {VERSION}")
-            for key in ("entries", "queued"):
-                found[key] = tuple(Entry(**{**each, "shape": tuple(each["shape"])}) for each in found[key])
-            found["failures"] = tuple(
-                Failure(**{**each, "ranks": tuple(each["ranks"])}) for each in found["failures"]
-            )
+            for key, kind in _ROWS.items():
+                found[key] = tuple(kind(*map(_frozen, row)) for row in found[key])
             found["groups"] = {name: tuple(ranks) for name, ranks in found["groups"].items()}
             return cls(**found)
         except FlightError:
             raise
         except Exception as exc:
             raise FlightError(f"this is not the record of a rank: {exc!r}") from exc
+
+
+_ROWS: dict[str, type[Entry | Failure]] = {"entries": Entry, "queued": Entry, "failures": Failure}
+"""The fields of a record that are lists of objects; in the file each object is the list of its values."""
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def file_name(rank: int) -> str:

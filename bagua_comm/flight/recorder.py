@@ -6,6 +6,7 @@ ring is written.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
@@ -143,7 +144,7 @@ class FlightRecorder:
             record[NUMBER],
             record[COLLECTIVE],
             record[NAME],
-            "" if record[DTYPE] is None else str(record[DTYPE]),
+            _dtype_name(record[DTYPE]),
             () if record[DTYPE] is None else tuple(record[SHAPE]),
             _told(record[DETAIL]),
             bucket,
@@ -153,6 +154,12 @@ class FlightRecorder:
             record[IN_FLIGHT],
             record[ERROR],
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _dtype_name(dtype: object) -> str:
+    """The name of a dtype, remembered, since NumPy makes it anew each time; "" for None."""
+    return "" if dtype is None else str(dtype)
 
 
 def _told(detail: Mapping[str, Any]) -> dict[str, Any]:

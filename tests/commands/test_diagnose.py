@@ -70,7 +70,7 @@ PROGRAM = """
     import numpy as np
     import bagua_comm
 
-    with bagua_comm.connect(timeout_s=2) as comm:
+    with bagua_comm.connect(timeout_s=60) as comm:
         small, large = np.ones(4, np.float32), np.ones(100_000, np.float32)
         for step in range(4):
             odd = step == 3 and comm.rank == 1
@@ -83,8 +83,8 @@ PROGRAM = """
             if odd and sys.argv[1] == "differs":
                 small = np.ones(5, np.float32)
             if not (odd and sys.argv[1] == "skips"):
-                comm.allreduce(small, out=small)
-            comm.allreduce(large, out=large, op="avg")
+                comm.allreduce(small, out=small, timeout_s=4)
+            comm.allreduce(large, out=large, op="avg", timeout_s=4)
 """
 
 STORIES = {
