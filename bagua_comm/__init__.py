@@ -44,6 +44,7 @@ from .errors import (
     StoreError,
     UnsupportedError,
 )
+from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
 from .reproducible import Reproducible, reproducible_allreduce
@@ -61,6 +62,7 @@ __all__ = [
     "Bucket",
     "BucketSpec",
     "ByteGrad",
+    "CallView",
     "CheckpointError",
     "Checkpoints",
     "Codec",
@@ -77,10 +79,12 @@ __all__ = [
     "Float16",
     "GradientAllReduce",
     "Hierarchical",
+    "Hook",
     "Lane",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",
     "MinMaxUInt8",
+    "NanWatch",
     "Nodes",
     "Own",
     "Plan",

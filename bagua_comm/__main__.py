@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import completion, doctor, info, run
+from .commands import completion, diagnose, doctor, info, run
 from .commands.base import CommandError, program_name
 from .errors import ArrayError
 from .planning import advise
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Any] = {
     "run": run,
     "doctor": doctor,
     "info": info,
+    "diagnose": diagnose,
     "advise": advise,
     "completion": completion,
 }

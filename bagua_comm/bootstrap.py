@@ -22,6 +22,7 @@ import importlib.util
 import io
 import logging
 import os
+import secrets
 import signal
 import site
 import socket
@@ -33,6 +34,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -41,6 +43,8 @@ from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .flight import explain
+from .flight.recorder import FlightRecorder, default_folder, forget_old_jobs
 from .job import Job
 from .logs import tell_world
 from .processes import mapped_files, slurm_step, this_host
@@ -72,6 +76,9 @@ TURN_S, LAST_TURN_S = 0.3, 3.0
 """Ranks that may have the same error report it in turn: each this much later than the one before it, and at most
 the second number later than rank 0."""
 
+RECORDS_S = 1.0
+"""How long the rank that reports an error waits, at most, for the other ranks to write what they did last."""
+
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
 
@@ -102,6 +109,7 @@ def connect(
     comm: MPI.Comm | None = None,
     transport: Transport | None = None,
     gpu: GPU = "auto",
+    record: str | Path | None = None,
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
@@ -151,6 +159,9 @@ def connect(
         gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
             a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
             memory): this one, or an error. "none": nothing, and CuPy is not imported.
+        record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
+            this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
+            else one of this user's under the folder of temporary files, on each host.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -168,14 +179,19 @@ def connect(
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
     _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
+    name = ""
     ending: _Ending | None = None
     if transport is not None:
-        machines = Communicator([transport], tracer=NULL).allgather_object(this_host())
+        facts = Communicator([transport], tracer=NULL).allgather_object((this_host(), _new_name()))
+        machines, name = [machine for machine, _ in facts], facts[0][1]
     elif not alone and (comm is not None or _under_mpi()):
-        transport, machines, ending = _mpi_world(timeout_s, comm)
+        transport, machines, name, ending = _mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
-    return open_world(transport, machines, ending=ending, node=node, gpu=gpu, check=check, trace=trace)
+    flight = _flight_recorder(transport, name, record)
+    return open_world(
+        transport, machines, ending=ending, node=node, gpu=gpu, check=check, trace=trace, flight=flight
+    )
 
 
 def open_world(
@@ -187,6 +203,7 @@ def open_world(
     gpu: GPU = "auto",
     check: bool = False,
     trace: bool = True,
+    flight: FlightRecorder | None = None,
 ) -> Communicator:
     """A communicator over `transport`, and over one for device arrays; it is the default until it is closed.
 
@@ -200,6 +217,7 @@ def open_world(
         gpu: What carries device arrays.
         check: Compare every call among the ranks.
         trace: Keep the latest spans.
+        flight: Its flight recorder; if None, a new one, which writes if the job has a name.
     """
     global _default
     setup = Communicator([transport], nodes=machines, tracer=NULL)
@@ -213,11 +231,31 @@ def open_world(
         tracer=Recorder() if trace else NULL,
         ending=ending,
     )
+    world.flight = flight or _flight_recorder(transport, job().name)
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     tell_world(_log, world, nodes)
     _default = world
     return world
+
+
+def _new_name() -> str:
+    """A name for the folder of this job's records, if this is rank 0; no other job has it."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
+
+
+def _flight_recorder(transport: Transport, job: str, record: str | Path | None = None) -> FlightRecorder:
+    """The flight recorder of a new world, which writes to a folder called `job`; nowhere without a name."""
+    rank, size = transport.rank, transport.size
+    if size == 1 or not job:
+        return FlightRecorder(rank, size)
+    given = record or os.environ.get("BAGUA_FLIGHT_FOLDER")
+    if given:
+        return FlightRecorder(rank, size, folder=Path(given) / job, job=job)
+    folder = default_folder()
+    if folder is not None:
+        forget_old_jobs(folder)
+    return FlightRecorder(rank, size, folder=folder and folder / job, job=job)
 
 
 def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | None) -> None:
@@ -314,6 +352,7 @@ class _World(Communicator):
             tracer=comm.tracer,
             ending=self._ending,
         )
+        survivors.flight, survivors.group = comm.flight, comm.group
         if self._ending is not None and self in self._ending.worlds:
             self._ending.worlds.remove(self)
         if _default is self:
@@ -365,8 +404,8 @@ def _own_variables() -> dict[str, str]:
     return launchers.own(os.environ, slurm_step())
 
 
-def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
-    """The world of the ranks of `comm`, or of all that were started. Collective."""
+def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], str, _Ending]:
+    """The world of the ranks of `comm`, or of all that were started, and the name of its records. Collective."""
     ending, roll = _start_mpi(timeout_s, comm)
     from mpi4py import MPI
 
@@ -379,13 +418,14 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
             (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
             here.Free()
             transport = MPITransport(duplicate, timeout_s=timeout_s)
-            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
+            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
     except CommTimeout:
         raise
     except (MPI.Exception, CommError) as exc:
         raise _lost_at_the_start(roll, exc) from exc
     # The label of a node is the number of its first rank.
-    return transport, hosts(*zip(*facts, strict=True)), ending
+    firsts, machines, names = zip(*facts, strict=True)
+    return transport, hosts(firsts, machines), names[0], ending
 
 
 def _lost_at_the_start(roll: Roll, error: Exception) -> RankFailed:
@@ -657,11 +697,25 @@ class _Ending:
             self._wait_for_turn()
             self._print_once(
                 f"{who} on {socket.gethostname()}: {type(error).__name__}: {error}\n{_where(trace)}"
-                "  (BAGUA_TRACEBACK=1 shows the traceback)"
+                f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
             )
             return
+        self._write_down(f"{type(error).__name__}: {error}")
         print(f"{who}:", file=sys.stderr, flush=True)
         show()
+
+    def _explanation(self, error: BaseException) -> str:
+        """What the ranks' records say of the error; nothing if it does not come from a call."""
+        if not isinstance(error, CommError):
+            self._write_down(f"{type(error).__name__}: {error}")
+            return ""
+        texts = [explain(world.flight, RECORDS_S) for world in self.worlds[-1:]]
+        return "".join(f"  {line}\n" for text in texts for line in text.splitlines())
+
+    def _write_down(self, reason: str) -> None:
+        """Write what this rank did last, which leaves because of an error that is none of a call's."""
+        for world in self.worlds[-1:]:
+            world.flight.write(left=reason)
 
     def _record_error(self, error: BaseException) -> None:
         chain: list[BaseException] = []
@@ -675,6 +729,8 @@ class _Ending:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as if nobody had handled the signal, and its children with it."""
+        for world in self.worlds[-1:]:
+            world.flight.write()  # often mpirun has sent it, because another rank failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.
         if os.getpgrp() == self.process == os.getpid():
@@ -745,6 +801,8 @@ class _Ending:
         for transport in world.transports:
             orderly &= transport.leave()
         self._orderly = orderly
+        if not orderly:
+            world.flight.write(left="its program ended, or it closed its communicator")
 
     def _finalize_after_an_error(self) -> None:
         message = (

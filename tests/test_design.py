@@ -19,14 +19,14 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "files", "former", "logs", "processes", "trace"},
+    {"errors", "files", "flight", "former", "logs", "processes", "trace"},
     {"arrays", "launchers", "refusals", "topology"},
     {"roll", "job"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
     {"agreement", "objects"},
-    {"call", "comm", "lane"},
+    {"call", "comm", "hooks", "lane"},
     {"reproducible"},
     {"averages", "collectives"},
     {"algorithms", "bootstrap"},

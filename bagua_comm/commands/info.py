@@ -20,6 +20,7 @@ SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
 
 VARIABLES = (
     "BAGUA_TRACEBACK",
+    "BAGUA_FLIGHT_FOLDER",
     "BAGUA_NVTX",
     "BAGUA_SPARES",
     "BAGUA_MIN_RANKS",

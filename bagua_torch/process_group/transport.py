@@ -358,7 +358,7 @@ class ProcessGroupTransport(Transport):
         if x is not out:
             out[...] = x
         options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
         self._wait(None, self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
         if op == "avg":
             kernels.host.divide(out, self.size)
@@ -434,7 +434,8 @@ class ProcessGroupTransport(Transport):
     def _wait(self, peer: int | None, work: Any) -> None:
         left_s = max(self.deadline_s() - time.monotonic(), 0.001)
         try:
-            work.wait(min(self._timeout, timedelta(seconds=left_s)))
+            wait = timedelta(seconds=left_s)
+            work.wait(min(self._timeout, wait) if self._leaving else wait)
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
 
@@ -446,7 +447,7 @@ class ProcessGroupTransport(Transport):
         if "pair closure" in reason:
             error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {who}")
         elif "timed out" in reason.lower() or "timeout" in reason.lower():
-            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for {who}")
+            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {who}")
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
             error = RankFailed(
                 f"rank {self.rank} lost {who}: it died, left, or gave up after an error of its own ({reason})",

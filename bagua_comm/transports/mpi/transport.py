@@ -741,7 +741,7 @@ class MPITransport(Transport):
         dead = self._failed()
         if dead:
             return self._rank_failed(dead)
-        began = f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
+        began = f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for its peers"
         if first is not None:
             began = (
                 f"rank {first} of {self.size} waited {self.timeout_s:g} s for its peers, rank {self.rank} with it"
