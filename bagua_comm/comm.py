@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,13 @@ class Nodes(NamedTuple):
 
     intra: Communicator
     inter: Communicator
+
+
+class Keeper(Protocol):
+    """What keeps engines."""
+
+    def adopt(self, engine: Any) -> None:
+        """Called with every new engine, when it is ready. Collective."""
 
 
 class Communicator:
@@ -101,6 +108,8 @@ class Communicator:
         self.tracer: trace.Tracer = tracer if tracer is not None else Recorder()
         self.counters = Counters()
         self.scratch = Scratch()
+        self.keeper: Keeper | None = None
+        """What keeps the engines that are made on this very communicator, as `elastic.run` does."""
         self.settled: dict[Hashable, Any] = {}
         """What calls have prepared once, for later calls of the same kind."""
         self._numbers: Counter[str] = Counter()

@@ -21,11 +21,12 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout, RankFailed
+from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .trace import Tracer
 
 if TYPE_CHECKING:
@@ -134,6 +135,23 @@ class Lane(ABC):
                 if self._side is not None:
                     self._side.free()
 
+    def give_up(self) -> None:
+        """Run nothing more, and wait for nobody: for a communicator that is broken.
+
+        The communicator is closed once the task under way has ended, which it does as soon as its calls fail.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._failure = self._failure or CommAborted("this lane was given up")
+        self._close_behind()
+        self._stop()
+
+    def _close_behind(self) -> None:
+        """Close the communicator when no task uses it any more."""
+        with suppress(BaguaError):
+            self.comm.close()
+
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
         """Free the thread, once it has run what was submitted."""
 
@@ -218,6 +236,9 @@ class ThreadLane(Lane):
         self._executor.submit(self._run_beside, self._side, beside, task, args, kwargs)
         self._remember(beside, (task, args, kwargs))
         return beside
+
+    def _close_behind(self) -> None:
+        self._executor.submit(super()._close_behind)
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)

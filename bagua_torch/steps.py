@@ -106,6 +106,7 @@ class TrainingSteps:
         """
         self.memory.provide({phase.payload for phase in phases_of(algorithm)})
         self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device)
+        self.engine.wrapper = weakref.ref(self)
         self.memory.commits = 0
 
     def switch(self, algorithm: Algorithm) -> None:
