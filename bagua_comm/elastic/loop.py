@@ -148,7 +148,7 @@ class _Loop:
         self._state, self._fleet = state, place.fleet
         self._min_ranks, self._regrow = min_ranks, regrow
         more = self._fleet.recruits_wait if regrow else None
-        self._session = Session(state, self._fleet.me, place.folder, more)
+        self._session = Session(state, self._fleet.me, self._fleet.folder, more)
         self._history: History = state.__dict__["_history"]
         self._members: tuple[Process, ...] = ()
         self._entered = 0

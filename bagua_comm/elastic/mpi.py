@@ -140,7 +140,9 @@ class MPIFleet(Fleet):
         self._crew.meetings += 1
         self._crew.dead = set(range(self._crew.size)) - set(cards)
         reasons = {process: why for card in cards.values() for process, why in card.killed}
-        dead = [Death(self._process(each), reasons.get(each, "died")) for each in sorted(self._crew.dead - before)]
+        dead = [
+            Death(self._process(each), reasons.get(each, "died")) for each in sorted(self._crew.dead - before)
+        ]
         return Meeting(self._crew.meetings, tuple(map(self._process, sorted(cards))), tuple(dead))
 
     def ask_to_meet(self) -> None:
@@ -236,7 +238,9 @@ class MPIFleet(Fleet):
         if alive is None:
             return None
         if self.me not in alive:
-            raise RankFailed(f"process {self.me}: the others have taken this process for dead, and go on without it")
+            raise RankFailed(
+                f"process {self.me}: the others have taken this process for dead, and go on without it"
+            )
         channel = self._crew.channel_of_round(self._round)
         patience_s = self._patience_s()
         control = ChannelTransport(self._crew, alive, channel, timeout_s=patience_s, with_window=False)
@@ -291,7 +295,9 @@ class MPIFleet(Fleet):
         while not done():
             self._keep_watch()
             if time.monotonic() - start_s > limit_s:
-                raise RankFailed(f"process {self.me}: the processes have come, but did not agree in {limit_s:.3g} s")
+                raise RankFailed(
+                    f"process {self.me}: the processes have come, but did not agree in {limit_s:.3g} s"
+                )
             time.sleep(NAP_S)
 
     def _patience_s(self) -> float:
@@ -359,7 +365,11 @@ class MPIFleet(Fleet):
         control = self._control
         if control is None:
             raise CommMismatch("connect: there was no meeting before")
-        if self.me not in members or len(set(members)) != len(members) or not set(members) <= set(control.members):
+        if (
+            self.me not in members
+            or len(set(members)) != len(members)
+            or not set(members) <= set(control.members)
+        ):
             raise CommMismatch(
                 f"connect: members are {members}, expected different ones of {control.members}, process {self.me} "
                 "among them"
@@ -385,7 +395,9 @@ class MPIFleet(Fleet):
         Raises:
             UnsupportedError: Always.
         """
-        raise UnsupportedError("this fleet cannot start processes; start spares with the job: bagua run --spares 1")
+        raise UnsupportedError(
+            "this fleet cannot start processes; start spares with the job: bagua run --spares 1"
+        )
 
     def recruits_wait(self) -> bool:
         """See `Fleet.recruits_wait`."""

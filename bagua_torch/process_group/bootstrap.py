@@ -132,7 +132,7 @@ def _init_process_group(timeout_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
     try:
-        store, rank, size = _rendezvous()
+        store, rank, size = rendezvous()
         # Under a new key: this group would be misled by what an earlier one has left in the store.
         place = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
         dist.init_process_group(
@@ -145,7 +145,7 @@ def _init_process_group(timeout_s: float) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _rendezvous() -> tuple[Any, int, int]:
+def rendezvous() -> tuple[Any, int, int]:
     """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
     from torch.distributed.rendezvous import rendezvous
 

@@ -22,10 +22,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from bagua_comm import (
     ArrayError,
+    BootstrapError,
     CommAborted,
     CommError,
     Communicator,
@@ -37,8 +39,9 @@ from bagua_comm.elastic.fleet import Death, Fleet, Meeting, Process
 from bagua_comm.processes import kill
 from bagua_comm.transports import Transport
 
-from . import transport
+from . import agent_folder, transport
 from .board import NAP_S, Board, Card, enter
+from .bootstrap import rendezvous
 
 LOOK_S = 0.05
 """How often each process looks in the store whether a meeting is called."""
@@ -52,6 +55,26 @@ SILENT_S = 6.0
 _log = logging.getLogger(__name__)
 
 
+def start_fleet(timeout_s: float) -> TorchrunFleet:
+    """The fleet of the processes that torchrun has started with this one. Collective.
+
+    If torchrun starts all processes again when one dies, they keep their copies where their successors find them.
+
+    Raises:
+        ArrayError: BAGUA_SPARES leaves nobody to train.
+        BootstrapError: The others do not come, or there is no folder for the copies.
+        RankFailed: The store of torchrun's agent cannot be reached.
+    """
+    try:
+        store, rank, size = rendezvous()
+    except (RuntimeError, ValueError) as exc:
+        raise BootstrapError(
+            f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
+        ) from exc
+    folder = agent_folder.provide() if bootstrap.torchrun_restarts() else None
+    return TorchrunFleet(store, rank, size, timeout_s=timeout_s, spares=bootstrap.spares(), folder=folder)
+
+
 class TorchrunFleet(Fleet):
     """The processes that torchrun has started, of which some may die.
 
@@ -63,6 +86,7 @@ class TorchrunFleet(Fleet):
         size: How many processes torchrun has started.
         timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers.
         spares: How many of the processes stand by at the start.
+        folder: Where copies outlive the processes; None if nobody would start these again.
 
     Raises:
         ArrayError: There are no more processes than spares.
@@ -70,10 +94,19 @@ class TorchrunFleet(Fleet):
         RankFailed: The store cannot be reached.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float, spares: int = 0) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        spares: int = 0,
+        folder: Path | None = None,
+    ) -> None:
         if not 0 <= spares < size:
             raise ArrayError(f"elastic.run: {spares} of {size} processes are spares, so that nobody would train")
-        self._store = store
+        self._store, self.folder = store, folder
         self.wanted, self.timeout_s = size - spares, timeout_s
         entry = enter(store, rank, size, timeout_s=timeout_s)
         self.me, self._cards, self._met = entry.number, entry.cards, entry.meetings
@@ -169,6 +202,8 @@ class TorchrunFleet(Fleet):
         with suppress(RankFailed):  # without the store nobody can ask
             self._board.put(f"dead/{self.me}", "has ended well")
             self._board.put("over")
+        if self.folder is not None:
+            agent_folder.remove_when_done(self.folder, self.me)
 
     # Communicators ----------------------------------------------------------------------------------
 
@@ -218,7 +253,9 @@ class TorchrunFleet(Fleet):
             gone = self._vigil.look(others, [self.me])
             if gone:
                 ranks = [members.index(each) for each in gone]
-                raise RankFailed(f"connect: {', '.join(map(str, map(self._process, gone)))} died meanwhile", ranks)
+                raise RankFailed(
+                    f"connect: {', '.join(map(str, map(self._process, gone)))} died meanwhile", ranks
+                )
             if self._called.is_set():
                 raise CommAborted("connect: another process calls a meeting")
             if time.monotonic() > until_s + LOOK_S:
