@@ -189,8 +189,8 @@ class Engine:
         """
         if self._in_step:
             raise ArrayError(
-                f"a training step is under way (step {self.step} of {self.algorithm}): its forward pass has begun, "
-                "and its gradients are not averaged yet; call it between two steps"
+                f"a training step is under way (step {self.step} of {self.algorithm}): its forward pass has "
+                "begun, and its gradients are not averaged yet; call it between two steps"
             )
         wrapper = self.wrapper()
         if wrapper is not None:

@@ -23,11 +23,11 @@ from ..errors import (
     shown,
 )
 from ..logs import tell
+from . import start
 from .changes import Change, History, names_of
 from .copies import Held
 from .fleet import Death, Fleet, Meeting, Process
 from .members import choose
-from .places import Here, here
 from .restoring import newest
 from .session import FIRST, Session
 from .state import State
@@ -71,7 +71,12 @@ class _Outcome(NamedTuple):
 
 
 def run(
-    state: State, *, min_ranks: int = 1, regrow: bool = False, fleet: Fleet | None = None
+    state: State,
+    *,
+    min_ranks: int = 1,
+    regrow: bool = False,
+    timeout_s: float = bootstrap.TIMEOUT_S,
+    fleet: Fleet | None = None,
 ) -> Callable[[Callable[[Communicator], T]], T | None]:
     """Train with the ranks that there are, and go on with those that are left when some die.
 
@@ -93,6 +98,8 @@ def run(
         state: What is brought back.
         min_ranks: With fewer ranks than this training ends, with `RankFailed` on all that are left.
         regrow: Start processes in the place of those that died, and let them in at a later commit.
+        timeout_s: How long a call may wait for its peers, and how long a process that is needed may stay away
+            before it is taken for dead, in seconds.
         fleet: The processes; by default those that were started with this one.
 
     Returns:
@@ -119,8 +126,8 @@ def run(
                 "elastic.run: a communicator is open already, which cannot go on when a rank dies; close it, and "
                 "call nothing collective before elastic.run: it connects"
             )
-        place = here() if fleet is None else Here(fleet)
-        result: T | None = _Loop(state, place, min_ranks, regrow).run(train)
+        processes = start.start(timeout_s) if fleet is None else fleet
+        result: T | None = _Loop(state, processes, min_ranks, regrow).run(train)
         return result
 
     return decorator
@@ -144,8 +151,8 @@ class _Failure:
 
 
 class _Loop:
-    def __init__(self, state: State, place: Here, min_ranks: int, regrow: bool) -> None:
-        self._state, self._fleet = state, place.fleet
+    def __init__(self, state: State, fleet: Fleet, min_ranks: int, regrow: bool) -> None:
+        self._state, self._fleet = state, fleet
         self._min_ranks, self._regrow = min_ranks, regrow
         more = self._fleet.recruits_wait if regrow else None
         self._session = Session(state, self._fleet.me, self._fleet.folder, more)

@@ -1,13 +1,13 @@
-"""Where the copies of a commit lie: memory that is written again and again, and that can tell whether it is whole.
+"""Where the copies of a commit lie: memory that is written again and again, and can tell whether it is whole.
 
-A slot is one stretch of memory, of this process, or of a file in a folder in memory (/dev/shm), which outlives it:
+A slot is one stretch of memory, of this process, or of a file in a folder in memory (/dev/shm) that outlives it:
 
     head      64 bytes: a magic number, the mark, the version, the sizes and the checksum of what follows
     data      arrays back to back, each aligned to 64 bytes
     header    JSON: what the arrays are
 
-The mark says how far writing came. It goes back to WRITING before the first byte changes, and to PREPARED after the
-last one; COMMITTED says that all ranks have prepared theirs. A process that dies in the middle leaves WRITING.
+The mark says how far writing came. It goes back to WRITING before the first byte changes, and to PREPARED after
+the last one; COMMITTED says that all ranks have prepared theirs. A process that dies in the middle leaves WRITING.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _extend(path: Path, size: int) -> None:
 
 def _mapped(path: Path, size: int) -> npt.NDArray[np.uint8]:
     with open(path, "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        memory: npt.NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        return memory
 
 
 # Arrays in it ----------------------------------------------------------------------------------------------
@@ -200,10 +201,10 @@ def copy_into(out: npt.NDArray[Any], x: Array) -> int:
 
 
 def checksum(x: npt.NDArray[Any]) -> int:
-    """A checksum of 64 bits of a contiguous array's bytes: s <- f s + sum_i w_i x_i, over blocks of 64-bit words.
+    """A checksum of 64 bits of a contiguous array: s <- f s + sum_i w_i x_i, over blocks of 64-bit words.
 
-    The odd weights w tell places apart, so that exchanged values are found as well as changed ones. It is no match
-    for somebody who means harm.
+    The odd weights w tell places apart, so that exchanged values are found as well as changed ones. It is no
+    match for somebody who means harm.
     """
     flat = x.reshape(-1).view(np.uint8)
     total = 0

@@ -39,10 +39,10 @@ class State:
     value. All ranks give the same names.
 
     At the start all ranks get rank 0's. After a change of the ranks, all get what the last commit kept. What
-    differs between ranks at a commit, marked or not, is a copy of which another rank keeps, its buddy. If as many
-    ranks train as before, a process that takes a place takes over what was the own of that rank. On another number
-    of ranks, what is in `Own(...)` comes by its rule; of what differs without being marked, arrays of floats
-    become the mean of all ranks', and everything else is rank 0's.
+    differs between ranks at a commit, marked or not, is copied to another rank as well, the buddy. If as many
+    ranks train as before, a process that takes a place takes over what was the own of that rank. On another
+    number of ranks, what is in `Own(...)` comes by its rule; of what differs without being marked, arrays of
+    floats become the mean of all ranks', and everything else is rank 0's.
 
     The engine of an algorithm, and so `bagua_torch.DistributedDataParallel`, needs no line here: one that is made
     in the function that `elastic.run` calls is kept with the state.

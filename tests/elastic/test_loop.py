@@ -91,7 +91,7 @@ def test_an_error_of_the_program_passes_untouched():
 
 
 def test_what_is_no_state_is_refused():
-    with pytest.raises(ArrayError, match="state is {'step': 0}, expected an elastic.State"):
+    with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
         run({"step": 0})
 
 
