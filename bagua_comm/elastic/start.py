@@ -37,8 +37,8 @@ def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
     if bootstrap.under_torchrun():
         if _under_torchrun is None:
             raise BootstrapError(
-                "elastic.run: torchrun started this process, and bagua_torch knows how its processes find each other; "
-                "import bagua_torch first"
+                "elastic.run: torchrun started this process, and only bagua_torch knows how its processes find "
+                "each other; import bagua_torch before"
             )
         return _under_torchrun(timeout_s)
     if not bootstrap.starts_a_fleet():

@@ -1,8 +1,8 @@
 """Where the processes of a torchrun agent keep what their successors need, in the memory of the host.
 
-Torchrun's agent lives on when it ends its processes and starts them again. So the folder has the agent's name: its
-number, when it was started, and among which processes these mean something (a container counts its own). When the
-agent is gone the folder is stale, and whoever comes next on this host removes it.
+Torchrun's agent lives on when it ends its processes and starts them again. So the name of the folder tells of
+the agent: its number, when it was started, and in which namespace (a container has one) these mean something.
+When the agent is gone the folder is stale, and whoever comes next on this host removes it.
 """
 
 from __future__ import annotations
@@ -82,4 +82,3 @@ def _namespace() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-

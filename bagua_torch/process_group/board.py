@@ -1,13 +1,13 @@
 """What the processes of a fleet write into torchrun's store for each other, and how a fleet begins.
 
-The store outlives processes, and torchrun may start them again with the same ranks, not all of them equally often.
+The store outlives processes, and torchrun may start them again with the same ranks, some more often than others.
 So no number that a process counts or is told makes a key new. Every process writes a greeting with a word of its
-own. Rank 0 proposes a fleet of the greetings that it finds, under a key that nobody used before; who finds its own
-word in the proposal confirms it; when all have, it is the fleet. A greeting of a process that has died is never
-confirmed, and is overwritten by the process that takes its rank.
+own. Rank 0 proposes a fleet of the greetings that it finds, under a key that nobody used before; who finds its
+own word in the proposal confirms it; when all have, it is the fleet. A greeting of a process that has died is
+never confirmed, and is overwritten by the process that takes its rank.
 
-A process that torchrun has started again alone finds the fleet of the others alive. It then registers there as well,
-and is let in at one of their meetings.
+A process that torchrun has started again alone finds that the fleet of the others lives. It then registers
+there, too, and is let in at one of their meetings.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Board:
         except RuntimeError as exc:
             where = f" at {self.store.host}:{self.store.port}" if hasattr(self.store, "port") else ""
             raise RankFailed(
-                f"the store{where}, through which the processes of this job find each other, is gone: torchrun's agent "
-                "that serves it has ended, or its host. Without it the job cannot go on after a death; start it with "
-                f"--max-restarts, so that torchrun starts all processes again ({str(exc).splitlines()[0]})"
+                f"the store{where}, in which the processes of this job find each other, is gone: torchrun's "
+                "agent that serves it has ended, or its host. Without it the job cannot go on after a death; start it "
+                f"with --max-restarts, so that torchrun starts all processes again ({str(exc).splitlines()[0]})"
             ) from exc
 
 

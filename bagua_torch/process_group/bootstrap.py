@@ -70,9 +70,14 @@ def connect(
     comm = bagua_comm.connect(
         timeout_s=timeout_s, check=check, trace=trace, node=node, alone=alone, transport=transport, gpu=gpu
     )
+    use_device(comm)
+    return comm
+
+
+def use_device(comm: Communicator) -> None:
+    """Make this rank's device, if it has one, PyTorch's current one."""
     if comm.device is not None and torch.cuda.is_available():
         torch.cuda.set_device(comm.device)
-    return comm
 
 
 def default() -> Communicator:

@@ -1,7 +1,7 @@
 """A fleet over torch.distributed: processes that find each other through torchrun's store.
 
-No process of gloo's outlives a death, and gloo cannot leave a process out. So the living meet in the store, and open
-new connections among themselves, under a key that nobody used before. A meeting is four kinds of keys:
+Gloo cannot leave a process out of those that it connects. So after a death the living meet in the store, and
+open new connections among themselves, under a key that nobody used before. A meeting is four kinds of keys:
 
     call/m      somebody wants meeting m; every process looks for this key, and gives its communicators up
     here/m/i    process i has come
@@ -9,7 +9,7 @@ new connections among themselves, under a key that nobody used before. A meeting
                 it did not come in time; if its whole host is silent, any process says so
     result/m    who lives and who has died: whoever first finds that nobody is missing writes it, once and for all
 
-The store is served by torchrun's agent on the first node. When that is gone, a meeting fails with an error that says
+Torchrun's agent on the first node serves the store. When that is gone, a meeting fails with an error that says
 so; what trains meanwhile goes on.
 """
 
@@ -19,17 +19,19 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, TimeoutError  # noqa: A004 - another one until Python 3.11
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bagua_comm import (
     ArrayError,
     BootstrapError,
     CommAborted,
     CommError,
+    CommTimeout,
     Communicator,
     RankFailed,
     UnsupportedError,
@@ -41,7 +43,9 @@ from bagua_comm.transports import Transport
 
 from . import agent_folder, transport
 from .board import NAP_S, Board, Card, enter
-from .bootstrap import rendezvous
+from .bootstrap import rendezvous, use_device
+
+T = TypeVar("T")
 
 LOOK_S = 0.05
 """How often each process looks in the store whether a meeting is called."""
@@ -50,7 +54,7 @@ BEAT_S = 1.0
 """How often it writes there that it lives."""
 
 SILENT_S = 6.0
-"""How long a host of which nobody has come to a meeting may be silent before its processes are counted as dead."""
+"""How long the processes of a host may be silent, when all are missed, before they are counted as dead."""
 
 _log = logging.getLogger(__name__)
 
@@ -189,11 +193,14 @@ class TorchrunFleet(Fleet):
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`."""
         others = [each for each in self._alive if each != self.me]
+        look_s = 0.0
         while not self._called.wait(LOOK_S):
             if self._board.has("over"):
                 return False
-            if self._vigil.look(others, [self.me]):
-                return True
+            if time.monotonic() >= look_s:
+                look_s = time.monotonic() + BEAT_S
+                if self._vigil.look(others, [self.me], silent_s=self.timeout_s):
+                    return True
         return True
 
     def end(self) -> None:
@@ -212,59 +219,53 @@ class TorchrunFleet(Fleet):
         numbers = tuple(members)
         if len(set(numbers)) < len(numbers) or self.me not in numbers or not set(numbers) <= set(self._alive):
             raise ArrayError(
-                f"connect: members are {list(numbers)}, expected different ones of {self._alive}, process {self.me} "
-                "among them"
+                f"connect: members are {list(numbers)}, expected different ones of {self._alive}, and process "
+                f"{self.me} among them"
             )
         self._connected[numbers] += 1
         names = ",".join(map(str, numbers))
         key = f"{self._board.root}/connect/{self._met}/{names}/{self._connected[numbers]}"
         meeting = transport.Meeting(self._store, key, numbers.index(self.me), len(numbers))
-        opened = self._open(numbers, meeting)
+        opened = transport.ProcessGroupTransport(
+            timeout_s=self.timeout_s, meeting=meeting, guard=lambda call: self._guarded(numbers, call)
+        )
         with self._lock:
             self._transports.append(opened)
         comm = bootstrap.open_world(opened, [self._cards[each].host for each in numbers])
+        use_device(comm)
         with self._lock:
             self._transports += comm.transports[1:]
         if self._called.is_set():
-            self._abort(self._transports)
+            self._abort(comm.transports)
         return comm
 
-    def _open(self, members: Sequence[int], meeting: transport.Meeting) -> Transport:
-        """A transport over these processes; an error as soon as one of them is gone, or calls a meeting.
+    def _guarded(self, members: Sequence[int], call: Callable[[], T]) -> T:
+        """The result of a call that connects processes; an error once one is gone, or a meeting is called.
 
-        Gloo waits for a process that never comes as long as for one that is late, and cannot be interrupted. So a
-        thread waits for gloo, and is left alone where this process can do better.
+        Gloo waits for a process that never comes as long as for one that is late, and cannot be interrupted. So
+        a thread waits for gloo, and is left alone where this process can do better.
         """
-        outcome: list[Transport | CommError] = []
-        done = threading.Event()
+        future: Future[T] = Future()
 
         def work() -> None:
             try:
-                outcome.append(transport.ProcessGroupTransport(timeout_s=self.timeout_s, meeting=meeting))
-            except CommError as exc:
-                outcome.append(exc)
-            finally:
-                done.set()
+                future.set_result(call())
+            except BaseException as exc:
+                future.set_exception(exc)
 
         threading.Thread(target=work, name="bagua-connect", daemon=True).start()
         others = [each for each in members if each != self.me]
-        until_s = time.monotonic() + self.timeout_s
-        while not done.wait(LOOK_S):
-            gone = self._vigil.look(others, [self.me])
-            if gone:
-                ranks = [members.index(each) for each in gone]
-                raise RankFailed(
-                    f"connect: {', '.join(map(str, map(self._process, gone)))} died meanwhile", ranks
-                )
+        until_s = time.monotonic() + self.timeout_s + LOOK_S
+        while True:
+            with suppress(TimeoutError):
+                return future.result(timeout=LOOK_S)
+            if gone := self._vigil.look(others, [self.me]):
+                names = ", ".join(str(self._process(each)) for each in gone)
+                raise RankFailed(f"connect: {names} died meanwhile", [members.index(each) for each in gone])
             if self._called.is_set():
                 raise CommAborted("connect: another process calls a meeting")
-            if time.monotonic() > until_s + LOOK_S:
-                raise CommAborted(f"connect: gloo has connected nobody for {self.timeout_s:g} s")
-        if not outcome:
-            raise CommAborted("connect: gloo failed")
-        if isinstance(outcome[0], CommError):
-            raise outcome[0]
-        return outcome[0]
+            if time.monotonic() > until_s:
+                raise CommTimeout(f"connect: process {self.me} waited {self.timeout_s:g} s for the others")
 
     def _give_up(self, number: int) -> None:
         """Give up what is under way in all communicators, before meeting `number`."""
@@ -310,8 +311,8 @@ class TorchrunFleet(Fleet):
             UnsupportedError: Always.
         """
         raise UnsupportedError(
-            "regrow: only torchrun starts processes here; give it --max-restarts, and leave regrow out, or start the "
-            "program by `python -m bagua_comm run`"
+            "regrow: only torchrun starts processes here; give it --max-restarts, and leave regrow out, or start "
+            "the program by `python -m bagua_comm run`"
         )
 
 
@@ -327,12 +328,13 @@ class _Vigil:
         """Count silence from now on."""
         self._beats.clear()
 
-    def look(self, suspects: Iterable[int], here: Sequence[int]) -> list[int]:
+    def look(self, suspects: Iterable[int], here: Sequence[int], silent_s: float = SILENT_S) -> list[int]:
         """Which of these are gone.
 
         Args:
             suspects: Processes.
             here: Those that are known to live. One on the host of a suspect knows best.
+            silent_s: How long a process may be silent if none is known to live on its host.
         """
         gone = []
         for each in suspects:
@@ -341,8 +343,8 @@ class _Vigil:
             elif any(self._cards[other].host == self._cards[each].host for other in here):
                 why = self._board.get(f"dead/{each}")
             else:
-                silent_s = self._silent_s(each)
-                why = f"was not heard of for {silent_s:.0f} s" if silent_s > SILENT_S else None
+                so_far_s = self._silent_s(each)
+                why = f"was not heard of for {so_far_s:.0f} s" if so_far_s > silent_s else None
             if why is not None:
                 self._board.settle(f"dead/{each}", why)
                 gone.append(each)
