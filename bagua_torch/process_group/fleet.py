@@ -268,9 +268,10 @@ class TorchrunFleet(Fleet):
                 raise CommTimeout(f"connect: process {self.me} waited {self.timeout_s:g} s for the others")
 
     def _give_up(self, number: int) -> None:
-        """Give up what is under way in all communicators, before meeting `number`."""
+        """Give up what is under way in all communicators, before meeting `number`, if that is the next one."""
         with self._lock:
             if self._met + 1 == number:
+                self._called.set()
                 given_up, self._transports = self._transports, []
                 self._abort(given_up)
 
@@ -290,7 +291,6 @@ class TorchrunFleet(Fleet):
             while not self._ended.wait(LOOK_S):
                 number = self._met + 1
                 if not self._called.is_set() and board.has(f"call/{number}"):
-                    self._called.set()
                     self._give_up(number)
                 if time.monotonic() >= beat_s:
                     beat_s = time.monotonic() + BEAT_S
