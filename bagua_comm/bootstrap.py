@@ -41,8 +41,9 @@ from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .job import Job
 from .logs import tell_world
-from .processes import slurm_step, this_host
+from .processes import mapped_files, slurm_step, this_host
 from .roll import LOOK_S, Limit, Roll, Wait
 from .topology import hosts
 from .trace import NULL, Recorder, listen
@@ -262,6 +263,15 @@ def current() -> Communicator | None:
     return _default
 
 
+def job() -> Job:
+    """The job that this process belongs to, as its environment variables tell; see `job.Job`.
+
+    Raises:
+        BootstrapError: One of the variables holds no number.
+    """
+    return Job.of(os.environ)
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)
@@ -416,17 +426,6 @@ def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
             raise _lost_at_the_start(roll, exc) from exc
 
 
-def spares() -> int:
-    """How many of the processes of this job stand by, as BAGUA_SPARES says.
-
-    Raises:
-        BootstrapError: It is not a number.
-    """
-    if "BAGUA_SPARES" not in os.environ:
-        return 0
-    return launchers.checked_number(os.environ, "BAGUA_SPARES", "a number from 0 on", 0)
-
-
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
     """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
     for name, value in MPI_SETTINGS.items():
@@ -536,6 +535,8 @@ class _Ending:
         self.process = os.getpid()
         self.worlds: list[_World] = []
         """The open ones."""
+        self._job = job()
+        self._rank = 0
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
         self._roll = Roll(_own_variables())
@@ -571,6 +572,11 @@ class _Ending:
             with self.limit(Wait(roll, timeout_s)):
                 library = _initialize(MPI)
             self._library = library if ours else None
+        if not self._hooked_in:
+            self._job.prepare()
+            self._rank = MPI.COMM_WORLD.Get_rank()
+            shared = mapped_files("/dev/shm/") if self._job.folder is not None else []
+            self._job.record("start", rank=self._rank, size=MPI.COMM_WORLD.Get_size(), shared=shared)
         self._hook_in()
 
     def limit(self, wait: Wait) -> Limit:
@@ -655,7 +661,8 @@ class _Ending:
     def _report(
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
-        """Print an error of this library briefly and once; print any other by `show`."""
+        """Record an error. Print one of this library briefly and once, and any other by `show`."""
+        self._record_error(error)
         who = self._name()
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self._wait_for_turn()
@@ -666,6 +673,16 @@ class _Ending:
             return
         print(f"{who}:", file=sys.stderr, flush=True)
         show()
+
+    def _record_error(self, error: BaseException) -> None:
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            chain.append(each)
+            each = each.__cause__ or each.__context__
+        due_to_others = any(isinstance(each, CommError) for each in chain)
+        facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
+        self._job.record("error", rank=self._rank, **facts)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as if nobody had handled the signal, and its children with it."""
@@ -684,10 +701,17 @@ class _Ending:
 
     def _on_exit(self) -> None:
         """Leave the worlds that are open, and end MPI if it is ours."""
-        if os.getpid() != self.process or self._mpi.Is_finalized():
+        if os.getpid() != self.process:
             return
         error = _last_error()
-        if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
+        failed = error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception
+        if error is not None and failed:
+            self._record_error(error)
+        else:
+            self._job.record("exit", rank=self._rank)
+        if self._mpi.Is_finalized():
+            return
+        if error is not None and failed:
             # Another hook has printed it without calling ours.
             print(
                 f"{self._name()} ended with {type(error).__name__}, and all ranks with it",
@@ -708,8 +732,11 @@ class _Ending:
             )
             self._end_all(1)
         self._forget_sigterm()  # Python calls no signal handler while MPI ends
-        if self._library is None or _has_ulfm():
-            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not require it.
+        if _has_ulfm():
+            # Once a rank has died, MPI_Finalize may hang, and so may the destructors of MPI. mpirun requires neither.
+            _end_without_destructors()
+            return
+        if self._library is None:
             return
         if self._orderly:
             self._library.MPI_Finalize()
@@ -763,6 +790,14 @@ def _has_ulfm() -> bool:
     """Whether mpirun was told --with-ft ulfm."""
     setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower()  # noqa: SIM112 - as Open MPI writes it
     return setting not in ("", "0", "f", "false", "disabled", "no", "n")
+
+
+def _end_without_destructors() -> None:
+    """Have the process end as soon as Python has, with its exit code: no library's destructors run."""
+    with suppress(AttributeError, OSError):  # not every C library has on_exit
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)
+        library.fflush(None)
 
 
 def _last_error() -> BaseException | None:

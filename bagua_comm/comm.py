@@ -51,6 +51,9 @@ class Keeper(Protocol):
     def adopt(self, engine: Any) -> None:
         """Called with every new engine, when it is ready. Collective."""
 
+    def keeps(self, *things: object) -> bool:
+        """Whether it has brought these objects to all ranks before it was set."""
+
 
 class Communicator:
     """A group of `size` ranks that call collectives together; this is `rank` of them.

@@ -40,6 +40,18 @@ def state_of(process: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
 
 
+def mapped_files(folder: str) -> list[str]:
+    """The files in a folder that this process has mapped into its memory, as it does to share memory.
+
+    >>> mapped_files("/no/such/folder/")
+    []
+    """
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sorted({line[line.index(folder) :] for line in lines if folder in line})
+    return []
+
+
 def start_of(process: int) -> int:
     """When a process of this host was started, in clock ticks of Linux; 0 if it has ended, or that is unknown.
 

@@ -108,7 +108,8 @@ class DistributedDataParallel(nn.Module):
             nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
             own has, are ignored as well, and all of a part of the module whose `stays_on_rank` is True, as the
             experts of a `bagua_torch.moe.MoE`. An optimizer may step them too.
-        init_sync: If False, copy nothing on construction: the ranks have the same weights already.
+        init_sync: If False, copy nothing on construction: the ranks have the same weights already. Nothing is
+            copied under `elastic.run` either, if its state has the module and the optimizers.
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
         forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
@@ -175,7 +176,8 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
         end_older(module, self.comm)
-        if init_sync:
+        keeper = self.comm.keeper
+        if init_sync and (keeper is None or not keeper.keeps(module, *self.optimizers)):
             self._contents.copy_all(self.comm, self.optimizers)
         if tuner is not None:
             best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)

@@ -20,7 +20,7 @@ FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rg
 LAYERS = [
     {"errors", "files", "former", "logs", "processes", "trace"},
     {"arrays", "launchers", "refusals", "topology"},
-    {"roll"},
+    {"roll", "job"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},

@@ -8,7 +8,7 @@
         state.commit()
 
 fleet        the processes of a job: who lives, how they meet, how they become a communicator
-places       which fleet this process belongs to
+start        which fleet this process belongs to
 loop         meet, agree on who trains, bring the state back, train
 members      who trains in which place, and who keeps whose copy
 state        what users hold; parts, what they put in

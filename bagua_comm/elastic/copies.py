@@ -235,7 +235,12 @@ _NAME = re.compile(r"slot-(\d+)-[ab]-(own|for-\d+)")
 
 
 def left_in(folder: Path, besides: int) -> list[Copy]:
-    """The copies in a folder that processes which are gone have left; `besides` is the number of this one."""
+    """The copies in a folder that other processes have written, also those that are gone.
+
+    Args:
+        folder: Where the slots of the processes of this host lie.
+        besides: The number of this process, whose slots are left out.
+    """
     found = []
     for path in sorted(folder.glob("slot-*")):
         name = _NAME.fullmatch(path.name)

@@ -61,7 +61,7 @@ class Fleet(ABC):
     timeout_s: float
     """How long a process may stay away from a meeting before it is fenced: killed, and counted as dead."""
     folder: Path | None = None
-    """Where copies lie that outlive the processes, on each host; None if nobody would start them again."""
+    """Where copies lie that outlive the processes, on each host, if the job has no folder; None for nowhere."""
 
     @abstractmethod
     def meet(self, cause: CommError | None = None) -> Meeting:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from .. import bootstrap
@@ -96,7 +96,8 @@ def run(
 
     Args:
         state: What is brought back.
-        min_ranks: With fewer ranks than this training ends, with `RankFailed` on all that are left.
+        min_ranks: With fewer ranks than this training ends, with `RankFailed` on all that are left. The larger
+            one of this and `bagua run --min-ranks` counts.
         regrow: Start processes in the place of those that died, and let them in at a later commit.
         timeout_s: How long a call may wait for its peers, and how long a process that is needed may stay away
             before it is taken for dead, in seconds.
@@ -153,9 +154,12 @@ class _Failure:
 class _Loop:
     def __init__(self, state: State, fleet: Fleet, min_ranks: int, regrow: bool) -> None:
         self._state, self._fleet = state, fleet
-        self._min_ranks, self._regrow = min_ranks, regrow
+        self._regrow = regrow
         more = self._fleet.recruits_wait if regrow else None
-        self._session = Session(state, self._fleet.me, self._fleet.folder, more)
+        job = bootstrap.job()
+        self._job = replace(job, folder=job.folder or fleet.folder)
+        self._min_ranks = max(min_ranks, job.min_ranks or 1)
+        self._session = Session(state, fleet.me, self._job, more)
         self._history: History = state.__dict__["_history"]
         self._members: tuple[Process, ...] = ()
         self._entered = 0
@@ -224,6 +228,8 @@ class _Loop:
         except CommError as exc:
             raise _GivenUpError(exc) from exc
         self._dead += meeting.dead
+        for death in meeting.dead:
+            self._job.record("death", dead=asdict(death.process), reason=death.reason, meeting=meeting.number)
         return meeting
 
     def _choose(self, meeting: Meeting, known: Report) -> tuple[Process, ...]:
@@ -316,6 +322,7 @@ class _Loop:
             raise
         self._finished = True
         comm.barrier()  # until all have returned, any of them may be needed again
+        self._job.record("trained")
         self._session.note_recovery()
         with suppress(CommError):
             comm.close()
@@ -326,7 +333,9 @@ class _Loop:
 def _without_frames(exc: CommError) -> CommError:
     """The error without the frames that it came through: they hold what training has made."""
     error: BaseException | None = exc
-    while error is not None:
+    seen = set[int]()  # an error that was raised from itself is its own cause
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
     return exc

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from .. import bootstrap
+from .. import bootstrap, kernels
 from ..comm import Communicator
 from ..errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
 from ..processes import kill, start_of, state_of, this_host
@@ -80,12 +80,13 @@ def gather(timeout_s: float) -> MPIFleet:
     Raises:
         BootstrapError: BAGUA_SPARES leaves nobody to train.
     """
-    spares, size = bootstrap.spares(), MPI.COMM_WORLD.Get_size()
+    spares, size = bootstrap.job().spares, MPI.COMM_WORLD.Get_size()
     if spares >= size:
         raise BootstrapError(
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
             "them, or fewer spares"
         )
+    kernels.on_host()  # this takes long the first time, and after a death all wait for the slowest
     fleet = MPIFleet(MPI.COMM_WORLD, timeout_s=timeout_s, wanted=size - spares)
     fleet.begin()
     return fleet

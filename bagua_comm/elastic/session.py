@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ..checkpoint.engines import keep_engine, take_engine
@@ -13,6 +12,7 @@ from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..engine import Engine
 from ..errors import ArrayError, CommAborted
+from ..job import Job
 from . import parts
 from .committing import commit
 from .copies import Copy, Held, Layout, Side, left_in
@@ -36,17 +36,19 @@ class Session:
     Args:
         state: What it keeps.
         number: The number of this process.
-        folder: Where the files of copies lie; None for memory of this process.
+        job: What it belongs to. Copies lie in files in its folder; without one, in memory of this process.
         more_wait: Whether processes wait to be let in.
     """
 
     def __init__(
-        self, state: State, number: int, folder: Path | None = None, more_wait: Callable[[], bool] | None = None
+        self, state: State, number: int, job: Job | None = None, more_wait: Callable[[], bool] | None = None
     ) -> None:
         self._state, self._more_wait = state, more_wait
         self._parts: dict[str, parts.Part] = state.__dict__["_parts"]
+        self._job = job or Job()
+        folder = self._job.folder
         self._sides = [Side(name, folder, number) for name in "ab"]
-        self._left = [] if folder is None else left_in(folder, besides=number)
+        self._folder, self._number = folder, number
         self._newest: Side | None = None
         self._comm: Communicator | None = None
         self._buddies: list[int] = []
@@ -60,8 +62,12 @@ class Session:
     # Copies -----------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """All copies that this process holds."""
-        return [*self._left, *(copy for side in self._sides for copy in side.copies())]
+        """All copies that this process holds or can read: also those of other processes of this host in its folder.
+
+        Call it while all processes meet, so that nobody writes.
+        """
+        near = [] if self._folder is None else left_in(self._folder, besides=self._number)
+        return [*near, *(copy for side in self._sides for copy in side.copies())]
 
     def held(self) -> list[Held]:
         """What the others are told of them."""
@@ -124,8 +130,12 @@ class Session:
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._version = version - 1
         self._commit(flag=False)
-        self._left = []
         comm.keeper = self
+
+    def keeps(self, *things: object) -> bool:
+        """Whether the state has all of these objects, so that every rank has what it should have of them."""
+        kept = [part.value for part in self._parts.values()]
+        return all(any(thing is each for each in kept) for thing in things)
 
     def adopt(self, engine: Engine) -> None:
         """Keep an engine from now on, and bring back what the last commit kept of it. Collective."""
@@ -160,6 +170,8 @@ class Session:
         now_s = time.time()
         change = self._state.__dict__["_history"].recovered(now_s)
         if change is not None and self._comm is not None:
+            facts = {"meeting": change.number, "seconds": change.recovery_s, "commit": change.commit}
+            self._job.record("recovery", ranks=len(change.after), **facts)
             end_ns = time.perf_counter_ns()
             begin_ns = end_ns - int(change.recovery_s * 1e9)
             self._comm.tracer.add("recovery", begin_ns, end_ns, {"meeting": change.number, "change": str(change)})
@@ -177,6 +189,7 @@ class Session:
             flag=flag,
         )
         self._version, self._newest = self._version + 1, side
+        self._job.committed(self._version)
         return done
 
     def _packed(self) -> Packed:
