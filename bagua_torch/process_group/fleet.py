@@ -76,7 +76,7 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
             f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
         ) from exc
     folder = agent_folder.provide() if bootstrap.torchrun_restarts() else None
-    return TorchrunFleet(store, rank, size, timeout_s=timeout_s, spares=bootstrap.spares(), folder=folder)
+    return TorchrunFleet(store, rank, size, timeout_s=timeout_s, spares=bootstrap.job().spares, folder=folder)
 
 
 class TorchrunFleet(Fleet):
@@ -141,7 +141,7 @@ class TorchrunFleet(Fleet):
         while (result := self._board.get(f"result/{number}")) is None:
             missing = self._missing(number)
             if not missing:
-                result = self._board.settle(f"result/{number}", self._outcome(number))
+                result = self._board.settle(f"result/{number}", self._outcome())
                 break
             here = [each for each in self._alive if each not in missing]
             self._vigil.look(missing, here)
@@ -160,15 +160,16 @@ class TorchrunFleet(Fleet):
             if not self._board.has(f"here/{number}/{each}") and self._board.get(f"dead/{each}") is None
         ]
 
-    def _outcome(self, number: int) -> dict[str, Any]:
+    def _outcome(self) -> dict[str, Any]:
         """What this meeting agrees on, as this process sees it."""
         dead = {each: self._board.get(f"dead/{each}") for each in self._alive}
         alive = [each for each in self._alive if dead[each] is None]
-        cards = {each: asdict(self._cards[each]) for each in alive}
+        cards = {each: asdict(self._cards[each]) for each in self._alive}
         for each in range(self._first, self._first + self._board.count("newcomers")):
             if each not in self._cards and (card := self._board.get(f"card/{each}")) is not None:
+                alive.append(each)
                 cards[each] = card
-        return {"alive": sorted(cards), "dead": [(i, why) for i, why in dead.items() if why], "cards": cards}
+        return {"alive": alive, "dead": [(i, why) for i, why in dead.items() if why], "cards": cards}
 
     def _begin_after(self, number: int, result: dict[str, Any]) -> Meeting:
         if self.me not in result["alive"]:
