@@ -74,8 +74,8 @@ class Board:
             where = f" at {self.store.host}:{self.store.port}" if hasattr(self.store, "port") else ""
             raise RankFailed(
                 f"the store{where}, in which the processes of this job find each other, is gone: torchrun's "
-                "agent that serves it has ended, or its host. Without it the job cannot go on after a death; start "
-                f"it with --max-restarts, so that torchrun starts all of them again ({str(exc).splitlines()[0]})"
+                "agent that serves it has ended, or its host. Without it the job cannot go on after a death; "
+                f"with --max-restarts torchrun starts all of them again ({str(exc).splitlines()[0]})"
             ) from exc
 
 

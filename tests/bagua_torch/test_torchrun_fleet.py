@@ -1,23 +1,29 @@
 """The fleet under torchrun: processes that meet in a store, die there, and go on without each other."""
 
+import ast
 import itertools
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from support.launch import torchrun, with_packages
 
 import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, cuda, elastic
 from bagua_comm.elastic import start
-from bagua_torch.process_group import agent_folder, board
+from bagua_torch.process_group import agent_folder
 from bagua_torch.process_group.board import Board, enter
 from bagua_torch.process_group.fleet import TorchrunFleet
 
@@ -36,7 +42,6 @@ class Processes:
 
     def __init__(self, folder):
         self._folder, self._pids, self._numbers = folder, {}, itertools.count()
-        self._wishes = []
         cuda.device_count()  # imports CuPy, once for all
         bagua_comm.kernels.on_host()
 
@@ -59,7 +64,6 @@ class Processes:
         os._exit(0)
 
     def serve(self):
-        """Serve the store; forking is over before, or begins again from a process with threads."""
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         new = self._folder / "port-new"
         new.write_text(str(self.store.port))
@@ -67,7 +71,7 @@ class Processes:
 
     def result(self, number):
         """What the body returned; None if the process was killed."""
-        _, status = os.waitpid(self._pids.pop(number), 0)
+        os.waitpid(self._pids.pop(number), 0)
         path = self._folder / f"result-{number}"
         return pickle.loads(path.read_bytes()) if path.exists() else None
 
@@ -173,7 +177,7 @@ def test_a_death_while_the_others_connect_is_found_long_before_the_timeout(proce
         if fleet.me == 2:
             die()
         began_s = time.monotonic()
-        with pytest.raises(CommError, match="died meanwhile|calls a meeting") as error:
+        with pytest.raises(CommError, match=r"died meanwhile|calls a meeting") as error:
             connect_all(fleet, meeting)
         meeting = fleet.meet(error.value)
         took_s = time.monotonic() - began_s
@@ -181,7 +185,7 @@ def test_a_death_while_the_others_connect_is_found_long_before_the_timeout(proce
         leave(fleet, comm)
         return result, took_s < TIMEOUT_S / 2
 
-    assert [(3.0, True), (3.0, True), None] == run(processes, 3, body)
+    assert run(processes, 3, body) == [(3.0, True), (3.0, True), None]
 
 
 @pytest.mark.slow
@@ -200,7 +204,7 @@ def test_a_death_while_a_group_is_split_off_is_found_long_before_the_timeout(pro
         fleet.end()
         return time.monotonic() - began_s < TIMEOUT_S / 2
 
-    assert [True, None, True] == run(processes, 3, body)
+    assert run(processes, 3, body) == [True, None, True]
 
 
 def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
@@ -218,7 +222,7 @@ def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
         fleet.end()
         return meeting.number, numbers(meeting), meeting.dead
 
-    assert [(2, [0, 1], ())] * 2 == run(processes, 2, body)
+    assert run(processes, 2, body) == [(2, [0, 1], ())] * 2
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -252,7 +256,7 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
                 meeting = fleet.meet(exc)
                 members = numbers(meeting)[: fleet.wanted]
 
-    assert [([], 3.0), None, ([True], 3.0), [True, False]] == run(processes, 4, body, spares=2)
+    assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
 
 
 def test_a_process_that_is_started_again_alone_is_let_in(processes):
@@ -280,7 +284,7 @@ def test_a_process_that_is_started_again_alone_is_let_in(processes):
     processes.serve()
     assert processes.result(second) is None
     third = processes.start(1, 2, new)
-    assert [([0, 2], 3.0)] * 2 == [processes.result(first), processes.result(third)]
+    assert [processes.result(first), processes.result(third)] == [([0, 2], 3.0)] * 2
 
 
 def test_this_fleet_starts_no_processes():
@@ -314,7 +318,7 @@ def enter_all(store, size, timeout_s=TIMEOUT_S):
 def test_what_an_earlier_attempt_has_left_in_the_store_misleads_nobody():
     store = dist.HashStore()
     before = {entry.key for entry in enter_all(store, 3)}
-    with pytest.raises(BootstrapError, match="rank 1 of 3 has waited 0.05 s"):
+    with pytest.raises(BootstrapError, match=r"rank 1 of 3 has waited 0\.05 s"):
         enter(store, 1, 3, timeout_s=0.05)  # and dies before the others are there
     after = enter_all(store, 3)
     assert [entry.number for entry in after] == [0, 1, 2]
@@ -332,7 +336,7 @@ def test_a_store_that_is_gone_is_an_error_that_says_what_to_do():
     client = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), "test")
     client.put("here")
     del server
-    with pytest.raises(RankFailed, match="the store at 127.0.0.1:.* is gone: .* --max-restarts"):
+    with pytest.raises(RankFailed, match=r"the store at 127.0.0.1:.* is gone: .* --max-restarts"):
         _wait_for(lambda: not client.has("here"))
 
 
@@ -395,3 +399,104 @@ def test_a_folder_that_others_can_write_to_is_refused(memory):
 # ---------------------------------------------------------------------------------------------------
 # Under torchrun
 # ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import os, signal, sys
+    from pathlib import Path
+
+    import torch
+    import bagua_comm
+    import bagua_torch
+
+    folder, victim = Path(sys.argv[1]), sys.argv[2]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = bagua_comm.elastic.State(model=model, optimizer=optimizer, step=0)
+
+    @bagua_comm.elastic.run(state, timeout_s=60)
+    def train(comm):
+        begun, size = state.step, comm.size
+        ddp = bagua_torch.DistributedDataParallel(model, [optimizer], bagua_comm.GradientAllReduce(), comm=comm)
+        while state.step < 20:
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(state.step))  # alike on all ranks
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+            if state.step == 10 and os.environ["RANK"] == victim and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return begun, size, model.weight.sum().item()
+
+    (folder / f"result-{os.environ['RANK']}").write_text(repr(train))
+    {end}
+"""
+
+
+def undisturbed():
+    """The sum of the weights that a run without a death ends with."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return model.weight.sum().item()
+
+
+def write(folder, end=""):
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM).replace("{end}", end))
+    return program
+
+
+@pytest.mark.slow
+def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
+    program = write(tmp_path)
+    before = set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*"))
+    result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
+        assert begun >= 10
+        assert size == 2
+        assert weights == pytest.approx(undisturbed(), rel=1e-5)
+    assert set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*")) <= before
+
+
+@pytest.mark.slow
+def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
+    program = write(
+        tmp_path, end="os.kill(os.getppid(), signal.SIGKILL)  # the agent would wait for the dead one's"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", program, tmp_path, "1"],
+            env={**with_packages(), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for node in range(3)
+    ]
+    try:
+        for agent in agents[1:]:
+            agent.wait(timeout=200)
+        _wait_for((tmp_path / "result-0").exists)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    for rank in (0, 2):
+        begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
+        assert begun >= 9
+        assert size == 2
+        assert weights == pytest.approx(undisturbed(), rel=1e-5)
