@@ -6,7 +6,7 @@ On every rank:
         comm.allreduce(x, out=x, op="avg")      # x: NumPy or CuPy
 """
 
-from . import optim, topology
+from . import elastic, optim, topology
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -97,6 +97,7 @@ __all__ = [
     "by_node",
     "connect",
     "default",
+    "elastic",
     "every",
     "optim",
     "quantized_allreduce",

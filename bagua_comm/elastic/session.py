@@ -62,7 +62,7 @@ class Session:
     # Copies -----------------------------------------------------------------------------------------
 
     def copies(self) -> list[Copy]:
-        """All copies that this process holds or can read: also those of other processes of this host in its folder.
+        """All copies that this process can read: also those of other processes of this host.
 
         Call it while all processes meet, so that nobody writes.
         """

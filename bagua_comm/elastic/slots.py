@@ -7,7 +7,7 @@ A slot is one stretch of memory, of this process, or of a file in a folder in me
     header    JSON: what the arrays are
 
 The mark says how far writing came. It goes back to WRITING before the first byte changes, and to PREPARED after
-the last one; COMMITTED says that all ranks have prepared theirs. A process that dies in the middle leaves WRITING.
+the last one; COMMITTED says that all ranks have prepared theirs. A process that dies in between leaves WRITING.
 """
 
 from __future__ import annotations
