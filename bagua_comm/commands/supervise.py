@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..job import RECORD, Job, add_lines, entries
+from ..processes import state_of
 from . import job_folder
-from .agent import LIMIT_S, Agent, find_agent
+from .agent import LIMIT_S, Agent, Pulse, find_agent
 from .base import CommandError, count, program_name
 from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
 from .verdict import Verdict, deaths, judge, time_lost_s, without_end
@@ -37,6 +39,9 @@ LOOK_S = 0.1
 
 END_S = 15.0
 """How long mpirun has to end its ranks after a signal; then it is killed."""
+
+LOST_END_S = 1.0
+"""The same, where it may wait for a host that is gone."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that end the job."""
@@ -94,7 +99,8 @@ def supervise(options: argparse.Namespace, plan: Callable[[Place, Job], Command]
         with _Signals() as signals:
             return supervisor.run(signals)
     finally:
-        agent.ask(others, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
+        left = [host for host in supervisor.others if host not in supervisor.gone]
+        agent.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
         if options.record:
             supervisor.copy_record(options.record)
         folder.remove()
@@ -122,10 +128,17 @@ class _Supervisor:
     """What the record tells of all attempts that have ended."""
     dead: int = 0
     """How many processes have died."""
+    gone: set[str] = field(default_factory=set)
+    """The hosts that did not answer when they were asked last."""
+    told: set[tuple[Any, ...]] = field(default_factory=set)
+    """What several ranks record, and the user was told."""
+    told_to: int = 0
+    """Up to which byte of the record."""
 
     def run(self, signals: _Signals) -> int:
         program = Program.of(self.options)
         ranks, restarts = self.first.ranks, self.options.restarts or 0
+        self._ask_others()
         command = [program.name, *self.options.args]
         hosts = [str(host) for host in self.first.hosts]
         facts = {"ranks": ranks.training, "spares": ranks.spares, "min_ranks": ranks.least, "hosts": hosts}
@@ -146,8 +159,19 @@ class _Supervisor:
             except CommandError as exc:
                 verdict = replace(verdict, why=f"{verdict.why}; {exc}")
                 break
+            if signals.first is not None:
+                verdict = _stopped(signals.first)
+                break
         self._conclude(verdict)
         return verdict.code
+
+    def _ask_others(self) -> None:
+        """Watch the hosts that the launch agent reaches; mpirun may have another way to start ranks there."""
+        answers = self.agent.ask(self.others, "true")
+        self.others = [host for host in self.others if answers[host] is not None]
+        if silent := [host for host in answers if answers[host] is None]:
+            how = shlex.join(self.agent.words)
+            self.say(f"{', '.join(silent)}: does not answer `{how}` within {LIMIT_S:g} s, so nobody watches it")
 
     def say(self, text: str) -> None:
         """Tell the user."""
@@ -173,55 +197,67 @@ class _Supervisor:
         ranks, hosts = place.ranks, [str(host) for host in place.hosts]
         facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": place.left_out}
         self.job.record("attempt", **facts)
-        plan = self.plan(place, self.job)
-        code = self._run(plan.command, {**os.environ, **plan.variables}, signals)
+        code, lost = self._run(self.plan(place, self.job), place, signals)
         hard = signals.count > 1
         job_folder.end_leftovers(self.job.name, grace_s=0.0 if hard else job_folder.GRACE_S)
-        gone = self._gather([host.name for host in place.hosts], limit_s=0.0 if hard else LIMIT_S)
+        there = [host.name for host in place.hosts if host.name not in lost]
+        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else LIMIT_S)]
+        self.gone = set(gone)
+        self._tell_news()
         self.job.record("end", code=code)
         mine = self._entries_of_attempt()
         self.entries += mine
         for file in self.segments(socket.gethostname()):
             Path(file).unlink(missing_ok=True)
         if signals.first is not None:
-            name = signals.first.name
-            return Verdict("stopped", 128 + signals.first, f"{name} has ended this job")
+            return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
         self.dead += len(deaths(mine)) or (len(without_end(mine)) if verdict.ended == "lost" else 0)
         return verdict
 
-    def _run(self, command: list[str], environment: dict[str, str], signals: _Signals) -> int:
-        """Run mpirun; returns its exit code, which is below 0 if a signal ended it."""
-        follow = self._lines() if self.options.verbose else None
+    def _run(self, plan: Command, place: Place, signals: _Signals) -> tuple[int, list[str]]:
+        """Run mpirun; returns its exit code, below 0 if a signal ended it, and the hosts that were lost."""
+        environment = {**os.environ, **plan.variables}
         with signals.held():
             process = subprocess.Popen(
-                command, env=environment, start_new_session=True, preexec_fn=_die_with_supervisor()
+                plan.command, env=environment, start_new_session=True, preexec_fn=_die_with_supervisor()
             )
             signals.process = process
-        deadline = float("inf")
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_S)
-            for entry in entries(next(follow)) if follow else ():
-                self._tell(entry)
-            if process.returncode is not None:
-                signals.process = None
-                return process.returncode
-            if signals.first is not None:
-                deadline = min(deadline, time.monotonic() + END_S)
-            if time.monotonic() > deadline:
-                process.kill()
+        pulse = Pulse(self.agent, [host.name for host in place.hosts if host.name in self.others])
+        lost: list[str] = []
+        deadline, look_s, over = float("inf"), time.monotonic() + END_S, False
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
+                self._tell_news()
+                if process.returncode is not None:
+                    return process.returncode, lost
+                if not lost and (lost := pulse.lost()):
+                    self.say(f"{', '.join(lost)} does not answer any more, so this attempt ends")
+                    process.terminate()
+                if lost or signals.first is not None:
+                    deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
+                if not place.hosts and time.monotonic() > look_s:
+                    look_s = time.monotonic() + END_S
+                    over_before, over = over, self._all_have_ended()
+                    if over and over_before:
+                        deadline = look_s - END_S  # mpirun hangs
+                if time.monotonic() > deadline:
+                    process.kill()
+        finally:
+            signals.process = None
+            pulse.close()
+            remove_session(process.pid)
 
-    def _lines(self) -> Iterator[list[str]]:
-        """The lines that have come to the record since the last time."""
-        assert self.job.folder is not None
-        rest, place = "", 0
-        while True:
-            with open(self.job.folder / RECORD) as file:
-                file.seek(place)
-                text, place = file.read(), file.tell()
-            *lines, rest = (rest + text).split("\n")
-            yield lines
+    def _all_have_ended(self) -> bool:
+        """Whether all ranks of this attempt have started and ended, as far as this host can tell."""
+        starts = [entry for entry in self._entries_of_attempt() if entry["kind"] == "start"]
+        return (
+            bool(starts)
+            and len(starts) >= starts[0].get("size", 1)
+            and not any(state_of(entry["pid"]) != "ended" for entry in starts)
+        )
 
     def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:
         """Take the records of other hosts, and end what is left there; returns those that do not answer."""
@@ -256,6 +292,7 @@ class _Supervisor:
         hosts, ranks = self.first.hosts, self.first.ranks
         answers = self.agent.ask(self.others, "true")
         gone = [host for host in hosts if host.name in answers and answers[host.name] is None]
+        self.gone = {host.name for host in gone}
         if not gone:
             return self.first
         self.say(f"{', '.join(host.name for host in gone)} did not answer within {LIMIT_S:g} s, and is left out")
@@ -272,16 +309,32 @@ class _Supervisor:
 
     # What the user sees -----------------------------------------------------------------------------
 
+    def _tell_news(self) -> None:
+        """With `-v`, tell what has come to the record since the last time."""
+        if not self.options.verbose:
+            return
+        assert self.job.folder is not None
+        with open(self.job.folder / RECORD) as file:
+            file.seek(self.told_to)
+            text = file.read()
+        whole = text[: text.rfind("\n") + 1]
+        self.told_to += len(whole.encode())
+        for entry in entries(whole.splitlines()):
+            key = (entry["kind"], entry.get("attempt"), entry.get("meeting"), str(entry.get("dead")))
+            if entry["kind"] not in ("death", "recovery") or key not in self.told:  # several ranks tell these
+                self.told.add(key)
+                self._tell(entry)
+
     def _tell(self, entry: dict[str, Any]) -> None:
         who = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
-        dead = entry.get("dead") or {}
+        dead, recovery_s = entry.get("dead") or {}, float(entry.get("seconds") or 0)
         words = {
             "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} ranks train, "
             f"{entry.get('spares')} stand by",
             "start": f"{who} has started",
             "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
-            f"{entry.get('reason')}; says pid {entry.get('pid')}",
-            "recovery": f"training goes on with {entry.get('ranks')} ranks after {entry.get('seconds')} s",
+            f"{entry.get('reason')}",
+            "recovery": f"training goes on with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
             "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",
             "error": f"{who} ends with {entry.get('error')}: {entry.get('text')}",
             "exit": f"{who} has come to the end of its program",
@@ -321,6 +374,12 @@ class Program:
             raise CommandError(f"{self.file} has changed since the job was started, so it is not started again")
 
 
+def remove_session(pid: int) -> None:
+    """Remove what an mpirun that was killed has left in the folder of temporary files."""
+    for name in ("ompi", "prte"):
+        shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{pid}"), ignore_errors=True)
+
+
 def _file_of_module(name: str) -> Path | None:
     """Where a module lies, found without importing anything."""
     path: Sequence[str] | None = [os.getcwd(), *sys.path]
@@ -336,6 +395,10 @@ def _digest(file: Path | None) -> str:
     with contextlib.suppress(OSError):
         return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
     return ""
+
+
+def _stopped(number: signal.Signals) -> Verdict:
+    return Verdict("stopped", 128 + number, f"{number.name} has ended this job")
 
 
 class _Signals:

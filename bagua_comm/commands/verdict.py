@@ -7,7 +7,8 @@ host has died. An attempt
                   program without `elastic.run`, if mpirun returned 0 and every rank that connected came to its
                   end
     failed        if a rank ended with an exception of its own that nobody caught, or with an exit code of its
-                  own: the same would come again, so it is not started again
+                  own: the same would come again; or if it died between the end of training and that of the
+                  program, when commits are gone. It is not started again
     was lost      otherwise: ranks were killed by signals or ended because of others, mpirun was killed, or hosts
                   are gone; it is started again
 """
@@ -55,13 +56,13 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
         missing = [entry for entry in missing if _process(entry) in trained]
         if not missing:
             return Verdict("well", 0, "all ranks that trained came to the end")
+        return Verdict("failed", code or 1, f"{_names(missing)} died when training had ended, so nothing is kept")
     if gone:
         why = f"{_listed('host', gone)} did not answer any more"
     elif errors:
         why = _told(errors[0])
     elif missing:
-        ranks = [f"{entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})" for entry in missing]
-        why = f"{_listed('rank', ranks)} came to no end"
+        why = f"{_names(missing)} came to no end"
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
     elif number := _signal_of(code):
@@ -95,12 +96,12 @@ def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
         for entry in entries
         if entry["kind"] == "recovery"
     }
-    ends = {entry["attempt"]: entry["time"] for entry in entries if entry["kind"] == "end"}
+    ends = {entry["attempt"]: float(entry["time"]) for entry in entries if entry["kind"] == "end"}
     starts: dict[int, float] = {}
     for entry in entries:
         if entry["kind"] == "start":
-            starts.setdefault(entry["attempt"], entry["time"])
-    between = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
+            starts.setdefault(entry["attempt"], float(entry["time"]))
+    between: list[float] = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
     return sum(recoveries.values()) + sum(max(0.0, each) for each in between)
 
 
@@ -110,6 +111,11 @@ def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
 
 def _told(entry: dict[str, Any]) -> str:
     return f"rank {entry.get('rank')} ended with {entry.get('error')}: {entry.get('text')}"
+
+
+def _names(starts: Sequence[dict[str, Any]]) -> str:
+    ranks = [f"{entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})" for entry in starts]
+    return _listed("rank", ranks)
 
 
 def _listed(noun: str, names: Sequence[str]) -> str:

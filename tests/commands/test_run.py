@@ -89,6 +89,13 @@ def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
     assert "bagua-comm[mpi]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--spares", "--restarts", "--min-ranks"])
+def test_run_needs_numbers_of_spares_and_restarts(flag, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", flag, "-1", __file__])
+    assert f"argument {flag}: '-1' is not a" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", ["0", "-1", "two"])
 def test_run_needs_a_positive_number_of_ranks(ranks, capsys):
     with pytest.raises(SystemExit):
@@ -266,6 +273,24 @@ def test_ulfm_and_links_are_flags_of_open_mpi_and_of_no_other():
             plan(*flag, mpirun=MPICH)
 
 
+def test_spares_and_restarts_start_more_ranks_which_may_die():
+    made = plan("-n", "3", "--spares", "2", "--min-ranks", "2")
+    assert has(made, "-n", "5")
+    assert has(made, "--with-ft", "ulfm")
+    assert {"BAGUA_SPARES": "2", "BAGUA_MIN_RANKS": "2"}.items() <= made.variables.items()
+    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, as many as there is room for
+    assert has(plan("-n", "2", "--restarts", "0"), "--with-ft", "ulfm")
+    with pytest.raises(run.CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
+        plan("--restarts", "1", mpirun=MPICH)
+
+
+def test_a_dry_run_of_a_supervised_job_prints_how_its_ranks_are_started(capsys):
+    assert cli.main(["run", "-n", "2", "--spares", "1", "--restarts", "1", "--dry-run", __file__]) == 0
+    out = capsys.readouterr().out
+    assert "BAGUA_SPARES=1" in out
+    assert "BAGUA_JOB" not in out
+
+
 def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two hosts\nnode1 slots=2\nnode2:2  # as MPICH writes it\n")
@@ -292,6 +317,15 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
         (["--hostfile", os.devnull], "names no host"),
         (["--env", "A B=1"], "'A B' is not the name of a variable"),
         (["--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here; set it, or give --env NOT_SET_HERE=VALUE"),
+        (["-n", "2", "--restarts", "1", "--min-ranks", "3"], "--min-ranks 3: 2 ranks train; expected at most"),
+        (["--host", "a:1", "--spares", "1"], "--spares 1: there is room for 1 rank, so none would train"),
+        (
+            ["-n", "2", "--host", "a:1,b:1", "--spares", "1"],
+            "3 ranks are started with them, and the hosts take 2",
+        ),
+        (["--min-ranks", "1"], "--min-ranks is for --spares and --restarts"),
+        (["--record", "file"], "--record is for --spares and --restarts"),
+        (["--restarts", "1", "--record", "no/such/folder/file"], "there is no folder no/such/folder"),
         (["--interface", "eth77"], "there is no eth77 on this host; there are "),
     ],
 )
