@@ -25,16 +25,20 @@ PREFIX = "bagua_comm-torchrun-"
 _NAME = re.compile(re.escape(PREFIX) + r"(\d+)-(\d+)-(\d+)")
 
 
+def agent() -> int:
+    """The process of torchrun's agent that started this one."""
+    return starter("TORCHELASTIC_RUN_ID")
+
+
 def provide() -> Path:
     """The folder of the agent that started this process. Removes what agents have left that are gone.
 
     Raises:
         BootstrapError: It cannot be made, or belongs to somebody else.
     """
-    agent = starter("TORCHELASTIC_RUN_ID")
     memory = _memory()
     remove_stale(memory)
-    folder = memory / f"{PREFIX}{_namespace()}-{agent}-{start_of(agent)}"
+    folder = memory / f"{PREFIX}{_namespace()}-{agent()}-{start_of(agent())}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         private = is_private(folder.lstat())

@@ -90,11 +90,13 @@ class Card:
     pid: int
     start: int
     """See `processes.start_of`."""
+    agent: int | None = None
+    """The process of its host that ends it when another one of its processes dies; None if there is none."""
 
     @classmethod
-    def mine(cls) -> Card:
+    def mine(cls, agent: int | None = None) -> Card:
         """That of this process."""
-        return cls(this_host(), socket.gethostname(), os.getpid(), start_of(os.getpid()))
+        return cls(this_host(), socket.gethostname(), os.getpid(), start_of(os.getpid()), agent)
 
     def process(self, number: int) -> Process:
         """The process, by its number."""
@@ -118,23 +120,30 @@ class Entry(NamedTuple):
     """How many meetings there were before the first one that has this process."""
 
 
-def enter(store: Any, rank: int, size: int, *, timeout_s: float) -> Entry:
+def enter(store: Any, rank: int, size: int, *, timeout_s: float, agent: int | None = None) -> Entry:
     """Begin a fleet with all processes that torchrun has started, or come into the one that they are.
 
     Collective among those that torchrun has started at the same time.
+
+    Args:
+        store: Their store.
+        rank: The rank of this one.
+        size: How many there are.
+        timeout_s: How long to wait for the others.
+        agent: See `Card`.
 
     Raises:
         BootstrapError: A process did not come within `timeout_s`; or the job had ended.
         RankFailed: The store cannot be reached.
     """
-    return _Arrival(store, rank, size).enter(timeout_s)
+    return _Arrival(store, rank, size, Card.mine(agent)).enter(timeout_s)
 
 
 class _Arrival:
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, card: Card) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._hall = Board(store, "bagua/elastic")
-        self._card, self._word = Card.mine(), secrets.token_hex(8)
+        self._card, self._word = card, secrets.token_hex(8)
         self._proposed: list[str] = []
         """The words of the fleet that this process proposed last."""
         self._other: Board | None = None

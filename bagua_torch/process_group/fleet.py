@@ -56,6 +56,12 @@ BEAT_S = 1.0
 SILENT_S = 6.0
 """How long the processes of a host may be silent, when all are missed, before they are counted as dead."""
 
+AGENT_S = 60.0
+"""How long a process waits for torchrun's agent to end it; the agent looks after its processes every 0.1 s."""
+
+ENDED, DOOMED = "has ended well", "is ended by torchrun, together with"
+"""Why a process that does not live is no longer there: these begin a reason."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +82,10 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
             f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
         ) from exc
     folder = agent_folder.provide() if bootstrap.torchrun_restarts() else None
-    return TorchrunFleet(store, rank, size, timeout_s=timeout_s, spares=bootstrap.job().spares, folder=folder)
+    agent = agent_folder.agent()
+    return TorchrunFleet(
+        store, rank, size, timeout_s=timeout_s, spares=bootstrap.job().spares, folder=folder, agent=agent
+    )
 
 
 class TorchrunFleet(Fleet):
@@ -91,6 +100,7 @@ class TorchrunFleet(Fleet):
         timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers.
         spares: How many of the processes stand by at the start.
         folder: Where copies outlive the processes; None if nobody would start these again.
+        agent: The process that ends this one when another one of its processes dies; None if there is none.
 
     Raises:
         ArrayError: There are no more processes than spares.
@@ -107,12 +117,13 @@ class TorchrunFleet(Fleet):
         timeout_s: float,
         spares: int = 0,
         folder: Path | None = None,
+        agent: int | None = None,
     ) -> None:
         if not 0 <= spares < size:
             raise ArrayError(f"elastic.run: {spares} of {size} processes are spares, so that nobody would train")
         self._store, self.folder = store, folder
         self.wanted, self.timeout_s = size - spares, timeout_s
-        entry = enter(store, rank, size, timeout_s=timeout_s)
+        entry = enter(store, rank, size, timeout_s=timeout_s, agent=agent)
         self.me, self._cards, self._met = entry.number, entry.cards, entry.meetings
         self._alive = sorted(entry.cards)
         self._first = size
@@ -163,6 +174,10 @@ class TorchrunFleet(Fleet):
     def _outcome(self) -> dict[str, Any]:
         """What this meeting agrees on, as this process sees it."""
         dead = {each: self._board.get(f"dead/{each}") for each in self._alive}
+        ending = {self._agent(each): each for each, why in dead.items() if why not in (None, ENDED)}
+        for each in self._alive:
+            if dead[each] is None and self._agent(each) in ending:
+                dead[each] = f"{DOOMED} {self._process(ending[self._agent(each)])}"
         alive = [each for each in self._alive if dead[each] is None]
         cards = {each: asdict(self._cards[each]) for each in self._alive}
         for each in range(self._first, self._first + self._board.count("newcomers")):
@@ -171,9 +186,16 @@ class TorchrunFleet(Fleet):
                 cards[each] = card
         return {"alive": alive, "dead": [(i, why) for i, why in dead.items() if why], "cards": cards}
 
+    def _agent(self, number: int) -> tuple[str, int]:
+        """What a process shares with those that torchrun ends when it dies, and with nobody else."""
+        card = self._cards[number]
+        return (card.host, -number if card.agent is None else card.agent)
+
     def _begin_after(self, number: int, result: dict[str, Any]) -> Meeting:
         if self.me not in result["alive"]:
             reason = dict(result["dead"]).get(self.me, "was not there")
+            if reason.startswith(DOOMED):
+                time.sleep(AGENT_S)  # a commit now would be one of fewer ranks than are about to go on
             raise RankFailed(f"process {self.me} {reason}, as the others say; they go on without it")
         self._cards.update({int(each): Card(**card) for each, card in result["cards"].items()})
         dead = tuple(Death(self._process(each), reason) for each, reason in result["dead"])
@@ -208,7 +230,7 @@ class TorchrunFleet(Fleet):
         """See `Fleet.end`."""
         self._ended.set()
         with suppress(RankFailed):  # without the store nobody can ask
-            self._board.put(f"dead/{self.me}", "has ended well")
+            self._board.put(f"dead/{self.me}", ENDED)
             self._board.put("over")
         if self.folder is not None:
             agent_folder.remove_when_done(self.folder, self.me)
