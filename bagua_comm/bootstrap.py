@@ -733,7 +733,7 @@ class _Ending:
             self._end_all(1)
         self._forget_sigterm()  # Python calls no signal handler while MPI ends
         if _has_ulfm():
-            # Once a rank has died, MPI_Finalize may hang, and so may the destructors of MPI. mpirun requires neither.
+            # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
             _end_without_destructors()
             return
         if self._library is None:

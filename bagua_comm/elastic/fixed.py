@@ -10,7 +10,9 @@ from ..comm import Communicator
 from ..errors import CommError, RankFailed, UnsupportedError
 from .fleet import Fleet, Meeting, Process
 
-ADVICE = "start it by `python -m bagua_comm run --ulfm`, and with --spares N for processes that take a dead one's place"
+ADVICE = (
+    "start it by `python -m bagua_comm run --ulfm`, with --spares N for processes that take a dead one's place"
+)
 
 
 class FixedFleet(Fleet):
@@ -43,8 +45,8 @@ class FixedFleet(Fleet):
         """See `Fleet.connect`; all processes are members."""
         if list(members) != list(range(self._world.size)):
             raise UnsupportedError(
-                f"connect: members are {list(members)}, expected all {self._world.size} processes in order: this job "
-                f"has no spares; {ADVICE}"
+                f"connect: members are {list(members)}, expected all {self._world.size} processes in order: this "
+                f"job has no spares; {ADVICE}"
             )
         return self._world.dup()
 

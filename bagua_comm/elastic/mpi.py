@@ -372,8 +372,8 @@ class MPIFleet(Fleet):
             or not set(members) <= set(control.members)
         ):
             raise CommMismatch(
-                f"connect: members are {members}, expected different ones of {control.members}, process {self.me} "
-                "among them"
+                f"connect: members are {members}, expected different ones of {control.members}, process "
+                f"{self.me} among them"
             )
         ranks, offer = [control.members.index(each) for each in members], np.array([0, *members], np.int64)
         if self.me == members[0]:

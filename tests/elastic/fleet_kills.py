@@ -2,9 +2,9 @@
 
     python tests/elastic/fleet_kills.py --runs 30 --seed 1
 
-Each run trains on some of the processes while others stand by. One or two of them die, or stop, at any moment after
-the start: in a collective, in a meeting, while they connect or restore, or while they stand by. A run is well if all
-others end with the weights of an undisturbed run.
+Each run trains on some of the processes while others stand by. One or two of them die, or stop, at any moment
+after the start: in a collective, in a meeting, while they connect or restore, or while they stand by. A run is
+well if all others end with the weights of an undisturbed run.
 """
 
 import argparse
@@ -39,10 +39,12 @@ def expected():
     return {spec.name: sum(gradients(step)[spec.name] for step in range(STEPS)) for spec in SPECS}
 
 
-def train_with_an_engine(state):
-    """A function to train with, over an engine whose buckets hold the gradients."""
+def train_with_an_engine(state, timers):
+    """A function to train with, over an engine whose buckets hold the gradients; it starts the timers."""
 
     def train(comm):
+        while timers:
+            timers.pop().start()
         plan = Plan.pack(SPECS, bucket_bytes=500, alignment=8 * comm.size)
         grads, weights = plan.allocate(), plan.allocate()
         views = plan.cut(grads)
@@ -67,13 +69,18 @@ def train_with_an_engine(state):
 
 def take_part(options):
     """One process of one run."""
-    fleet = start_fleet(TIMEOUT_S)
+    fleet, timers = start_fleet(TIMEOUT_S), []
     for victim in options.victims.split(","):
-        number, kind, after_s = victim.split(":")
+        number, kind, since, after_s = victim.split(":")
         if int(number) == fleet.me:
-            threading.Timer(float(after_s), os.kill, (os.getpid(), SIGNALS[kind])).start()
+            timer = threading.Timer(float(after_s), os.kill, (os.getpid(), SIGNALS[kind]))
+            timer.daemon = True
+            if since == "start":
+                timer.start()
+            else:
+                timers.append(timer)
     state = elastic.State(step=0, **{spec.name: np.zeros(spec.shape, np.float32) for spec in SPECS})
-    elastic.run(state, timeout_s=TIMEOUT_S, fleet=fleet)(train_with_an_engine(state))
+    elastic.run(state, timeout_s=TIMEOUT_S, fleet=fleet)(train_with_an_engine(state, timers))
     trained = state.step == STEPS
     right = trained and all((getattr(state, name) == value).all() for name, value in expected().items())
     recovered = [change.recovery_s for change in state.history]
@@ -101,7 +108,7 @@ def run_once(processes, spares, victims):
         out, err = process.communicate()
         return f"did not end in {LIMIT_S} s", [], out + err
     said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    survivors = set(range(processes)) - {number for number, _, _ in victims}
+    survivors = set(range(processes)) - {number for number, *_ in victims}
     missing = survivors - {each["process"] for each in said}
     wrong = [each["process"] for each in said if each["trained"] and not each["right"]]
     trained = sum(each["trained"] for each in said)
@@ -117,7 +124,9 @@ def main():
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first run")
-    parser.add_argument("--victims", help="of one process of a run: number:kill:seconds,...")
+    parser.add_argument(
+        "--victims", help="of one process: number:kill or stop:start or training:seconds after it,..."
+    )
     options = parser.parse_args()
     if options.victims is not None:
         take_part(options)
@@ -127,12 +136,13 @@ def main():
         chance = random.Random(f"{options.seed} {run}")
         spares = chance.choice([0, 1, 1, 2])
         processes = 3 + spares
-        how_many = chance.choice([1, 1, 2])
-        first_s = chance.uniform(0, 3)
+        how_many = chance.choice([1, 2])
+        first_s = chance.uniform(0, 4)
         victims = [
             (
                 number,
                 "stop" if chance.random() < 0.15 else "kill",
+                "start" if chance.random() < 0.3 else "training",
                 round(first_s + place * chance.choice([0, 0.01, 0.1, 0.5]), 3),
             )
             for place, number in enumerate(chance.sample(range(processes), how_many))
@@ -140,7 +150,8 @@ def main():
         problem, times, text = run_once(processes, spares, victims)
         wrong += problem is not None
         all_times += times
-        print(f"{run:3} {processes} processes, {spares} spares, {victims}: {problem or 'well'}; {text}", flush=True)
+        who = f"{processes} processes, {spares} of them spares, {victims}"
+        print(f"{run:3} {who}: {problem or 'well'}; {text}", flush=True)
     print(f"{options.runs - wrong} of {options.runs} ended well")
     if all_times:
         print(f"recovery: median {statistics.median(all_times):.3f} s, longest {max(all_times):.3f} s")

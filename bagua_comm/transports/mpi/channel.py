@@ -1,15 +1,17 @@
 """Communicators that MPI knows nothing of: some ranks of another communicator, told apart by tags.
 
-Open MPI may crash the survivors when a rank dies inside a call that makes a communicator. So after a death none is
-made. The survivors go on in the communicator that they have, which still carries messages among the living, and
-each group of them talks in a channel of its own: a number, part of each tag, that is never used twice. So what an
-earlier group has left under way matches nothing that comes later.
+Open MPI may crash the survivors when a rank dies inside a call that makes a communicator. So after a death none
+is made. The survivors go on in the communicator that they have, which still carries messages among the living,
+and each group of them talks in a channel of its own: a number, part of each tag, that is never used twice. So
+what an earlier group has left under way matches nothing that comes later.
 
     tag = FIRST_TAG + 4 * channel + kind
 
 A channel has no collectives of MPI. Small arrays are sent to all ranks directly, as MPI's own collectives would
 among few ranks, and what is larger takes the collectives that are derived from exchanges.
 """
+
+# ruff: noqa: N802 - a channel's methods have the names of mpi4py
 
 from __future__ import annotations
 
@@ -89,7 +91,7 @@ class Channel:
         return self._trade([table[self._rank]] * len(self._members), table)
 
     def Ialltoall(self, sends: Any, buffer: Any) -> _Requests:
-        """Begin to send row j of a table to rank j, and to receive row i of another one from rank i. Collective."""
+        """Begin to send row j of a table to rank j, and to receive row i of another from rank i. Collective."""
         source, target = (rows(as_bytes(table[0]), len(self._members)) for table in (sends, buffer))
         target[self._rank] = source[self._rank]
         return self._trade(source, target)
