@@ -332,7 +332,7 @@ def _variables(job: _Job) -> Iterator[Setting]:
             _check_interface(options.interface)
         yield mpirun.interface(options.interface)
     if job.supervised is not None:
-        why = f"{count(job.supervised.spares, 'rank')} stand by, and this is the job that they belong to"
+        why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
         yield Setting(why, variables=job.supervised.variables())
     for text in options.env:
         yield Setting("--env", variables=_variable(text))

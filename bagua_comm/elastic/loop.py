@@ -200,9 +200,9 @@ class _Loop:
         report = Report(held, self._members, self._entered, self._trained, self._finished)
         rows = everyone.allgather_object(report)
         known = max(rows, key=lambda row: row.entered)
-        if known.entered and all(
-            row.finished for row, process in zip(rows, meeting.alive, strict=True) if process in known.members
-        ):
+        pairs = zip(rows, meeting.alive, strict=True)
+        finished = [row.finished for row, process in pairs if process in known.members]
+        if finished and all(finished):
             fleet.end()
             return _Outcome(over=True, result=self._result)
         members = self._choose(meeting, known)
@@ -271,7 +271,8 @@ class _Loop:
         held = [row.held for row in rows]
         sources = newest(held)
         if sources is None:
-            if any(row.trained for row in rows):
+            left = [process for process in meeting.alive if process in known.members]
+            if any(row.trained for row in rows) or (known.entered and not left):
                 raise self._given_up(
                     RankFailed(
                         f"nobody who is left knows the state; dead: {names_of(self._dead)}; start again, from a "
@@ -332,10 +333,12 @@ class _Loop:
 
 def _without_frames(exc: CommError) -> CommError:
     """The error without the frames that it came through: they hold what training has made."""
-    error: BaseException | None = exc
-    seen = set[int]()  # an error that was raised from itself is its own cause
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    waiting: list[BaseException | None] = [exc]
+    seen: set[int] = set()
+    while waiting:
+        error = waiting.pop()
+        if error is not None and id(error) not in seen:  # causes and contexts may go round in a circle
+            seen.add(id(error))
+            error.__traceback__ = None
+            waiting += [error.__cause__, error.__context__]
     return exc

@@ -198,9 +198,9 @@ class ThreadFleet(Fleet):
         job = self._job
         met = job.met
         with job.changed:
-            job.changed.wait_for(lambda: job.called > met or job.over or self.me in job.doomed)
+            job.changed.wait_for(lambda: job.called > met or job.dead or job.over or self.me in job.doomed)
         job.check(self.me, "stand_by")
-        return job.called > met
+        return job.called > met or not job.over
 
     def ask_to_meet(self) -> None:
         """See `Fleet.ask_to_meet`."""

@@ -6,6 +6,7 @@ import pytest
 import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, RankFailed
 from bagua_comm.elastic import State, run
+from bagua_comm.elastic.loop import _without_frames
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 STEPS = 6
@@ -98,3 +99,27 @@ def test_what_is_no_state_is_refused():
 def test_an_open_communicator_is_refused():
     with bagua_comm.connect(alone=True), pytest.raises(BootstrapError, match="a communicator is open already"):
         run(State(step=0))(lambda comm: None)
+
+
+def test_a_spare_raises_when_all_who_trained_are_dead():
+    def body(fleet):
+        @run(state := State(step=0), fleet=fleet)
+        def train(comm):
+            state.commit()
+            comm.barrier()
+            job.kill(0), job.kill(1)
+            comm.barrier()
+
+    job = ThreadJob(3, wanted=2)
+    with pytest.raises(
+        RankFailed, match=r"nobody who is left knows the state; dead: process 0 .* died; process 1"
+    ):
+        raise run_fleet(job, body)[2]["error"]
+
+
+def test_errors_that_caused_each_other_lose_their_frames():
+    first, second = RankFailed("first"), RankFailed("second")
+    first.__cause__, second.__context__ = second, first
+    with pytest.raises(RankFailed) as caught:
+        raise first
+    assert _without_frames(caught.value).__traceback__ is None

@@ -146,8 +146,8 @@ def _mpi(world: World) -> Iterator[Finding]:
         yield Finding(
             "note",
             "ULFM is off: a rank that dies ends the job",
-            "if others shall go on: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or mpirun "
-            "--with-ft ulfm (Open MPI 5)",
+            "if others shall go on: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
+            "mpirun --with-ft ulfm (Open MPI 5)",
         )
 
 
