@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..job import RECORD, Job, add_lines, entries
+from ..job import COMMITTED, RECORD, Job, add_lines, entries
 from ..processes import state_of
 from . import job_folder
 from .agent import LIMIT_S, Agent, Pulse, find_agent
@@ -130,6 +130,8 @@ class _Supervisor:
     """How many processes have died."""
     gone: set[str] = field(default_factory=set)
     """The hosts that did not answer when they were asked last."""
+    commits: list[int] = field(default_factory=list)
+    """The numbers of the last commits that other hosts know of."""
     told: set[tuple[Any, ...]] = field(default_factory=set)
     """What several ranks record, and the user was told."""
     told_to: int = 0
@@ -179,9 +181,8 @@ class _Supervisor:
 
     def copy_record(self, file: str) -> None:
         """Copy the record to where the user wants it."""
-        assert self.job.folder is not None
         try:
-            shutil.copyfile(self.job.folder / RECORD, file)
+            shutil.copyfile(self.record, file)
         except OSError as exc:
             self.say(f"--record {file}: {exc}")
 
@@ -264,22 +265,30 @@ class _Supervisor:
         folder = shlex.quote(str(self.job.folder))
         mark = f"BAGUA_JOB={self.job.name}"
         find = f"grep -lazxF {mark} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3"
+        commit = '{"kind": "commit", "number": %d}\\n'
         script = (
-            f"cat {folder}/{RECORD} 2>/dev/null; for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; true"
+            f"for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
+            f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
         )
         answers = self.agent.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
-        assert self.job.folder is not None
-        record = self.job.folder / RECORD
-        known = set(record.read_text().splitlines())
-        for answer in answers.values():
-            # Emulated hosts share their memory, and so the record.
-            add_lines(record, [line for line in (answer or "").splitlines() if line not in known])
+        known = set(self._lines())  # emulated hosts share their memory, and so the record
+        news = [line for answer in answers.values() for line in (answer or "").splitlines() if line not in known]
+        self.commits += [entry["number"] for entry in entries(news) if entry["kind"] == "commit"]
+        add_lines(self.record, [line for line in news if '"kind": "commit"' not in line])
         return [host for host, answer in answers.items() if answer is None]
 
-    def _entries_of_attempt(self) -> list[dict[str, Any]]:
+    @property
+    def record(self) -> Path:
+        """The file of the record on this host."""
         assert self.job.folder is not None
-        lines = (self.job.folder / RECORD).read_text().splitlines()
-        return [entry for entry in entries(lines) if entry.get("attempt") == self.job.attempt]
+        return self.job.folder / RECORD
+
+    def _lines(self) -> list[str]:
+        """The record so far; empty if it could not be written."""
+        return self.record.read_text().splitlines() if self.record.exists() else []
+
+    def _entries_of_attempt(self) -> list[dict[str, Any]]:
+        return [entry for entry in entries(self._lines()) if entry.get("attempt") == self.job.attempt]
 
     # Between attempts -------------------------------------------------------------------------------
 
@@ -311,15 +320,14 @@ class _Supervisor:
 
     def _tell_news(self) -> None:
         """With `-v`, tell what has come to the record since the last time."""
-        if not self.options.verbose:
+        if not self.options.verbose or not self.record.exists():
             return
-        assert self.job.folder is not None
-        with open(self.job.folder / RECORD) as file:
+        with open(self.record, "rb") as file:
             file.seek(self.told_to)
             text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        self.told_to += len(whole.encode())
-        for entry in entries(whole.splitlines()):
+        whole = text[: text.rfind(b"\n") + 1]
+        self.told_to += len(whole)
+        for entry in entries(whole.decode(errors="replace").splitlines()):
             key = (entry["kind"], entry.get("attempt"), entry.get("meeting"), str(entry.get("dead")))
             if entry["kind"] not in ("death", "recovery") or key not in self.told:  # several ranks tell these
                 self.told.add(key)
@@ -343,9 +351,9 @@ class _Supervisor:
             self.say(words[entry["kind"]])
 
     def _conclude(self, verdict: Verdict) -> None:
-        number = self.job.last_commit()
-        if number is not None:
-            self.job.record("commit", number=number)
+        here = self.job.last_commit()
+        if commits := [*self.commits, *([] if here is None else [here])]:
+            self.job.record("commit", number=max(commits))
         self.job.record("verdict", well=verdict.ended == "well", code=verdict.code, why=verdict.why)
         facts = [count(self.job.attempt + 1, "attempt"), count(self.dead, "death")]
         if (lost_s := time_lost_s(self.entries)) > 0:

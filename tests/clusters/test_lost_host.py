@@ -65,4 +65,5 @@ def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):
     again = [line for line in told.splitlines() if line.startswith("enters at step") and "with 2 ranks" in line]
     assert int(again[0].split()[3]) > 0, told  # from memory, not from the start
     assert told.count("all 60 steps are done") == 2, told
+    assert [entry["number"] for entry in told_of if entry["kind"] == "commit"] > [60]
     assert "did not answer within 5 s, and is left out" in told
