@@ -116,6 +116,8 @@ class MPIFleet(Fleet):
         """Those made since the last meeting."""
         self._first: Meeting | None = None
         """The first meeting, until `meet` has returned it."""
+        self._noticed: RankFailed | None = None
+        """The death that this process noticed while it stood by."""
         self._cause: CommError | None = None
         self._kind = MEETS
         self._beat_s = self._called_s = 0.0
@@ -132,6 +134,7 @@ class MPIFleet(Fleet):
         if self._first is not None:
             meeting, self._first = self._first, None
             return meeting
+        cause, self._noticed = cause or self._noticed, None
         self._give_up(cause)
         before = self._crew.dead
         while True:
@@ -155,7 +158,10 @@ class MPIFleet(Fleet):
         crew = self._crew
         while True:
             kinds = {notice.kind for _, notice in crew.calls()}
-            if MEETS in kinds or crew.failed() - crew.dead:
+            dead = crew.failed() - crew.dead
+            if dead:
+                self._noticed = RankFailed(f"process {self.me}, standing by: {crew.obituary(dead)}")
+            if dead or MEETS in kinds:
                 return True
             if ENDS in kinds:
                 return not self._ends(SPARE)
@@ -198,7 +204,7 @@ class MPIFleet(Fleet):
         for comm in self._comms:
             for beside in comm.transports[1:]:
                 with suppress(CommError):
-                    beside.abort()
+                    beside.leave(reason)
         self._comms.clear()
         self._crew.completed.clear()
 

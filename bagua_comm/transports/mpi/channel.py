@@ -16,7 +16,7 @@ among few ranks, and what is larger takes the collectives that are derived from 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -226,8 +226,8 @@ class ChannelTransport(MPITransport):
         super()._listen(peers)
         self._crew.look_for_calls()
 
-    def _wait(self, done: Any) -> None:
-        self._poll(done)
+    def _wait(self, done: Callable[[], bool]) -> None:
+        self._poll(done)  # which looks for deaths itself
 
     def abandon(self, reason: str) -> None:
         """Refuse all calls from now on, and keep the memory of what is under way; tells nobody."""

@@ -1,6 +1,6 @@
 """Kill or stop random processes of a fleet over MPI at random moments; the others train to the end.
 
-    python tests/elastic/fleet_kills.py --runs 30 --seed 1
+    python tests/fleet_kills.py --runs 30 --seed 1
 
 Each run trains on some of the processes while others stand by. One or two of them die, or stop, at any moment
 after the start: in a collective, in a meeting, while they connect or restore, or while they stand by. A run is
