@@ -101,7 +101,7 @@ def keep_engine(engine: Engine) -> dict[str, Any]:
 
 
 def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
-    """Go on from what `keep_engine` gave; returns why not, if it is of another algorithm.
+    """Go on from what `keep_engine` gave; returns why not, if it is of another algorithm, or other ranks' alone.
 
     Collective, unless it is.
 
@@ -116,5 +116,10 @@ def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
         for name, pieces in kept["fixed"].items()
     }
     parts = {name: kept[name].value for name in _OWN}
-    load_engine(engine, {**kept, **parts, "fixed": fixed})
+    try:
+        load_engine(engine, {**kept, **parts, "fixed": fixed})
+    except ArrayError as exc:  # on all ranks alike, and the engine is as it was
+        if fixed == kept["fixed"] or not any(kept["fixed"].values()):
+            raise
+        return f"on another number of ranks nothing can be made of what it kept: {exc}"
     return None

@@ -173,6 +173,7 @@ class Kept:
                     state.step += 1
                     state.commit()
                     self.note(fleet, comm, engine, plan)
+                    comm.barrier()  # all have committed this step, and looked
                     if state.step == 2 and comm.size == 4 and fleet.me == 1:
                         self.job.kill(1)
                     comm.barrier()
@@ -220,6 +221,15 @@ def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
     for name, value in before[0].items():
         for each in after:
             np.testing.assert_array_equal(value, each[name])
+
+
+def test_what_by_node_keeps_of_parts_of_a_bucket_is_made_anew_on_another_number_of_ranks(caplog):
+    program = Kept(bagua_comm.by_node(bagua_comm.DiLoCo(local_steps=2)), "inner.momentum")
+    program.job = ThreadJob(4, hosts=["a", "a", "b", "b"])
+    outcomes = run_fleet(program.job, program)
+    assert not [each for each in outcomes if "error" in each], outcomes
+    assert any(program.seen[4, 2, n] for n in range(4))
+    assert "engine 0 begins anew: on another number of ranks nothing can be made of what it kept" in caplog.text
 
 
 def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():

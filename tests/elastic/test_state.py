@@ -245,3 +245,28 @@ def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeyp
     again = run_fleet(ThreadJob(3), body)
     assert [outcome["result"] for outcome in again] == [(3, [5.0] * 4, [5.0 * n] * 2) for n in range(3)]
     assert not list(tmp_path.glob("slot*"))
+
+
+def test_device_arrays_come_back_in_place(device):
+    import cupy
+
+    def body(fleet):
+        cupy.cuda.Device(0).use()
+        x = cupy.zeros(5, np.float32)
+        state = State(x=x, step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 6:
+                x.set(x.get() + 1)
+                state.step += 1
+                if fleet.me == 0 and state.step == 4:
+                    job.kill(0)
+                state.commit()
+            return x.get().tolist(), x is state.x
+
+        return train
+
+    job = ThreadJob(2)
+    outcome = run_fleet(job, body)[1]
+    assert outcome == {"result": ([6.0] * 5, True)}
