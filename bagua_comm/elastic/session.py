@@ -107,6 +107,12 @@ class Session:
             self._kept = []
             return
         tree = content.tree()
+        mine, left = ", ".join(sorted(self._parts)), ", ".join(sorted(tree["parts"]))
+        if mine != left:
+            raise ArrayError(
+                f"elastic.run: the state has the parts {mine}, but the commit that is left in memory has {left}: "
+                "start another program as another job"
+            )
         for name, part in self._parts.items():
             if sources.version != FIRST or not part.is_own:
                 part.load(tree["parts"][name])
