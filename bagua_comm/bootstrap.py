@@ -331,6 +331,17 @@ def torchrun_local_rank() -> int:
     return launchers.checked_number(os.environ, "LOCAL_RANK", "a number from 0 on", 0)
 
 
+def torchrun_restarts() -> int:
+    """How often torchrun starts its processes again, at most, when one of them dies; 0 without torchrun.
+
+    Raises:
+        BootstrapError: TORCHELASTIC_MAX_RESTARTS is not a number.
+    """
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
+        return 0
+    return launchers.checked_number(os.environ, "TORCHELASTIC_MAX_RESTARTS", "a number from 0 on", 0)
+
+
 class _World(Communicator):
     """The communicator that `connect` makes; it is the default until it is closed."""
 

@@ -1,5 +1,6 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
+from bagua_comm.elastic.start import start_under_torchrun_by
 from bagua_comm.trace import listen
 
 try:
@@ -23,9 +24,11 @@ from .fused import fuse
 from .moe import MoE
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
+from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
 
 listen(profiler.RANGES)
+start_under_torchrun_by(start_fleet)
 
 __all__ = [
     "Checkpoints",

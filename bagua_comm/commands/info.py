@@ -43,7 +43,16 @@ VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-BEGINNINGS = ("OMPI_COMM_WORLD_", "OMPI_ALLOW", "OMPI_MCA_", "PMI_", "PMIX_", "NCCL_", "TORCHELASTIC_RUN_ID")
+BEGINNINGS = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_ALLOW",
+    "OMPI_MCA_",
+    "PMI_",
+    "PMIX_",
+    "NCCL_",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
 """The environment variables that `info` prints: those of docs/reference/environment.md."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..comm import Communicator
 from ..errors import CommError
@@ -59,6 +60,8 @@ class Fleet(ABC):
     """How many processes train while there are as many; the others stand by."""
     timeout_s: float
     """How long a process may stay away from a meeting before it is fenced: killed, and counted as dead."""
+    folder: Path | None = None
+    """Where copies lie that outlive the processes, on each host, if the job has no folder; None for nowhere."""
 
     @abstractmethod
     def meet(self, cause: CommError | None = None) -> Meeting:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from .. import bootstrap
@@ -156,9 +156,10 @@ class _Loop:
         self._state, self._fleet = state, fleet
         self._regrow = regrow
         more = self._fleet.recruits_wait if regrow else None
-        self._job = bootstrap.job()
-        self._min_ranks = max(min_ranks, self._job.min_ranks or 1)
-        self._session = Session(state, self._fleet.me, self._job, more)
+        job = bootstrap.job()
+        self._job = replace(job, folder=job.folder or fleet.folder)
+        self._min_ranks = max(min_ranks, job.min_ranks or 1)
+        self._session = Session(state, fleet.me, self._job, more)
         self._history: History = state.__dict__["_history"]
         self._members: tuple[Process, ...] = ()
         self._entered = 0

@@ -143,6 +143,8 @@ class ProcessGroupTransport(Transport):
         group: The process group; the default one if None.
         timeout_s: How long a call may wait for a peer.
         meeting: Where the ranks meet; a new meeting of `group` if None.
+        guard: Calls the function that it gets, which connects, here and for groups split off, and returns its
+            result; it may give up sooner, by a `CommError`. None to wait for all ranks as long as a call may.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
@@ -159,8 +161,10 @@ class ProcessGroupTransport(Transport):
         *,
         timeout_s: float = 300.0,
         meeting: Meeting | None = None,
+        guard: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         super().__init__()
+        self._guard = guard
         self._meeting = meeting if meeting is not None else Meeting.of(group)
         self.rank, self.size, self.timeout_s = self._meeting.rank, self._meeting.size, timeout_s
         self._timeout = timedelta(seconds=timeout_s)
@@ -179,8 +183,12 @@ class ProcessGroupTransport(Transport):
 
     def _connect(self) -> None:
         where = self._meeting
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
+
         try:
-            self._gloo = dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
+            self._gloo = connect() if self._guard is None else self._guard(connect)
         except RuntimeError as exc:
             raise self._translate(exc, None) from exc
 
@@ -376,7 +384,7 @@ class ProcessGroupTransport(Transport):
             size=len(members),
         )
         self._splits += 1
-        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where)
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where, guard=self._guard)
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
