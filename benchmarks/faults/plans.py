@@ -125,9 +125,11 @@ def stops(count: int, seed: int) -> Iterator[Trial]:
     for number in range(count):
         name = f"stop-{seed}-{number}"
         chance = random.Random(name)
+        phase: Phase = chance.choice(["step", "commit", "construct"])
+        step = chance.randrange(1, STEPS // 2)
         stop = Blow(
-            chance.choice(["step", "commit", "construct"]),
-            chance.randrange(1, STEPS // 2),
+            phase,
+            0 if phase == "construct" else step,
             chance.uniform(0, 0.01),
             choices=(chance.random(),),
             signal=SIGSTOP,

@@ -136,7 +136,7 @@ def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
     for weights in got.values():
         for value in weights.values():
             assert np.isfinite(value).all()
-    if "Decentralized" not in name and "OnePeer" not in name and "Async" not in name and "DiLoCo" not in name:
+    if not any(kind in name for kind in ("Decentralized", "OnePeer", "Async", "DiLoCo", "QAdam")):
         for tensor, value in got[0].items():  # gradients were averaged, so all ranks have the same
             np.testing.assert_array_equal(value, got[1][tensor])
 
