@@ -22,7 +22,7 @@ from .. import bootstrap
 from ..job import Job
 from . import base, write
 from .base import CommandError, count, natural, parse_variable, positive, program_name
-from .hosts import LOOPBACK, Host, is_here, named_hosts, ranks_of
+from .hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
 from .supervise import Place, supervise
 
@@ -77,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `run`."""
     parser.add_argument(
         "-n",
+        "-np",
         "--ranks",
         type=positive,
         metavar="N",
@@ -321,8 +322,9 @@ def _variables(job: _Job) -> Iterator[Setting]:
     if "OMP_NUM_THREADS" not in chosen and job.alone:
         why = "else every rank would start a thread on each core, and they would stand in each other's way"
         yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
-    if mpirun.is_open_mpi and (job.alone or job.hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
-        address, port, free = meeting_point(job.hosts)
+    hosts = job.hosts or _allocated(options)
+    if mpirun.is_open_mpi and (job.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        address, port, free = meeting_point(hosts)
         why = "torch.distributed meets here; the port is free now"
         if not free:
             why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
@@ -356,6 +358,13 @@ def _for_mpirun_itself(job: _Job) -> Iterator[Setting]:
     if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
         allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
         yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
+
+
+def _allocated(options: argparse.Namespace) -> tuple[Host, ...]:
+    """The first host of the allocation that ranks will run in, if that is known."""
+    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
+    first = None if named else first_allocated(os.environ)
+    return () if first is None else (first,)
 
 
 def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:

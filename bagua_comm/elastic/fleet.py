@@ -54,6 +54,8 @@ class Meeting:
 class Fleet(ABC):
     """This process, and its way to the others."""
 
+    recruits: bool = False
+    """Whether `recruit` can start processes in the place of dead ones."""
     me: int
     """The number of this process."""
     wanted: int

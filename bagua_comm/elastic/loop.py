@@ -20,6 +20,7 @@ from ..errors import (
     CommError,
     CommTimeout,
     RankFailed,
+    UnsupportedError,
     shown,
 )
 from ..logs import tell
@@ -110,6 +111,7 @@ def run(
     Raises:
         ArrayError: `state` is not a `State`, or `min_ranks` is more than there are ranks; on all ranks alike.
         BootstrapError: A communicator is open already.
+        UnsupportedError: `regrow` is asked for, and this fleet cannot start processes; on all ranks alike.
         RankFailed: Too few ranks are left, or nobody is left who knows the state; the message names the dead.
     """
     if not isinstance(state, State):
@@ -128,6 +130,11 @@ def run(
                 "call nothing collective before elastic.run: it connects"
             )
         processes = start.start(timeout_s) if fleet is None else fleet
+        if regrow and not processes.recruits:
+            raise UnsupportedError(
+                "elastic.run: regrow=True, but processes cannot be started in the place of dead ones here; start "
+                "spares with the job, bagua run --spares 1, which take the places at once"
+            )
         result: T | None = _Loop(state, processes, min_ranks, regrow).run(train)
         return result
 

@@ -135,6 +135,7 @@ class ThreadFleet(Fleet):
 
     def __init__(self, job: ThreadJob, number: int) -> None:
         self._job, self.me, self.wanted, self.timeout_s = job, number, job.wanted, job.timeout_s
+        self.recruits = job.recruit is not None
         self._connected = 0
         self._let_in = number in job.processes
 
