@@ -223,6 +223,6 @@ def _add(total: int, part: npt.NDArray[np.uint8]) -> int:
 
 @functools.cache
 def _weights() -> npt.NDArray[np.uint64]:
-    return np.random.default_rng(64).integers(0, 1 << 63, _BLOCK // 8, dtype=np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
+    draws = np.random.default_rng(64).integers(0, 1 << 63, _BLOCK // 8, dtype=np.uint64)
+    odd: npt.NDArray[np.uint64] = draws * np.uint64(2) + np.uint64(1)
+    return odd

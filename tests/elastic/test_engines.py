@@ -128,7 +128,7 @@ def test_with_spares_the_weights_are_those_of_an_undisturbed_training_whenever_r
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
     chance = random.Random(name)
-    victim, moment = chance.randrange(4), chance.randrange(1, 100)
+    victim, moment = chance.randrange(4), chance.randrange(1, 40)
     job = ThreadJob(4)
     dies_at(job, [(victim, moment)])
     got = by_rank(run_fleet(job, training(shortened(name))))
@@ -136,7 +136,7 @@ def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
     for weights in got.values():
         for value in weights.values():
             assert np.isfinite(value).all()
-    if "Decentralized" not in name and "OnePeer" not in name and "Async" not in name and "DiLoCo" not in name:
+    if not any(kind in name for kind in ("Decentralized", "OnePeer", "Async", "DiLoCo", "QAdam")):
         for tensor, value in got[0].items():  # gradients were averaged, so all ranks have the same
             np.testing.assert_array_equal(value, got[1][tensor])
 
