@@ -299,7 +299,8 @@ class _Supervisor:
             CommandError: They take too few.
         """
         hosts, ranks = self.first.hosts, self.first.ranks
-        answers = self.agent.ask(self.others, "true")
+        answers = self.agent.ask([host for host in self.others if host not in self.gone], "true")
+        answers |= dict.fromkeys(self.gone)  # those were asked a moment ago
         gone = [host for host in hosts if host.name in answers and answers[host.name] is None]
         self.gone = {host.name for host in gone}
         if not gone:
