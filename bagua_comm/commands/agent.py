@@ -103,8 +103,8 @@ class Pulse:
 def find_agent(given: Sequence[str]) -> Agent:
     """The launch agent of mpirun, if the user gives it these arguments.
 
-    >>> find_agent(["--prtemca", "plm_ssh_agent", "enter -q"]).words
-    ('enter', '-q')
+    >>> find_agent(["--prtemca", "plm_ssh_agent", "true -q"]).words
+    ('true', '-q')
     """
     agent, more = _parameter(_AGENTS, given), shlex.split(_parameter(_ARGUMENTS, given) or "")
     choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
