@@ -6,7 +6,7 @@ On every rank:
         comm.allreduce(x, out=x, op="avg")      # x: NumPy or CuPy
 """
 
-from . import optim, topology
+from . import elastic, optim, topology
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -44,8 +44,10 @@ from .errors import (
     StoreError,
     UnsupportedError,
 )
+from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
+from .reproducible import Reproducible, reproducible_allreduce
 
 __version__ = "0.2.0"
 
@@ -60,6 +62,7 @@ __all__ = [
     "Bucket",
     "BucketSpec",
     "ByteGrad",
+    "CallView",
     "CheckpointError",
     "Checkpoints",
     "Codec",
@@ -76,10 +79,12 @@ __all__ = [
     "Float16",
     "GradientAllReduce",
     "Hierarchical",
+    "Hook",
     "Lane",
     "LowPrecisionDecentralized",
     "LowPrecisionOnePeer",
     "MinMaxUInt8",
+    "NanWatch",
     "Nodes",
     "Own",
     "Plan",
@@ -87,6 +92,7 @@ __all__ = [
     "QAdam",
     "Quantized",
     "RankFailed",
+    "Reproducible",
     "Rounds",
     "StoreError",
     "TensorSpec",
@@ -97,8 +103,10 @@ __all__ = [
     "by_node",
     "connect",
     "default",
+    "elastic",
     "every",
     "optim",
     "quantized_allreduce",
+    "reproducible_allreduce",
     "topology",
 ]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
-from .commands import completion, doctor, info, run
+from .commands import completion, diagnose, doctor, info, run
 from .commands.base import CommandError, program_name
 from .errors import ArrayError
 from .planning import advise
@@ -21,6 +22,7 @@ COMMANDS: dict[str, Any] = {
     "run": run,
     "doctor": doctor,
     "info": info,
+    "diagnose": diagnose,
     "advise": advise,
     "completion": completion,
 }
@@ -34,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     parser = make_parser()
     completion.complete(parser)
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse(unknown, options.parser)
     try:
         code: int = COMMANDS[options.command].run(options)
         sys.stdout.flush()
@@ -54,8 +58,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.SUMMARY, description=command.DESCRIPTION))
+        its_own = commands.add_parser(name, help=command.SUMMARY, description=command.DESCRIPTION)
+        its_own.set_defaults(parser=its_own)
+        command.add_arguments(its_own)
     return parser
+
+
+def refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """End with what a command's parser does not know, and what was perhaps meant."""
+    meant = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
+    advice = f"; did you mean {meant[0]}?" if meant else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Averages: the ways to combine the ranks' arrays, and the quantized allreduce.
 
     Exact()                     the mean, in the array's own precision
+    Reproducible()              the mean, to bits that depend on the addends alone; in `reproducible`
     Quantized(codec)            the mean, through a lossy codec: fewer bytes on the wire
     ErrorFeedback(inner)        `inner`, a quantized mean; what it loses is added to the next one
     Hierarchical(inner)         reduce inside each node, `inner` across nodes, gather inside each node
@@ -23,6 +24,7 @@ from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
 from .comm import Communicator
 from .errors import ArrayError, UnsupportedError
+from .reproducible import Reproducible
 from .transports.base import Transport
 from .transports.pipeline import LAG, Rows, Stages, cut, reduce_through
 
@@ -169,6 +171,13 @@ class Hierarchical:
     """
 
     inner: Average = field(default_factory=Exact)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, Reproducible):
+            raise ArrayError(
+                f"Hierarchical: inner is {self.inner}, but sums inside a node are not reproducible; use "
+                f"{self.inner} alone, which the transport adds up inside nodes first where it can"
+            )
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""

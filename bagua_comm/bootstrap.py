@@ -22,6 +22,7 @@ import importlib.util
 import io
 import logging
 import os
+import secrets
 import signal
 import site
 import socket
@@ -33,16 +34,20 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
+from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from . import cuda, launchers
 from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
 from .files import private_folder
+from .flight import explain
+from .flight.recorder import FlightRecorder, default_folder, forget_old_jobs
+from .job import Job
 from .logs import tell_world
-from .processes import slurm_step, this_host
+from .processes import mapped_files, slurm_step, this_host
 from .roll import LOOK_S, Limit, Roll, Wait
 from .topology import hosts
 from .trace import NULL, Recorder, listen
@@ -50,6 +55,8 @@ from .transports import LocalTransport, Transport, base
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -68,6 +75,9 @@ TIMEOUT_S = 300.0
 TURN_S, LAST_TURN_S = 0.3, 3.0
 """Ranks that may have the same error report it in turn: each this much later than the one before it, and at most
 the second number later than rank 0."""
+
+RECORDS_S = 1.0
+"""How long the rank that reports an error waits, at most, for the other ranks to write what they did last."""
 
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
@@ -99,6 +109,7 @@ def connect(
     comm: MPI.Comm | None = None,
     transport: Transport | None = None,
     gpu: GPU = "auto",
+    record: str | Path | None = None,
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
@@ -148,6 +159,9 @@ def connect(
         gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
             a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
             memory): this one, or an error. "none": nothing, and CuPy is not imported.
+        record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
+            this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
+            else one of this user's under the folder of temporary files, on each host.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -160,19 +174,52 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    global _default
     check_timeout(timeout_s)
     if gpu not in get_args(GPU):
         raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
     _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
+    name = ""
     ending: _Ending | None = None
     if transport is not None:
-        machines = Communicator([transport], tracer=NULL).allgather_object(this_host())
+        facts = Communicator([transport], tracer=NULL).allgather_object((this_host(), _new_name()))
+        machines, name = [machine for machine, _ in facts], facts[0][1]
     elif not alone and (comm is not None or _under_mpi()):
-        transport, machines, ending = _mpi_world(timeout_s, comm)
+        transport, machines, name, ending = _mpi_world(timeout_s, comm)
     else:
         transport = LocalTransport(timeout_s=timeout_s)
+    flight = _flight_recorder(transport, name, record)
+    return open_world(
+        transport, machines, ending=ending, node=node, gpu=gpu, check=check, trace=trace, flight=flight
+    )
+
+
+def open_world(
+    transport: Transport,
+    machines: Sequence[object],
+    *,
+    ending: _Ending | None = None,
+    node: str | int | None = None,
+    gpu: GPU = "auto",
+    check: bool = False,
+    trace: bool = True,
+    flight: FlightRecorder | None = None,
+) -> Communicator:
+    """A communicator over `transport`, and over one for device arrays; it is the default until it is closed.
+
+    Collective.
+
+    Args:
+        transport: Moves host arrays.
+        machines: A label for the machine of every rank.
+        ending: What ends this process, if the world is to be left then.
+        node: See `connect`; so are the others.
+        gpu: What carries device arrays.
+        check: Compare every call among the ranks.
+        trace: Keep the latest spans.
+        flight: Its flight recorder; if None, a new one, which writes if the job has a name.
+    """
+    global _default
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     nodes = machines if node is None else setup.allgather_object(node)
     device, beside = _device_side(setup, gpu)
@@ -184,11 +231,31 @@ def connect(
         tracer=Recorder() if trace else NULL,
         ending=ending,
     )
+    world.flight = flight or _flight_recorder(transport, job().name)
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
     tell_world(_log, world, nodes)
     _default = world
     return world
+
+
+def _new_name() -> str:
+    """A name for the folder of this job's records, if this is rank 0; no other job has it."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
+
+
+def _flight_recorder(transport: Transport, job: str, record: str | Path | None = None) -> FlightRecorder:
+    """The flight recorder of a new world, which writes to a folder called `job`; nowhere without a name."""
+    rank, size = transport.rank, transport.size
+    if size == 1 or not job:
+        return FlightRecorder(rank, size)
+    given = record or os.environ.get("BAGUA_FLIGHT_FOLDER")
+    if given:
+        return FlightRecorder(rank, size, folder=Path(given) / job, job=job)
+    folder = default_folder()
+    if folder is not None:
+        forget_old_jobs(folder)
+    return FlightRecorder(rank, size, folder=folder and folder / job, job=job)
 
 
 def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | None) -> None:
@@ -234,6 +301,15 @@ def current() -> Communicator | None:
     return _default
 
 
+def job() -> Job:
+    """The job that this process belongs to, as its environment variables tell; see `job.Job`.
+
+    Raises:
+        BootstrapError: One of the variables holds no number.
+    """
+    return Job.of(os.environ)
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)
@@ -253,6 +329,17 @@ def torchrun_local_rank() -> int:
     if "LOCAL_RANK" not in os.environ:
         return 0
     return launchers.checked_number(os.environ, "LOCAL_RANK", "a number from 0 on", 0)
+
+
+def torchrun_restarts() -> int:
+    """How often torchrun starts its processes again, at most, when one of them dies; 0 without torchrun.
+
+    Raises:
+        BootstrapError: TORCHELASTIC_MAX_RESTARTS is not a number.
+    """
+    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
+        return 0
+    return launchers.checked_number(os.environ, "TORCHELASTIC_MAX_RESTARTS", "a number from 0 on", 0)
 
 
 class _World(Communicator):
@@ -276,6 +363,7 @@ class _World(Communicator):
             tracer=comm.tracer,
             ending=self._ending,
         )
+        survivors.flight, survivors.group = comm.flight, comm.group
         if self._ending is not None and self in self._ending.worlds:
             self._ending.worlds.remove(self)
         if _default is self:
@@ -327,8 +415,59 @@ def _own_variables() -> dict[str, str]:
     return launchers.own(os.environ, slurm_step())
 
 
-def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], _Ending]:
-    """The world of the ranks of `comm`, or of all that were started. Collective."""
+def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], str, _Ending]:
+    """The world of the ranks of `comm`, or of all that were started, and the name of its records. Collective."""
+    ending, roll = _start_mpi(timeout_s, comm)
+    from mpi4py import MPI
+
+    from .transports.mpi import MPITransport
+
+    try:
+        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
+            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
+            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
+            here.Free()
+            transport = MPITransport(duplicate, timeout_s=timeout_s)
+            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:
+        raise _lost_at_the_start(roll, exc) from exc
+    # The label of a node is the number of its first rank.
+    firsts, machines, names = zip(*facts, strict=True)
+    return transport, hosts(firsts, machines), names[0], ending
+
+
+def _lost_at_the_start(roll: Roll, error: Exception) -> RankFailed:
+    """With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it."""
+    return RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({error})")
+
+
+def starts_a_fleet() -> bool:
+    """Whether this process was started with others that go on when one of them dies: by mpirun --with-ft ulfm."""
+    return _under_mpi() and _has_ulfm()
+
+
+def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
+    """Start MPI, and return the result of `first`, which all processes call once it has started.
+
+    Collective. If a process does not come in time, one prints a message that names it, and the job ends.
+
+    Raises:
+        BootstrapError: The world cannot be set up; see `connect`.
+        RankFailed: A process died before the others could go on without it.
+    """
+    ending, roll = _start_mpi(timeout_s, None)
+    with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+        try:
+            return first()
+        except CommError as exc:
+            raise _lost_at_the_start(roll, exc) from exc
+
+
+def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
+    """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
     for name, value in MPI_SETTINGS.items():
         os.environ.setdefault(name, value)
     ending = _this_process()
@@ -347,27 +486,11 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
         raise BootstrapError(_why_there_is_no_mpi(launch, exc)) from exc
     from mpi4py import MPI
 
-    from .transports.mpi import MPITransport
-
     if comm is None and launch is not None:
         complaint = launchers.complaint(launch, MPI.COMM_WORLD.Get_size(), _name_of(MPI))
         if complaint:
             raise BootstrapError(complaint)
-    try:
-        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
-            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
-            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
-            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
-            here.Free()
-            transport = MPITransport(duplicate, timeout_s=timeout_s)
-            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host()))
-    except CommTimeout:
-        raise
-    except (MPI.Exception, CommError) as exc:
-        # With ULFM: a rank died while MPI started, or just after. MPI's error does not always name it.
-        raise RankFailed(f"connect: {roll.me()} lost another rank: {roll.missing()} ({exc})") from exc
-    # The label of a node is the number of its first rank.
-    return transport, hosts(*zip(*facts, strict=True)), ending
+    return ending, roll
 
 
 def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:
@@ -452,6 +575,8 @@ class _Ending:
         self.process = os.getpid()
         self.worlds: list[_World] = []
         """The open ones."""
+        self._job = job()
+        self._rank = 0
         self._orderly = True
         """Whether all ranks have left, without an error, each world that this rank has left."""
         self._roll = Roll(_own_variables())
@@ -487,6 +612,11 @@ class _Ending:
             with self.limit(Wait(roll, timeout_s)):
                 library = _initialize(MPI)
             self._library = library if ours else None
+        if not self._hooked_in:
+            self._job.prepare()
+            self._rank = MPI.COMM_WORLD.Get_rank()
+            shared = mapped_files("/dev/shm/") if self._job.folder is not None else []
+            self._job.record("start", rank=self._rank, size=MPI.COMM_WORLD.Get_size(), shared=shared)
         self._hook_in()
 
     def limit(self, wait: Wait) -> Limit:
@@ -571,20 +701,47 @@ class _Ending:
     def _report(
         self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
     ) -> None:
-        """Print an error of this library briefly and once; print any other by `show`."""
+        """Record an error. Print one of this library briefly and once, and any other by `show`."""
+        self._record_error(error)
         who = self._name()
         if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
             self._wait_for_turn()
             self._print_once(
                 f"{who} on {socket.gethostname()}: {type(error).__name__}: {error}\n{_where(trace)}"
-                "  (BAGUA_TRACEBACK=1 shows the traceback)"
+                f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
             )
             return
+        self._write_down(f"{type(error).__name__}: {error}")
         print(f"{who}:", file=sys.stderr, flush=True)
         show()
 
+    def _explanation(self, error: BaseException) -> str:
+        """What the ranks' records say of the error; nothing if it does not come from a call."""
+        if not isinstance(error, CommError):
+            self._write_down(f"{type(error).__name__}: {error}")
+            return ""
+        texts = [explain(world.flight, RECORDS_S) for world in self.worlds[-1:]]
+        return "".join(f"  {line}\n" for text in texts for line in text.splitlines())
+
+    def _write_down(self, reason: str) -> None:
+        """Write what this rank did last, which leaves because of an error that is none of a call's."""
+        for world in self.worlds[-1:]:
+            world.flight.write(left=reason)
+
+    def _record_error(self, error: BaseException) -> None:
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            chain.append(each)
+            each = each.__cause__ or each.__context__
+        due_to_others = any(isinstance(each, CommError) for each in chain)
+        facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
+        self._job.record("error", rank=self._rank, **facts)
+
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         """End this process as if nobody had handled the signal, and its children with it."""
+        for world in self.worlds[-1:]:
+            world.flight.write()  # often mpirun has sent it, because another rank failed
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # mpirun gives each rank a process group of its own.
         if os.getpgrp() == self.process == os.getpid():
@@ -600,10 +757,17 @@ class _Ending:
 
     def _on_exit(self) -> None:
         """Leave the worlds that are open, and end MPI if it is ours."""
-        if os.getpid() != self.process or self._mpi.Is_finalized():
+        if os.getpid() != self.process:
             return
         error = _last_error()
-        if error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception:
+        failed = error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception
+        if error is not None and failed:
+            self._record_error(error)
+        else:
+            self._job.record("exit", rank=self._rank)
+        if self._mpi.Is_finalized():
+            return
+        if error is not None and failed:
             # Another hook has printed it without calling ours.
             print(
                 f"{self._name()} ended with {type(error).__name__}, and all ranks with it",
@@ -624,8 +788,11 @@ class _Ending:
             )
             self._end_all(1)
         self._forget_sigterm()  # Python calls no signal handler while MPI ends
-        if self._library is None or _has_ulfm():
-            # With ULFM, MPI_Finalize may hang once a rank has died, and mpirun does not require it.
+        if _has_ulfm():
+            # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
+            _end_without_destructors()
+            return
+        if self._library is None:
             return
         if self._orderly:
             self._library.MPI_Finalize()
@@ -645,6 +812,8 @@ class _Ending:
         for transport in world.transports:
             orderly &= transport.leave()
         self._orderly = orderly
+        if not orderly:
+            world.flight.write(left="its program ended, or it closed its communicator")
 
     def _finalize_after_an_error(self) -> None:
         message = (
@@ -679,6 +848,14 @@ def _has_ulfm() -> bool:
     """Whether mpirun was told --with-ft ulfm."""
     setting = os.environ.get("OMPI_MCA_mpi_ft_enable", "0").lower()  # noqa: SIM112 - as Open MPI writes it
     return setting not in ("", "0", "f", "false", "disabled", "no", "n")
+
+
+def _end_without_destructors() -> None:
+    """Have the process end as soon as Python has, with its exit code: no library's destructors run."""
+    with suppress(AttributeError, OSError):  # not every C library has on_exit
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)
+        library.fflush(None)
 
 
 def _last_error() -> BaseException | None:

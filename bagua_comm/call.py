@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,11 @@ import numpy as np
 from . import arrays, refusals, trace
 from .agreement import compare_calls
 from .arrays import Array, as_array, check_reduction, returned
-from .errors import ArrayError, CommError, UnsupportedError
-from .transports.base import Transport
+from .bucket import Bucket
+from .errors import ArrayError, BootstrapError, CommError, UnsupportedError
+from .flight import recorder as flight
+from .hooks import CallView
+from .transports.base import Transport, check_timeout
 
 if TYPE_CHECKING:
     from .comm import Communicator
@@ -62,17 +65,21 @@ class Call:
         name: The method that was called; it stands in every message.
         x: The array that the call sends.
         argument: The name of `x`.
+        timeout_s: How long it may wait for peers; as long as the communicator says if None.
         detail: Further arguments: what ranks compare, and what the span of the call shows.
 
     Raises:
+        ArrayError: `timeout_s` is not a positive number.
         UnsupportedError: `x` is not an array that a transport of `comm` moves.
     """
 
     __slots__ = (
         "_compared",
         "_outermost",
+        "_record",
         "_sent",
         "_shown",
+        "_source",
         "_start",
         "comm",
         "detail",
@@ -81,12 +88,24 @@ class Call:
         "name",
         "payload",
         "target",
+        "timeout_s",
         "transport",
         "x",
     )
 
-    def __init__(self, comm: Communicator, name: str, x: Any, argument: str = "x", **detail: Any) -> None:
-        self.comm, self.name, self.detail = comm, name, detail
+    def __init__(
+        self,
+        comm: Communicator,
+        name: str,
+        x: Any,
+        argument: str = "x",
+        *,
+        timeout_s: float | None = None,
+        **detail: Any,
+    ) -> None:
+        if timeout_s is not None:
+            check_seconds(name, timeout_s)
+        self.comm, self.name, self.detail, self.timeout_s = comm, name, detail, timeout_s
         self.given = x
         """`x` as the caller gave it: what the result is like."""
         self.x: Array = x if type(x) is np.ndarray else as_argument(name, argument, x)
@@ -94,6 +113,7 @@ class Call:
         self.payload: int | None = None
         """Bytes to count for this call; those of `x` if None."""
         self._compared = True
+        self._source: Array | None = None
         self.landing = _NOWHERE
         self.target: Array = NOTHING
 
@@ -111,6 +131,7 @@ class Call:
         call.comm, call.name, call.detail, call.transport = comm, name, detail, transport
         call.given = call.x = x
         call.payload, call._compared, call.landing, call.target = None, True, _NOWHERE, NOTHING
+        call.timeout_s = call._source = None
         return call
 
     # Arguments --------------------------------------------------------------------------------------
@@ -166,19 +187,33 @@ class Call:
         return self
 
     def __enter__(self) -> Call:
-        comm = self.comm
+        comm, name, x = self.comm, self.name, self.x
         turn = comm.turn
-        self._outermost = turn.take(self.name, self.signature)
+        self._outermost = turn.take(name, self.signature, self.timeout_s)
+        self._sent = self.transport.sent_bytes
+        self._start = start = time.perf_counter_ns()
         turn.calls += 1
+        collective = name not in _POINT_TO_POINT
+        turn.collectives += collective
+        number = turn.collectives if collective else turn.calls - turn.collectives
+        dtype = None if x is NOTHING else x.dtype
+        place, detail = comm.work.place, self.detail
+        self._record = record = [
+            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None, False, None
+        ]  # fmt: skip
+        comm.flight.ring.append(record)
         try:
+            if comm.hooks.all:
+                comm.hooks.call("before", self._view())
             if comm.check and self._compared:
                 self.compare()
-            self._shown = trace.show(self.name, self.detail, self.x.nbytes) if trace.wanted() else None
-        except BaseException:
+            if comm.check or comm.hooks.all:
+                self._start = time.perf_counter_ns()
+            self._shown = trace.show(name, self.detail, x.nbytes) if trace.wanted() else None
+        except BaseException as exc:
             turn.end(self._outermost)
+            self._fail(exc)
             raise
-        self._sent = self.transport.sent_bytes
-        self._start = time.perf_counter_ns()
         return self
 
     def __exit__(
@@ -200,11 +235,56 @@ class Call:
         if error is None:
             comm.counters.by_operation[name].add(payload, wire, end - self._start)
             turn.last_call = name
-        elif isinstance(error, CommError) and error.args:
-            before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
-            error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+            self._record[flight.END] = end
+            if comm.hooks.all:
+                result = None if self.target is NOTHING else self.target
+                comm.hooks.call("after", self._view(result=result, seconds=(end - self._start) / 1e9))
+        else:
+            self._fail(error)
         if self._shown is not None:
             self._shown.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """The call ends with an error: have its message name the call, and write down what this rank did last."""
+        comm = self.comm
+        self._record[flight.END] = time.perf_counter_ns()
+        self._record[flight.ERROR] = f"{type(error).__name__}: {error}"
+        if isinstance(error, CommError) and error.args:
+            self._explain(error)
+        if comm.hooks.all:
+            seconds = (self._record[flight.END] - self._start) / 1e9
+            comm.hooks.call("failed", self._view(error=error, seconds=seconds))
+
+    def _explain(self, error: CommError) -> None:
+        """Have the message of an error name the call, and the place of the records of all ranks."""
+        comm, turn = self.comm, self.comm.turn
+        before = f"{turn.last_call} #{turn.calls - 1}" if turn.calls > 1 else "nothing"
+        error.args = (f"{self} #{turn.calls}: {error.args[0]}; before it: {before}",)
+        folder = comm.flight.failed(error)
+        if folder is not None:
+            error.args = (f"{error.args[0]}; for what all ranks did: python -m bagua_comm diagnose {folder}",)
+
+    def sends(self, x: Array | None) -> None:
+        """Say what this rank sends, if that is not `x` as it is when the call begins; None for nothing."""
+        self._source = NOTHING if x is None else x
+
+    def _view(self, **outcome: Any) -> CallView:
+        """The call, as hooks see it."""
+        comm, record = self.comm, self._record
+        source = self.x if self._source is None else self._source
+        bucket, place = comm.work.bucket, comm.work.place
+        return CallView(
+            comm,
+            self.name,
+            record[flight.NUMBER],
+            record[flight.COLLECTIVE],
+            comm.group,
+            MappingProxyType(self.detail),
+            None if source is NOTHING else source,
+            bucket,
+            None if place is None else place[1],
+            **outcome,
+        )
 
     def compare(self) -> None:
         """Raise `CommMismatch` on all ranks unless all are about to make this call. Collective."""
@@ -222,6 +302,17 @@ class Call:
         return f"{self.name}({', '.join(parts)})"
 
 
+class Work:
+    """What the calls of a communicator are made for now, if an engine makes them."""
+
+    __slots__ = ("bucket", "place")
+
+    def __init__(self) -> None:
+        self.bucket: Bucket | None = None
+        self.place: tuple[int, int] | None = None
+        """The number of the bucket, and the training step."""
+
+
 class Turn:
     """Lets one thread at a time make calls on the transports of a communicator, and knows the latest call."""
 
@@ -233,16 +324,21 @@ class Turn:
         """The number of the thread that is in a call; 0 if there is none."""
         self._rank = transports[0].rank
         self.closed = False
-        self.calls = 0
+        self.calls = self.collectives = 0
+        """How many calls have begun, and how many of them were collective."""
         self.last_call = "none"
+        self.limit_s: float | None = None
+        """How long the call in progress may wait, if it has a limit of its own."""
 
     @property
     def is_of_this_process(self) -> bool:
         """Whether the communicator was made in this process, and not in a parent before a fork."""
         return self._process == os.getpid()
 
-    def take(self, name: str, describe: Callable[[], str]) -> bool:
+    def take(self, name: str, describe: Callable[[], str], timeout_s: float | None = None) -> bool:
         """Begin a call, or a call within one; True if it is the outermost, which `end` must be told.
+
+        Only the outermost call's `timeout_s` counts.
 
         Raises:
             CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
@@ -262,6 +358,8 @@ class Turn:
         compared = None if self._checked else describe  # checked calls are compared before, in full
         for transport in self._transports:
             transport.begin_call(name, collective=collective, describe=compared)
+        if timeout_s is not None:
+            self._limit(timeout_s)
         return True
 
     def end(self, outermost: bool) -> None:
@@ -269,8 +367,15 @@ class Turn:
         if outermost:
             for transport in self._transports:
                 transport.end_call()
+            if self.limit_s is not None:
+                self._limit(None)
             self._user = 0
             self._busy.release()
+
+    def _limit(self, timeout_s: float | None) -> None:
+        self.limit_s = timeout_s
+        for transport in self._transports:
+            transport.limit_call(timeout_s)
 
     def _why_unusable(self) -> str:
         if self.is_of_this_process:
@@ -284,6 +389,14 @@ class Turn:
 # ---------------------------------------------------------------------------------------------------
 # Arrays
 # ---------------------------------------------------------------------------------------------------
+
+
+def check_seconds(call: str, timeout_s: object) -> None:
+    """Raise `ArrayError` unless `timeout_s` is a time that a call can wait."""
+    try:
+        check_timeout(call, timeout_s)
+    except BootstrapError as exc:
+        raise ArrayError(str(exc)) from None
 
 
 def as_argument(call: str, name: str, x: Any) -> Array:

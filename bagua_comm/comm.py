@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,23 @@ import numpy.typing as npt
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
 from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, contiguous, parts
-from .call import NOTHING, Call, Turn, as_argument, carrier, check_apart, check_mutable, check_writable, landing
-from .errors import ArrayError, CommMismatch, UnsupportedError
+from .bucket import Bucket
+from .call import (
+    NOTHING,
+    Call,
+    Turn,
+    Work,
+    as_argument,
+    carrier,
+    check_apart,
+    check_mutable,
+    check_writable,
+    landing,
+)
+from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
+from .flight import FlightRecorder
+from .flight.entries import WORLD
+from .hooks import Hook, Hooks, Listener
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .logs import tell
 from .topology import place
@@ -45,6 +60,16 @@ class Nodes(NamedTuple):
     inter: Communicator
 
 
+class Keeper(Protocol):
+    """What keeps engines."""
+
+    def adopt(self, engine: Any) -> None:
+        """Called with every new engine, when it is ready. Collective."""
+
+    def keeps(self, *things: object) -> bool:
+        """Whether it has brought these objects to all ranks before it was set."""
+
+
 class Communicator:
     """A group of `size` ranks that call collectives together; this is `rank` of them.
 
@@ -61,8 +86,10 @@ class Communicator:
     * A host array's result is there when the call returns. A device array is read and written in the order of
       CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
       waits neither for the device nor for peers.
-    * A wait that lasts longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer is
-      given up; the next call or `close` raises the error.
+    * A call that waits for longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer
+      is given up; the next call or `close` raises the error. `timeout_s=` of a call is its own limit, in seconds,
+      instead of the communicator's; ranks may give different ones. The first rank whose time is over gives the
+      communicator up, and tells the others.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
     for work beside it. A process that was forked off cannot use its parent's communicator.
@@ -100,7 +127,16 @@ class Communicator:
         self.check = check
         self.tracer: trace.Tracer = tracer if tracer is not None else Recorder()
         self.counters = Counters()
+        self.flight = FlightRecorder(self.rank, self.size)
+        """What this communicator, and those made from it, did last."""
+        self.group = WORLD
+        """The name of this communicator in the flight recorder."""
+        self.hooks = Hooks()
+        """Whom calls of this communicator, and of those made from it, are shown to; see `on`."""
+        self.work = Work()
         self.scratch = Scratch()
+        self.keeper: Keeper | None = None
+        """What keeps the engines that are made on this very communicator, as `elastic.run` does."""
         self.settled: dict[Hashable, Any] = {}
         """What calls have prepared once, for later calls of the same kind."""
         self._numbers: Counter[str] = Counter()
@@ -111,7 +147,7 @@ class Communicator:
 
     # Collectives ------------------------------------------------------------------------------------
 
-    def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum") -> A:
+    def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
         """Reduce `x` over all ranks, to the same bytes on every rank.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`.
@@ -122,6 +158,7 @@ class Communicator:
             op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. The average
                 of integers is added in 64 bits and truncated towards zero. float16 and bfloat16 are reduced in
                 float32. Complex numbers have "sum", "avg" and, in host arrays, "prod".
+            timeout_s: How long this call may wait for other ranks; the communicator's own `timeout_s` if None.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
@@ -131,7 +168,7 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
         [array([1. , 0.5]), array([1. , 0.5])]
         """
-        call = Call(self, "allreduce", x, op=op)
+        call = Call(self, "allreduce", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         call.into(out, call.x.shape)
         call.in_place()
@@ -140,7 +177,9 @@ class Communicator:
         result: A = call.result
         return result
 
-    def reduce(self, x: A, out: A | None = None, *, root: int, op: Op = "sum") -> A | None:
+    def reduce(
+        self, x: A, out: A | None = None, *, root: int, op: Op = "sum", timeout_s: float | None = None
+    ) -> A | None:
         """Reduce `x` over all ranks; only `root` gets the result, the others None.
 
         Collective. `x` has the same shape and dtype on every rank. `out` matters on `root` alone, and
@@ -150,7 +189,7 @@ class Communicator:
             ArrayError: `out` does not fit `x`, `root` is not a rank, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
         """
-        call = Call(self, "reduce", x, op=op, root=root)
+        call = Call(self, "reduce", x, op=op, root=root, timeout_s=timeout_s)
         self._check_peer("reduce", "root", root)
         call.check_reduction(op)
         if self.rank != root:
@@ -164,7 +203,7 @@ class Communicator:
         result: A = call.result
         return result
 
-    def broadcast(self, x: A, *, root: int) -> A:
+    def broadcast(self, x: A, *, root: int, timeout_s: float | None = None) -> A:
         """Copy `x` of `root` into `x` of every other rank; returns `x`.
 
         Collective. `x` has the same shape and dtype on every rank.
@@ -173,12 +212,14 @@ class Communicator:
             ArrayError: `root` is not a rank, or `x` cannot be written to.
             UnsupportedError: No transport takes such an array.
         """
-        call = Call(self, "broadcast", x, root=root)
+        call = Call(self, "broadcast", x, root=root, timeout_s=timeout_s)
         self._check_peer("broadcast", "root", root)
         value = call.x
         check = check_mutable if self.rank == root else check_writable
         check("broadcast", "x", x, value)
         call.contiguous()
+        call.sends(call.x if self.rank == root else None)
+        call.target = call.x
         with call:
             call.transport.broadcast(call.x, root)
         if call.x is not value and self.rank != root:
@@ -186,12 +227,14 @@ class Communicator:
         return x
 
     @overload
-    def allgather(self, x: AnyArray, out: A) -> A: ...
+    def allgather(self, x: AnyArray, out: A, *, timeout_s: float | None = None) -> A: ...
     @overload
-    def allgather(self, x: Elements[S], out: None = None) -> npt.NDArray[S]: ...
+    def allgather(
+        self, x: Elements[S], out: None = None, *, timeout_s: float | None = None
+    ) -> npt.NDArray[S]: ...
     @overload
-    def allgather(self, x: A, out: None = None) -> A: ...
-    def allgather(self, x: Any, out: Any = None) -> Any:
+    def allgather(self, x: A, out: None = None, *, timeout_s: float | None = None) -> A: ...
+    def allgather(self, x: Any, out: Any = None, *, timeout_s: float | None = None) -> Any:
         """Collect `x` of every rank: row r of the result is rank r's.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
@@ -205,7 +248,7 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
         array([[0, 7], [1, 7]])
         """
-        call = Call(self, "allgather", x)
+        call = Call(self, "allgather", x, timeout_s=timeout_s)
         call.into(out, (self.size, *call.x.shape), any_shape=True)
         call.contiguous()
         call.check_overlap(arrays.rows(call.target, self.size)[self.rank])
@@ -215,18 +258,42 @@ class Communicator:
 
     @overload
     def reduce_scatter(
-        self, x: AnyArray, out: A, *, op: Op = "sum", counts: Sequence[int] | None = None
+        self,
+        x: AnyArray,
+        out: A,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> A: ...
     @overload
     def reduce_scatter(
-        self, x: Elements[S], out: None = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+        self,
+        x: Elements[S],
+        out: None = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[S]: ...
     @overload
     def reduce_scatter(
-        self, x: A, out: None = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+        self,
+        x: A,
+        out: None = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> A: ...
     def reduce_scatter(
-        self, x: Any, out: Any = None, *, op: Op = "sum", counts: Sequence[int] | None = None
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
     ) -> Any:
         """Reduce `x` over all ranks and keep this rank's chunk.
 
@@ -239,6 +306,7 @@ class Communicator:
                 elements will do.
             op: See `allreduce`.
             counts: How many elements each rank keeps, the same on every rank; as many each if None.
+            timeout_s: See `allreduce`.
 
         Raises:
             ArrayError: `x` does not split evenly or is not as long as `counts` say, `out` does not fit, or `op`
@@ -249,7 +317,7 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.reduce_scatter(np.arange(4.0)))
         [array([0., 2.]), array([4., 6.])]
         """
-        call = Call(self, "reduce_scatter", x, op=op)
+        call = Call(self, "reduce_scatter", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         if counts is None:
             shape = (self._even_chunk("reduce_scatter", call.x), *call.x.shape[1:])
@@ -269,7 +337,7 @@ class Communicator:
                 call.transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
         return call.result
 
-    def scan(self, x: A, out: A | None = None, *, op: Op = "sum") -> A:
+    def scan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
         """Reduce `x` of ranks 0 to `rank`: each rank gets the reduction up to and including itself.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
@@ -283,10 +351,10 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
         [array([1, 0]), array([2, 1]), array([3, 3])]
         """
-        result: A = self._prefix("scan", x, out, op)
+        result: A = self._prefix("scan", x, out, op, timeout_s)
         return result
 
-    def exscan(self, x: A, out: A | None = None, *, op: Op = "sum") -> A | None:
+    def exscan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A | None:
         """Reduce `x` of the ranks before this one, 0 to rank - 1.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
@@ -301,12 +369,12 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
         [array(0), array(10), array(21)]
         """
-        result: A | None = self._prefix("exscan", x, out, op)
+        result: A | None = self._prefix("exscan", x, out, op, timeout_s)
         return result
 
-    def _prefix(self, name: str, x: Any, out: Any, op: Op) -> Any:
+    def _prefix(self, name: str, x: Any, out: Any, op: Op, timeout_s: float | None) -> Any:
         """What `scan` and `exscan` share."""
-        call, exclusive = Call(self, name, x, op=op), name == "exscan"
+        call, exclusive = Call(self, name, x, op=op, timeout_s=timeout_s), name == "exscan"
         call.check_reduction(op)
         call.into(out, call.x.shape)
         call.in_place()
@@ -316,7 +384,12 @@ class Communicator:
         return out if exclusive and self.rank == 0 else call.result
 
     def allreduce_many(
-        self, xs: Sequence[A], outs: Sequence[A | None] | None = None, *, op: Op = "sum"
+        self,
+        xs: Sequence[A],
+        outs: Sequence[A | None] | None = None,
+        *,
+        op: Op = "sum",
+        timeout_s: float | None = None,
     ) -> list[A]:
         """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype: for many small arrays.
 
@@ -329,6 +402,7 @@ class Communicator:
                 dtypes, and some may be host arrays and some device arrays.
             outs: Where to put the results, in the order of `xs`; may be `xs`.
             op: See `allreduce`.
+            timeout_s: See `allreduce`.
 
         Raises:
             ArrayError: There are more or fewer `outs` than `xs`, one does not fit or overlaps an array other than
@@ -340,7 +414,7 @@ class Communicator:
         [array([2., 2.]), array(1)]
         """
         name = "allreduce_many"
-        sends = [Call(self, name, x, f"xs[{i}]", op=op) for i, x in enumerate(xs)]
+        sends = [Call(self, name, x, f"xs[{i}]", op=op, timeout_s=timeout_s) for i, x in enumerate(xs)]
         for send in sends:
             send.check_reduction(op)
         wanted = list(outs) if outs is not None else [None] * len(sends)
@@ -357,7 +431,7 @@ class Communicator:
                 _unpack(call.x, [sends[i].landing.target for i in members])
         return [send.result for send in sends]
 
-    def broadcast_many(self, xs: Sequence[A], *, root: int) -> list[A]:
+    def broadcast_many(self, xs: Sequence[A], *, root: int, timeout_s: float | None = None) -> list[A]:
         """Copy each of root's `xs` to every other rank, in one message for all arrays of a dtype.
 
         Collective. Does the same as `broadcast` of each array. Meant for many small arrays: they are copied to
@@ -376,7 +450,7 @@ class Communicator:
         """
         name = "broadcast_many"
         self._check_peer(name, "root", root)
-        sends = [Call(self, name, x, f"xs[{i}]", root=root) for i, x in enumerate(xs)]
+        sends = [Call(self, name, x, f"xs[{i}]", root=root, timeout_s=timeout_s) for i, x in enumerate(xs)]
         check = check_mutable if self.rank == root else check_writable
         for i, send in enumerate(sends):
             check(name, f"xs[{i}]", xs[i], send.x)
@@ -390,12 +464,14 @@ class Communicator:
         return list(xs)
 
     @overload
-    def gather(self, x: AnyArray, out: A, *, root: int) -> A | None: ...
+    def gather(self, x: AnyArray, out: A, *, root: int, timeout_s: float | None = None) -> A | None: ...
     @overload
-    def gather(self, x: Elements[S], out: None = None, *, root: int) -> npt.NDArray[S] | None: ...
+    def gather(
+        self, x: Elements[S], out: None = None, *, root: int, timeout_s: float | None = None
+    ) -> npt.NDArray[S] | None: ...
     @overload
-    def gather(self, x: A, out: A | None = None, *, root: int) -> A | None: ...
-    def gather(self, x: Any, out: Any = None, *, root: int) -> Any:
+    def gather(self, x: A, out: A | None = None, *, root: int, timeout_s: float | None = None) -> A | None: ...
+    def gather(self, x: Any, out: Any = None, *, root: int, timeout_s: float | None = None) -> Any:
         """Collect `x` of every rank on `root`, where row r of the result is rank r's; None elsewhere.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
@@ -405,20 +481,48 @@ class Communicator:
             ArrayError: `out` does not fit, or `root` is not a rank.
             UnsupportedError: No transport takes such an array.
         """
-        call = Call(self, "gather", x, root=root)
+        call = Call(self, "gather", x, root=root, timeout_s=timeout_s)
         return self._gather(call, out, [call.x.size] * self.size, root)
 
     @overload
-    def gatherv(self, x: AnyArray, out: A, counts: Sequence[int] | None = None, *, root: int) -> A | None: ...
+    def gatherv(
+        self,
+        x: AnyArray,
+        out: A,
+        counts: Sequence[int] | None = None,
+        *,
+        root: int,
+        timeout_s: float | None = None,
+    ) -> A | None: ...
     @overload
     def gatherv(
-        self, x: Elements[S], out: None = None, counts: Sequence[int] | None = None, *, root: int
+        self,
+        x: Elements[S],
+        out: None = None,
+        counts: Sequence[int] | None = None,
+        *,
+        root: int,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[S] | None: ...
     @overload
     def gatherv(
-        self, x: A, out: A | None = None, counts: Sequence[int] | None = None, *, root: int
+        self,
+        x: A,
+        out: A | None = None,
+        counts: Sequence[int] | None = None,
+        *,
+        root: int,
+        timeout_s: float | None = None,
     ) -> A | None: ...
-    def gatherv(self, x: Any, out: Any = None, counts: Sequence[int] | None = None, *, root: int) -> Any:
+    def gatherv(
+        self,
+        x: Any,
+        out: Any = None,
+        counts: Sequence[int] | None = None,
+        *,
+        root: int,
+        timeout_s: float | None = None,
+    ) -> Any:
         """Collect arrays of different lengths on `root`, one behind the other in rank order; None elsewhere.
 
         Collective. Rank r gives counts[r] elements, in any shape; the result has shape (sum(counts),). `out` and
@@ -434,7 +538,7 @@ class Communicator:
         >>> run_ranks(3, lambda comm: comm.gatherv(np.full(comm.rank, comm.rank), counts=[0, 1, 2], root=0))[0]
         array([1, 2, 2])
         """
-        call = Call(self, "gatherv", x, root=root).uncompared()
+        call = Call(self, "gatherv", x, root=root, timeout_s=timeout_s).uncompared()
         if self.rank != root:
             return self._gather(call, None, [], root)
         if counts is None:
@@ -462,12 +566,14 @@ class Communicator:
         return call.result
 
     @overload
-    def scatter(self, x: AnyArray | None, out: A, *, root: int) -> A: ...
+    def scatter(self, x: AnyArray | None, out: A, *, root: int, timeout_s: float | None = None) -> A: ...
     @overload
-    def scatter(self, x: Elements[S], out: None = None, *, root: int) -> npt.NDArray[S]: ...
+    def scatter(
+        self, x: Elements[S], out: None = None, *, root: int, timeout_s: float | None = None
+    ) -> npt.NDArray[S]: ...
     @overload
-    def scatter(self, x: A, out: None = None, *, root: int) -> A: ...
-    def scatter(self, x: Any, out: Any = None, *, root: int) -> Any:
+    def scatter(self, x: A, out: None = None, *, root: int, timeout_s: float | None = None) -> A: ...
+    def scatter(self, x: Any, out: Any = None, *, root: int, timeout_s: float | None = None) -> Any:
         """Deal the rows of `x` of `root` to the ranks: the result is row `rank`.
 
         Collective. `x`, (p, ...), matters on `root` alone and is None elsewhere, where `out` gives the
@@ -477,17 +583,35 @@ class Communicator:
             ArrayError: `x` does not have p rows, `out` is missing or does not fit, `root` is not a rank.
             UnsupportedError: No transport takes such an array.
         """
-        return self._scatter("scatter", x, None, out, root)
+        return self._scatter("scatter", x, None, out, root, timeout_s)
 
     @overload
-    def scatterv(self, x: AnyArray | None, counts: Sequence[int] | None, out: A, *, root: int) -> A: ...
+    def scatterv(
+        self,
+        x: AnyArray | None,
+        counts: Sequence[int] | None,
+        out: A,
+        *,
+        root: int,
+        timeout_s: float | None = None,
+    ) -> A: ...
     @overload
     def scatterv(
-        self, x: Elements[S], counts: Sequence[int] | None, out: None = None, *, root: int
+        self,
+        x: Elements[S],
+        counts: Sequence[int] | None,
+        out: None = None,
+        *,
+        root: int,
+        timeout_s: float | None = None,
     ) -> npt.NDArray[S]: ...
     @overload
-    def scatterv(self, x: A, counts: Sequence[int] | None, out: None = None, *, root: int) -> A: ...
-    def scatterv(self, x: Any, counts: Sequence[int] | None, out: Any = None, *, root: int) -> Any:
+    def scatterv(
+        self, x: A, counts: Sequence[int] | None, out: None = None, *, root: int, timeout_s: float | None = None
+    ) -> A: ...
+    def scatterv(
+        self, x: Any, counts: Sequence[int] | None, out: Any = None, *, root: int, timeout_s: float | None = None
+    ) -> Any:
         """Deal parts of `x` of `root` to the ranks, counts[r] elements to rank r.
 
         Collective. The parts lie one behind the other in `x`, in rank order. `x` and `counts` matter on `root`
@@ -507,9 +631,11 @@ class Communicator:
         >>> run_ranks(2, body)
         [array([0]), array([1, 2])]
         """
-        return self._scatter("scatterv", x, counts, out, root)
+        return self._scatter("scatterv", x, counts, out, root, timeout_s)
 
-    def _scatter(self, name: str, x: Any, counts: Sequence[int] | None, out: Any, root: int) -> Any:
+    def _scatter(
+        self, name: str, x: Any, counts: Sequence[int] | None, out: Any, root: int, timeout_s: float | None
+    ) -> Any:
         """What `scatter` and `scatterv` share."""
         self._check_peer(name, "root", root)
         is_even, at_root = name == "scatter", self.rank == root
@@ -517,7 +643,11 @@ class Communicator:
             raise ArrayError(f"{name}: out is None; ranks other than root must give it")
         if at_root and x is None:
             raise ArrayError(f"{name}: x is None; root must give it")
-        call = Call(self, name, x, root=root) if at_root else Call(self, name, out, "out", root=root)
+        call = (
+            Call(self, name, x, root=root, timeout_s=timeout_s)
+            if at_root
+            else Call(self, name, out, "out", root=root, timeout_s=timeout_s)
+        )
         given = call.x
         if not at_root:
             call.into(out, given.shape)
@@ -535,6 +665,7 @@ class Communicator:
             call.contiguous()
             chunks, mine = parts(call.x, counts or []), call.target.reshape(-1)
             call.check_overlap(chunks[root])
+        call.sends(call.x if at_root else None)
         call.x = call.target  # what is compared and counted is a rank's part
         with call if is_even else call.uncompared():
             if not is_even:
@@ -547,7 +678,7 @@ class Communicator:
                 call.transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
         return call.result
 
-    def alltoall(self, x: A, out: A | None = None) -> A:
+    def alltoall(self, x: A, out: A | None = None, *, timeout_s: float | None = None) -> A:
         """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
 
         Collective. `x` has shape (p * m, ...) on every rank, and so has the result. `out` may be `x`.
@@ -556,7 +687,7 @@ class Communicator:
             ArrayError: `x` does not split evenly, or `out` does not fit.
             UnsupportedError: No transport takes such an array.
         """
-        call = Call(self, "alltoall", x)
+        call = Call(self, "alltoall", x, timeout_s=timeout_s)
         self._even_chunk("alltoall", call.x)
         call.into(out, call.x.shape)
         call.in_place()
@@ -565,7 +696,7 @@ class Communicator:
         result: A = call.result
         return result
 
-    def allgatherv(self, x: AnyArray, out: A, counts: Sequence[int]) -> A:
+    def allgatherv(self, x: AnyArray, out: A, counts: Sequence[int], *, timeout_s: float | None = None) -> A:
         """Collect arrays of different lengths, one behind the other, on every rank.
 
         Collective. Rank r gives counts[r] elements; `out` has sum(counts), and every rank the same
@@ -576,13 +707,14 @@ class Communicator:
             UnsupportedError: No transport takes such an array.
         """
         name = "allgatherv"
-        call = Call(self, name, x)
+        call = Call(self, name, x, timeout_s=timeout_s)
         counts = call.detail["counts"] = self._check_counts(name, "counts", counts, call.x, own=True)
         call.into(out, (sum(counts),), any_shape=True)
         call.contiguous()
         send, whole = call.x.reshape(-1), call.target.reshape(-1)
         chunks = parts(whole, counts)
         call.check_overlap(chunks[self.rank])
+        call.sends(send)
         call.x, call.payload = whole, send.nbytes  # ranks give different sizes, and all get the same
         with call:
             if not arrays.same_memory(send, chunks[self.rank]):
@@ -592,7 +724,15 @@ class Communicator:
         result: A = call.result
         return result
 
-    def alltoallv(self, x: AnyArray, counts: Sequence[int], out: A, out_counts: Sequence[int]) -> A:
+    def alltoallv(
+        self,
+        x: AnyArray,
+        counts: Sequence[int],
+        out: A,
+        out_counts: Sequence[int],
+        *,
+        timeout_s: float | None = None,
+    ) -> A:
         """Send counts[j] elements of `x` to rank j; out_counts[i] elements come from rank i.
 
         Collective. The parts lie one behind the other in `x` and in `out`, in the order of the ranks.
@@ -604,7 +744,7 @@ class Communicator:
             UnsupportedError: No transport takes such an array.
         """
         name = "alltoallv"
-        call = Call(self, name, x).uncompared()
+        call = Call(self, name, x, timeout_s=timeout_s).uncompared()
         counts = self._check_counts(name, "counts", counts, call.x)
         out_counts = self._check_counts(name, "out_counts", out_counts)
         if counts[self.rank] != out_counts[self.rank]:
@@ -627,21 +767,21 @@ class Communicator:
         result: A = call.result
         return result
 
-    def barrier(self) -> None:
+    def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return when every rank has called.
 
         Collective.
         """
-        with Call.on_host(self, "barrier"):
+        with Call.on_host(self, "barrier", timeout_s=timeout_s):
             self.host.barrier()
 
     # Objects ----------------------------------------------------------------------------------------
 
     @overload
-    def broadcast_object(self, obj: None, *, root: int) -> Any: ...
+    def broadcast_object(self, obj: None, *, root: int, timeout_s: float | None = None) -> Any: ...
     @overload
-    def broadcast_object(self, obj: T | None, *, root: int) -> T: ...
-    def broadcast_object(self, obj: Any, *, root: int) -> Any:
+    def broadcast_object(self, obj: T | None, *, root: int, timeout_s: float | None = None) -> T: ...
+    def broadcast_object(self, obj: Any, *, root: int, timeout_s: float | None = None) -> Any:
         """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
@@ -653,11 +793,11 @@ class Communicator:
         name = "broadcast_object"
         self._check_peer(name, "root", root)
         mine = objects.pack(name, obj) if self.rank == root else objects.NOTHING
-        with Call.on_host(self, name, payload=mine.data.nbytes, root=root):
+        with Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s):
             parcel = objects.broadcast(self.host, mine, root)
         return obj if mine.size > 0 else parcel.open()
 
-    def allgather_object(self, obj: T) -> list[T]:
+    def allgather_object(self, obj: T, *, timeout_s: float | None = None) -> list[T]:
         """The objects of all ranks in rank order, by pickle.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
@@ -666,12 +806,12 @@ class Communicator:
             UnsupportedError: An object cannot be pickled; raised on all ranks.
         """
         mine = objects.pack("allgather_object", obj)
-        with Call.on_host(self, "allgather_object", payload=mine.data.nbytes):
+        with Call.on_host(self, "allgather_object", payload=mine.data.nbytes, timeout_s=timeout_s):
             parcels = objects.allgather(self.host, mine)
         failed = [parcel for parcel in parcels if parcel.size < 0]
         return [parcel.open() for parcel in failed or parcels]
 
-    def gather_object(self, obj: T, *, root: int) -> list[T] | None:
+    def gather_object(self, obj: T, *, root: int, timeout_s: float | None = None) -> list[T] | None:
         """The objects of all ranks in rank order, by pickle, on `root`; None elsewhere.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
@@ -687,16 +827,16 @@ class Communicator:
         name = "gather_object"
         self._check_peer(name, "root", root)
         mine = objects.pack(name, obj)
-        with Call.on_host(self, name, payload=mine.data.nbytes, root=root):
+        with Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s):
             parcels = objects.gather(self.host, mine, root)
         found = [parcel.open() for parcel in parcels]
         return found if self.rank == root else None
 
     @overload
-    def scatter_object(self, objs: None, *, root: int) -> Any: ...
+    def scatter_object(self, objs: None, *, root: int, timeout_s: float | None = None) -> Any: ...
     @overload
-    def scatter_object(self, objs: Iterable[T] | None, *, root: int) -> T: ...
-    def scatter_object(self, objs: Iterable[Any] | None, *, root: int) -> Any:
+    def scatter_object(self, objs: Iterable[T] | None, *, root: int, timeout_s: float | None = None) -> T: ...
+    def scatter_object(self, objs: Iterable[Any] | None, *, root: int, timeout_s: float | None = None) -> Any:
         """Deal the objects of `root` to the ranks, by pickle: the result is object number `rank`.
 
         Collective. `objs` are p objects; they matter on `root` alone and are None elsewhere. Unpickling runs code
@@ -714,11 +854,11 @@ class Communicator:
         self._check_peer(name, "root", root)
         parcels = objects.pack_each(name, objs, self.size) if self.rank == root else []
         payload = sum(parcel.data.nbytes for parcel in parcels)
-        with Call.on_host(self, name, payload=payload, root=root):
+        with Call.on_host(self, name, payload=payload, root=root, timeout_s=timeout_s):
             parcel = objects.scatter(self.host, parcels, root)
         return parcel.open()
 
-    def send_object(self, obj: Any, *, dest: int) -> None:
+    def send_object(self, obj: Any, *, dest: int, timeout_s: float | None = None) -> None:
         """Send an object, by pickle, to `dest`, which calls `recv_object`.
 
         Returns when `obj` may be changed again, which can be before or after it is received. Objects never match
@@ -733,12 +873,12 @@ class Communicator:
         parcel = objects.pack(name, obj)
         if parcel.size < 0:
             parcel.open()
-        with Call.on_host(self, name, payload=parcel.size, dest=dest).uncompared():
+        with Call.on_host(self, name, payload=parcel.size, dest=dest, timeout_s=timeout_s).uncompared():
             if self.check:
                 self._messages.compare(self.host, name, [(dest, None)], [])
             objects.send(self.host, parcel, dest)
 
-    def recv_object(self, *, source: int) -> Any:
+    def recv_object(self, *, source: int, timeout_s: float | None = None) -> Any:
         """The object that `source` sends to this rank next, by `send_object`.
 
         Unpickling runs code chosen by the sender: ranks trust each other.
@@ -755,7 +895,7 @@ class Communicator:
         """
         name, host = "recv_object", self.host
         self._check_peer(name, "source", source)
-        with Call.on_host(self, name, source=source).uncompared():
+        with Call.on_host(self, name, source=source, timeout_s=timeout_s).uncompared():
             if self.check:
                 (wrong,) = self._messages.compare(host, name, [], [(source, None)])
                 if wrong is not None:
@@ -768,7 +908,7 @@ class Communicator:
 
     # Point to point ---------------------------------------------------------------------------------
 
-    def send(self, x: AnyArray, *, dest: int) -> None:
+    def send(self, x: AnyArray, *, dest: int, timeout_s: float | None = None) -> None:
         """Send `x` to `dest`, which calls `recv`.
 
         Returns when `x` may be changed again, which can be before or after it is received. On a lane, a send or a
@@ -792,9 +932,9 @@ class Communicator:
         >>> run_ranks(2, body)
         [array([0, 1]), array([0, 1])]
         """
-        self._exchange("send", [(dest, x)], [], dest=dest)
+        self._exchange("send", [(dest, x)], [], timeout_s, dest=dest)
 
-    def recv(self, out: A, *, source: int) -> A:
+    def recv(self, out: A, *, source: int, timeout_s: float | None = None) -> A:
         """Receive into `out` what `source` sends to this rank next; returns `out`.
 
         On a lane it goes on while the caller works; see `send`.
@@ -804,10 +944,12 @@ class Communicator:
             CommMismatch: The message has another size than `out`.
             UnsupportedError: No transport takes such an array.
         """
-        self._exchange("recv", [], [(source, out)], source=source)
+        self._exchange("recv", [], [(source, out)], timeout_s, source=source)
         return out
 
-    def sendrecv(self, x: AnyArray, out: A, *, dest: int | None, source: int | None) -> A:
+    def sendrecv(
+        self, x: AnyArray, out: A, *, dest: int | None, source: int | None, timeout_s: float | None = None
+    ) -> A:
         """Send `x` to `dest` and receive `out` from `source` at once; returns `out`.
 
         Where `dest` is None nothing is sent, and where `source` is None `out` is left as it is (MPI's PROC_NULL):
@@ -826,10 +968,12 @@ class Communicator:
         >>> run_ranks(3, body)
         [array(-1), array(0), array(1)]
         """
-        self._exchange("sendrecv", [(dest, x)], [(source, out)], dest=dest, source=source)
+        self._exchange("sendrecv", [(dest, x)], [(source, out)], timeout_s, dest=dest, source=source)
         return out
 
-    def exchange(self, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage]) -> None:
+    def exchange(
+        self, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], *, timeout_s: float | None = None
+    ) -> None:
         """Send and receive many messages at once: lists of (peer, array).
 
         Between two ranks, messages match in the order of the lists; `send` and `recv` match as well. Where a peer
@@ -841,17 +985,22 @@ class Communicator:
             CommMismatch: A message has another size than the array it should fill.
             UnsupportedError: No transport takes such arrays.
         """
-        self._exchange("exchange", sends, recvs)
+        self._exchange("exchange", sends, recvs, timeout_s)
 
     def _exchange(
-        self, name: str, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], **peers: int | None
+        self,
+        name: str,
+        sends: Sequence[MaybeMessage],
+        recvs: Sequence[MaybeMessage],
+        timeout_s: float | None,
+        **peers: int | None,
     ) -> None:
         outgoing: list[Message] = []
         incoming: list[Message] = []
         values: list[Array] = []
         calls: list[Call] = []
         for side, (peer, x) in [("sends", m) for m in sends] + [("recvs", m) for m in recvs]:
-            call = Call(self, name, x, side, **peers).uncompared()
+            call = Call(self, name, x, side, timeout_s=timeout_s, **peers).uncompared()
             if side == "recvs":
                 check_writable(name, side, x, call.x)
             if peer is None and name in ("sendrecv", "exchange"):
@@ -869,6 +1018,9 @@ class Communicator:
         if any(call.transport is not first.transport for call in calls):
             raise UnsupportedError(f"{name}: some arrays are host and some device arrays; make a call for each")
         first.payload = sum(x.nbytes for _, x in outgoing)
+        first.sends(outgoing[0][1] if outgoing else None)
+        if incoming:
+            first.target = incoming[0][1]
         with first:
             if self.check:
                 self._exchange_what_fits(name, first.transport, outgoing, incoming)
@@ -916,7 +1068,7 @@ class Communicator:
         order = self.rank if key is None else key
         with Call.on_host(self, "split"):
             parts = [transport.split(int(color), int(order)) for transport in self.transports]
-        return self._derived(parts)
+        return self._derived(parts, f":{color}")
 
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
@@ -937,6 +1089,7 @@ class Communicator:
             intra = self.split(self.node)
             inter = self.split(self.local_rank)
             intra.counters = inter.counters = self.counters
+            intra.work = inter.work = self.work
             self._nodes = Nodes(intra, inter)
         return self._nodes
 
@@ -974,19 +1127,21 @@ class Communicator:
         if kind == "stream":
             if self.device is None or not any(transport.enqueues for transport in self.transports):
                 raise UnsupportedError('lane: kind is "stream", which needs a device and NCCL; use "thread"')
-            return StreamLane(self.dup())
-        comm = self.dup()
-        if all(transport.concurrent for transport in self.transports):
-            return ThreadLane(comm)
-        warnings.warn(
-            "MPI grants less than MPI_THREAD_MULTIPLE: lanes work on the caller's thread, and nothing "
-            "overlaps; see mpi4py.rc.thread_level",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return InlineLane(comm)
+            lane: Lane = StreamLane(self.dup())
+        elif all(transport.concurrent for transport in self.transports):
+            lane = ThreadLane(self.dup())
+        else:
+            warnings.warn(
+                "MPI grants less than MPI_THREAD_MULTIPLE: lanes work on the caller's thread, and nothing "
+                "overlaps; see mpi4py.rc.thread_level",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            lane = InlineLane(self.dup())
+        self.flight.lanes.add(lane)
+        return lane
 
-    def check_consistency(self, x: AnyArray) -> None:
+    def check_consistency(self, x: AnyArray, *, timeout_s: float | None = None) -> None:
         """Raise on every rank unless all ranks hold the same bytes, shape and dtype in `x`.
 
         Collective. Compares 128-bit BLAKE2 hashes.
@@ -997,7 +1152,7 @@ class Communicator:
         value = Call(self, "check_consistency", x).x
         digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
         digest.update((value if isinstance(value, np.ndarray) else value.get()).tobytes())
-        table = self.allgather(np.frombuffer(digest.digest(), np.uint8))
+        table = self.allgather(np.frombuffer(digest.digest(), np.uint8), timeout_s=timeout_s)
         groups: dict[bytes, list[int]] = {}
         for rank in range(self.size):
             groups.setdefault(table[rank].tobytes(), []).append(rank)
@@ -1038,6 +1193,42 @@ class Communicator:
         if told is not None:
             raise told
 
+    def on(
+        self,
+        *,
+        before: Listener | None = None,
+        after: Listener | None = None,
+        failed: Listener | None = None,
+    ) -> Hook:
+        """Have functions called for every call of this communicator, and of all that are made from it.
+
+        Each takes a `CallView`. What they may raise, and on which thread they run, is said in `bagua_comm.hooks`.
+        While there are none, a call pays for one look at an attribute.
+
+        Args:
+            before: Called when the call begins, before anything is sent.
+            after: Called when it has ended well, with the result; on a device it may still be at work.
+            failed: Called when it has failed, with the error.
+
+        Returns:
+            A handle; its `remove()` ends this.
+
+        Raises:
+            ArrayError: One of them cannot be called, or there is none.
+
+        >>> from bagua_comm.testing import run_ranks
+        >>> def body(comm):
+        ...     seen = []
+        ...     hook = comm.on(after=lambda call: seen.append(f"{call}: {call.result}"))
+        ...     comm.dup().allreduce(np.ones(2))
+        ...     hook.remove()
+        ...     comm.barrier()
+        ...     return seen
+        >>> run_ranks(2, body)[0]
+        ['dup() #1 of world: None', 'allreduce(float64[2]) #1 of world.1: [2. 2.]']
+        """
+        return self.hooks.add(self.group, before, after, failed)
+
     # Failure and end --------------------------------------------------------------------------------
 
     def shrink(self) -> Communicator:
@@ -1058,6 +1249,15 @@ class Communicator:
         """Give up, on all ranks: under MPI all processes end with `exit_code`."""
         for transport in self.transports:
             transport.abort(exit_code)
+
+    @contextmanager
+    def within(self, bucket: Bucket, step: int) -> Iterator[None]:
+        """In the body of `with`, calls are made for `bucket`, in training step `step`."""
+        self.work.bucket, self.work.place = bucket, (bucket.index, step)
+        try:
+            yield
+        finally:
+            self.work.bucket = self.work.place = None
 
     def number_of(self, kind: str) -> int:
         """The next number, from 1 on, of something that all ranks make in the same order: a layer, a call."""
@@ -1101,6 +1301,8 @@ class Communicator:
                 print(error.code, file=sys.stderr, flush=True)
                 error.code = 1  # it is printed
             self.abort(error.code)
+        if not isinstance(error, CommError):
+            self.flight.write(left=f"{type(error).__name__}: {error}")
         for transport in self.transports:
             transport.leave(f"{type(error).__name__}: {error}")
 
@@ -1172,29 +1374,38 @@ class Communicator:
     def _together(self, calls: Sequence[Call]) -> Iterator[Call]:
         """One call in place of several: their arrays, all of one dtype, are copied into one."""
         call, xs = calls[0], [call.x for call in calls]
-        outermost = self.turn.take(call.name, call.signature)  # from here on, scratch is in use
+        outermost = self.turn.take(call.name, call.signature, call.timeout_s)  # from here on, scratch is in use
         try:
             call.x = self.scratch.take("many", (sum(x.size for x in xs),), xs[0].dtype, like=xs[0])
             call.detail["shapes"] = [list(x.shape) for x in xs]
+            for x, part in zip(xs, parts(call.x, [x.size for x in xs]), strict=True):
+                part.reshape(x.shape)[...] = x
+            call.target = call.x
             with call:
-                for x, part in zip(xs, parts(call.x, [x.size for x in xs]), strict=True):
-                    part.reshape(x.shape)[...] = x
                 yield call
         finally:
             self.turn.end(outermost)
 
-    def _derived(self, transports: Sequence[Transport]) -> Communicator:
-        """A communicator over transports split off from this one's, with its settings."""
+    def _derived(self, transports: Sequence[Transport], kind: str = "") -> Communicator:
+        """A communicator over transports split off from this one's, with its settings.
+
+        `kind` is the end of its name, which tells it from others that are split off at the same time.
+        """
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
         first.allgather(np.array([self.rank], np.int64), former)
-        return Communicator(
+        comm = Communicator(
             transports,
             nodes=[self._labels[rank] for rank in former[:, 0]],
             device=self.device,
             check=self.check,
             tracer=self.tracer,
         )
+        comm.hooks = self.hooks
+        comm.flight, comm.group = self.flight, f"{self.group}.{self.number_of('group')}{kind}"
+        members = self.flight.groups[self.group]
+        comm.flight.groups[comm.group] = tuple(members[rank] for rank in former[:, 0])
+        return comm
 
 
 MaybeMessage: TypeAlias = tuple[int | None, AnyArray]

@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,16 @@ turn."""
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+
+class Wrapper(Protocol):
+    """What trains by an engine, as `bagua_torch.DistributedDataParallel` does."""
+
+    def complete(self) -> None:
+        """End a step in which the optimizer did not step. Collective."""
+
+    def detach(self) -> None:
+        """Leave what it trains to itself; the other ranks hear nothing of it."""
 
 
 class Engine:
@@ -112,6 +122,11 @@ class Engine:
         self._prepare_codecs()
         self._begin_phase(began=0)
         self._tell_plan()
+        self._in_step = False
+        self.wrapper: Callable[[], Wrapper | None] = _no_wrapper
+        """Gives what trains by this engine, if something does."""
+        if comm.keeper is not None:
+            comm.keeper.adopt(self)
 
     # A training step --------------------------------------------------------------------------------
 
@@ -142,6 +157,7 @@ class Engine:
             close = difflib.get_close_matches(str(name), self._names)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
+        self._in_step = True
         self._pace.ready(name)
 
     def at(self, point: Point) -> None:
@@ -160,9 +176,41 @@ class Engine:
             self._pace.finish()
             self._begin_phase(began=self.step)
             tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
+        self._in_step = point is Point.FORWARD
         self._pace.at(point)
         if point is Point.STEP:
             self._exchanges.step += 1
+
+    def complete_step(self) -> None:
+        """End a step that only its wrapper knows to have ended: before what the algorithm keeps is read.
+
+        Raises:
+            ArrayError: A step is under way: its gradients are not averaged yet.
+        """
+        if self._in_step:
+            raise ArrayError(
+                f"a training step is under way (step {self.step} of {self.algorithm}): its forward pass has "
+                "begun, and its gradients are not averaged yet; call it between two steps"
+            )
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper.complete()
+
+    def hold(self) -> None:
+        """Keep the gradients in the buckets as one addend of this step's mean, and leave zeros in the buckets.
+
+        For `Reproducible(addends=M)`: on every rank, after each microbatch of a step but the last, and before the
+        first tensor is `ready`.
+
+        Raises:
+            ArrayError: The algorithm keeps no addends, a bucket has left, or this rank holds all but its last.
+        """
+        if self._exchanges.stopped:
+            return
+        if self._exchanges.sent:
+            raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
+        for bucket, state in zip(self.buckets, self.states, strict=True):
+            complete(self._phase).hold(bucket, state)
 
     def settle(self) -> None:
         """Wait for exchanges between two steps, and write them back: before weights are read or saved."""
@@ -363,6 +411,22 @@ class Engine:
         finally:
             self._lane.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or given up."""
+        return self._closed
+
+    def give_up(self) -> None:
+        """Stop without waiting for other ranks, since the communicator is broken; the lane ends by itself."""
+        if self._closed:
+            return
+        self._closed = True
+        self._exchanges.stopped = True
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper.detach()
+        self._lane.give_up()
+
     def __enter__(self) -> Engine:
         return self
 
@@ -445,6 +509,10 @@ class Engine:
         self.states = states
         self._exchanges.begin_phase(self._phase, self.buckets, self.states, began)
         self._pace: Pace = pace_of(self._exchanges)
+
+
+def _no_wrapper() -> Wrapper | None:
+    return None
 
 
 def _new_token() -> str:

@@ -21,11 +21,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias, TypeVar
 
+from .bucket import Bucket
 from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
-from .errors import CommAborted, CommError, CommTimeout, RankFailed
+from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
+from .flight import Entry
 from .trace import Tracer
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ R = TypeVar("R")
 SLACK_S = 5.0
 """How much longer than the timeout of a call `wait` waits, at most, so that the call itself can say what is
 wrong."""
+
+
+Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""What was submitted to a lane."""
 
 
 class Lane(ABC):
@@ -59,8 +66,8 @@ class Lane(ABC):
         self.tracer: Tracer = comm.tracer
         """Where the spans of the side stream go."""
         self._side = SideStream(device) if device is not None else None
-        self._pending: deque[tuple[Future[Any], object]] = deque()
-        """Futures, and what must stay in memory until they are done."""
+        self._pending: deque[tuple[Future[Any], Task]] = deque()
+        """Futures and their tasks; what these refer to stays in memory until they are done."""
         self._failure: BaseException | None = None
         self._closed = False
         self._note: dict[str, Any] = {}
@@ -96,19 +103,19 @@ class Lane(ABC):
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
         """Wait until `future` is done; returns its error, or None."""
-        limit_s = self._limit_s()
         while True:
-            calls = self.comm.counters.total().calls
+            limit_s, calls = self._limit_s(), self.comm.counters.total().calls
             try:
                 return future.exception(timeout=limit_s)
             except FutureTimeout as exc:
-                if self.comm.counters.total().calls == calls:
+                if self.comm.counters.total().calls == calls and self._limit_s() <= limit_s:
                     raise CommTimeout(
                         f"a task on this lane has run for more than {limit_s:g} s without ending a call"
                     ) from exc
 
     def _limit_s(self) -> float:
-        timeout_s: float = self.comm.timeout_s
+        limit_s: float | None = self.comm.turn.limit_s  # of the call in progress, if it has one of its own
+        timeout_s: float = self.comm.timeout_s if limit_s is None else max(limit_s, self.comm.timeout_s)
         return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:
@@ -134,13 +141,36 @@ class Lane(ABC):
                 if self._side is not None:
                     self._side.free()
 
+    def give_up(self) -> None:
+        """Run nothing more, and wait for nobody: for a communicator that is broken.
+
+        The communicator is closed once the task under way has ended, which it does as soon as its calls fail.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._failure = self._failure or CommAborted("this lane was given up")
+        self._close_behind()
+        self._stop()
+
+    def _close_behind(self) -> None:
+        """Close the communicator when no task uses it any more."""
+        with suppress(BaguaError):
+            self.comm.close()
+
     def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
         """Free the thread, once it has run what was submitted."""
 
-    def _remember(self, future: Future[Any], kept: object = None) -> None:
+    def queued(self) -> list[Entry]:
+        """The tasks that wait, as entries of the flight recorder. Any thread may ask."""
+        group = self.comm.group
+        waiting = [task for future, task in tuple(self._pending) if not (future.done() or future.running())]
+        return [_entry_of(task, group) for task in waiting]
+
+    def _remember(self, future: Future[Any], task: Task) -> None:
         while self._pending and self._pending[0][0].done() and self._pending[0][0].exception() is None:
             self._pending.popleft()  # nothing left to wait for
-        self._pending.append((future, kept))
+        self._pending.append((future, task))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -212,12 +242,15 @@ class ThreadLane(Lane):
         self._check_open()
         if self._side is None:
             future = self._executor.submit(self._run, task, args, kwargs)
-            self._remember(future)
+            self._remember(future, (task, args, kwargs))
             return future
         beside = self._side.future()
         self._executor.submit(self._run_beside, self._side, beside, task, args, kwargs)
         self._remember(beside, (task, args, kwargs))
         return beside
+
+    def _close_behind(self) -> None:
+        self._executor.submit(super()._close_behind)
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)
@@ -255,10 +288,20 @@ class InlineLane(Lane):
             future.set_result(self._run(task, args, kwargs))
         except Exception as exc:
             future.set_exception(exc)
-        self._remember(future)
+        self._remember(future, (task, args, kwargs))
         return future
 
 
 def _device_of(comm: Communicator) -> int | None:
     """The device that `comm` works on; None if CuPy is not loaded, since there are no device arrays then."""
     return comm.device if "cupy" in sys.modules else None
+
+
+def _entry_of(task: Task, group: str) -> Entry:
+    """A task that waits; an engine's has a bucket among its arguments."""
+    call, args, _ = task
+    name = getattr(call, "__name__", type(call).__name__).strip("_")
+    bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)
+    if bucket is None:
+        return Entry(group, 0, True, name)
+    return Entry(group, 0, True, name, bucket.spec.dtype, (bucket.spec.size,), {}, bucket.index, bucket.step)

@@ -222,7 +222,13 @@ def under_torchrun(variables: Mapping[str, str]) -> bool:
 
 
 def checked_number(
-    variables: Mapping[str, str], name: str, meaning: str, least: int, most: int | None = None
+    variables: Mapping[str, str],
+    name: str,
+    meaning: str,
+    least: int,
+    most: int | None = None,
+    *,
+    cure: str = "unset it, or start this program with torchrun or with mpirun",
 ) -> int:
     """The number in a variable.
 
@@ -234,7 +240,4 @@ def checked_number(
         number = int(text)
         if number >= least and (most is None or number <= most):
             return number
-    raise BootstrapError(
-        f"connect: the environment variable {name} is {text!r}, expected {meaning}; unset it, or start this "
-        "program with torchrun or with mpirun"
-    )
+    raise BootstrapError(f"connect: the environment variable {name} is {text!r}, expected {meaning}; {cure}")

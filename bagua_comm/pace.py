@@ -66,7 +66,7 @@ class Exchanges:
         before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
         self.lane.note(**detail)
-        with self.tracer.span("exchange", **detail):
+        with comm.within(bucket, self.began + bucket.step), self.tracer.span("exchange", **detail):
             algorithm.exchange(bucket, comm, state)
         after = comm.counters.total()
         if after.calls > before.calls:

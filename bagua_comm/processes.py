@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,65 @@ def state_of(process: int) -> str:
     except OSError:
         return "ended"
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
+
+
+def mapped_files(folder: str) -> list[str]:
+    """The files in a folder that this process has mapped into its memory, as it does to share memory.
+
+    >>> mapped_files("/no/such/folder/")
+    []
+    """
+    with suppress(OSError):
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return sorted({line[line.index(folder) :] for line in lines if folder in line})
+    return []
+
+
+def start_of(process: int) -> int:
+    """When a process of this host was started, in clock ticks of Linux; 0 if it has ended, or that is unknown.
+
+    The number and the start of a process together mean one process for ever.
+
+    >>> start_of(os.getpid()) == start_of(os.getpid())
+    True
+    """
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def kill(process: int, start: int) -> bool:
+    """Kill a process of this host, with SIGKILL, if it is the one that was started at `start`; whether it was."""
+    try:
+        handle = os.pidfd_open(process)  # it refers to this process also when its number is given to another one
+    except (AttributeError, OSError):  # AttributeError: only Linux has it
+        return False
+    try:
+        if start_of(process) != start:
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def starter(variable: str) -> int:
+    """The nearest process above this one that was started without this environment variable; 1 if there is none.
+
+    A launcher gives its processes variables that it has not got itself, and what is in between hands them on.
+
+    >>> starter("SET_BY_NOBODY") == os.getppid()
+    True
+    """
+    process, mark = os.getppid(), f"{variable}=".encode()
+    with suppress(OSError, IndexError, ValueError):
+        while process > 1 and any(
+            each.startswith(mark) for each in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        ):
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
 
 
 def slurm_step() -> str | None:

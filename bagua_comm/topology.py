@@ -101,6 +101,16 @@ def place(rank: int, labels: Sequence[object]) -> Place:
     )
 
 
+def share(count: int, rank: int, size: int) -> range:
+    """Which of `count` things are dealt to `rank`: neighbours, as many as to other ranks, or one more or less.
+
+    >>> [list(share(7, rank, 3)) for rank in range(3)]
+    [[0, 1], [2, 3], [4, 5, 6]]
+    """
+    _check(rank, size)
+    return range(count * rank // size, count * (rank + 1) // size)
+
+
 def hosts(together: Sequence[int], names: Sequence[str]) -> list[int]:
     """Which ranks run on one host: for each rank, the first rank on its host.
 

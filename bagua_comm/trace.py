@@ -1,4 +1,4 @@
-"""Spans, counters and the flight recorder; written out as a Chrome trace, or told to other tools as they happen.
+"""Spans and counters; written out as a Chrome trace, or told to other tools as they happen.
 
 A `Recorder` is always on. It keeps the latest spans in a ring, which costs well under a microsecond a call.
 `Communicator.trace` writes them to a file that https://ui.perfetto.dev opens. `NULL` is the tracer that keeps

@@ -1,6 +1,18 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
+from bagua_comm.elastic.start import start_under_torchrun_by
 from bagua_comm.trace import listen
+
+try:
+    import torch as _torch  # noqa: F401 - asked for here, so that the message says what brings it
+except ModuleNotFoundError as exc:
+    if exc.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or first its smaller build for the CPU, by "
+        "the command that PyTorch's installation page gives",
+        name="torch",
+    ) from exc
 
 from . import functional, profiler
 from .arrays import as_array, as_tensor, torch_stream
@@ -12,9 +24,11 @@ from .fused import fuse
 from .moe import MoE
 from .optim import QAdamOptimizer
 from .process_group import ProcessGroupTransport, connect
+from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
 
 listen(profiler.RANGES)
+start_under_torchrun_by(start_fleet)
 
 __all__ = [
     "Checkpoints",

@@ -207,10 +207,11 @@ def check_ranks(
     mine.append(("a tuner" if tuned else "no tuner", (), "", False))
     for rank, theirs in enumerate(comm.allgather_object(mine)):
         if theirs != mine:
-            different = next((b for a, b in zip_longest(mine, theirs) if a != b), None)
+            pairs = zip_longest(mine, theirs, fillvalue="nothing more")
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
             raise MismatchError(
                 f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
-                f"rank {rank} has {different} where rank {comm.rank} has something else"
+                f"rank {comm.rank} has {here} where rank {rank} has {there}"
             )
 
 

@@ -29,15 +29,17 @@ from bagua_comm import (
     ArrayError,
     Communicator,
     GradientAllReduce,
+    Reproducible,
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import exchanges_weights
+from bagua_comm.algorithms.base import HOLDS, exchanges_weights
 from bagua_comm.algorithms.checkpoints import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
 from bagua_comm.logs import tell
+from bagua_comm.topology import share
 from bagua_comm.trace import ExchangeCounters
 
 from . import checks
@@ -108,7 +110,8 @@ class DistributedDataParallel(nn.Module):
             nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
             own has, are ignored as well, and all of a part of the module whose `stays_on_rank` is True, as the
             experts of a `bagua_torch.moe.MoE`. An optimizer may step them too.
-        init_sync: If False, copy nothing on construction: the ranks have the same weights already.
+        init_sync: If False, copy nothing on construction: the ranks have the same weights already. Nothing is
+            copied under `elastic.run` either, if its state has the module and the optimizers.
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
         forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
@@ -175,7 +178,8 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
         end_older(module, self.comm)
-        if init_sync:
+        keeper = self.comm.keeper
+        if init_sync and (keeper is None or not keeper.keeps(module, *self.optimizers)):
             self._contents.copy_all(self.comm, self.optimizers)
         if tuner is not None:
             best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
@@ -254,6 +258,39 @@ class DistributedDataParallel(nn.Module):
             yield
         finally:
             self._averaging = before
+
+    def microbatches(self) -> Iterator[int]:
+        """The numbers of this rank's microbatches in one step; iterate over it anew in each step.
+
+        For `GradientAllReduce(Reproducible(addends=M))`: M microbatches, numbered from 0, are dealt to the ranks
+        as `bagua_comm.elastic.share` does. Make one forward and one backward pass for each. The last backward
+        pass leaves the mean over all M in `p.grad`: the same bits on any number of ranks, if each pass gives the
+        same gradients on any rank (with as many threads, and deterministic operations). Buffers that a forward
+        pass changes, as BatchNorm's, follow rank 0's microbatches, and so depend on the number of ranks.
+
+        Raises:
+            ArrayError: The algorithm is another one; a RuntimeError as well.
+
+        >>> from bagua_comm import Reproducible
+        >>> model = DistributedDataParallel(nn.Linear(1, 1), [], GradientAllReduce(Reproducible(addends=4)))
+        >>> for i in model.microbatches():
+        ...     model(torch.tensor([float(i)])).sum().backward()
+        >>> model.module.weight.grad
+        tensor([[1.5000]])
+        >>> model.close()
+        """
+        average = getattr(self.algorithm, "average", None)
+        addends = average.addends if isinstance(average, Reproducible) else None
+        if addends is None or not isinstance(self.algorithm, GradientAllReduce):
+            raise MisuseError(
+                f"microbatches: the algorithm is {self.algorithm}, expected {HOLDS} with their number for M"
+            )
+        *others, last = share(addends, self.comm.rank, self.comm.size)
+        for i in others:
+            with self.no_sync():
+                yield i
+            self._steps.hold()
+        yield last
 
     @contextmanager
     def join(

@@ -106,6 +106,7 @@ class TrainingSteps:
         """
         self.memory.provide({phase.payload for phase in phases_of(algorithm)})
         self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device)
+        self.engine.wrapper = weakref.ref(self)
         self.memory.commits = 0
 
     def switch(self, algorithm: Algorithm) -> None:
@@ -241,6 +242,12 @@ class TrainingSteps:
         self._forget_unused(fresh, inner=inner)
         if self.static:
             self._unused.compare(complete, inner=inner)
+
+    def hold(self) -> None:
+        """Keep the gradients in `p.grad` as one addend of the next mean, and leave zeros."""
+        for name in self._trained:
+            self.memory.attach(name)
+        self.engine.hold()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
         if self.engine.payload == "grad" and (self.find_unused or self.static):

@@ -8,6 +8,7 @@
     benchmarks.training.costmodel   whether the cost model predicts what was measured
     benchmarks.convergence          how good the models are that each algorithm ends with
     benchmarks.data                 how even samplers make the work of ranks, and what a cache of samples saves
+    benchmarks.faults               whether trainings go on when ranks and hosts die, and how soon
     benchmarks.gpu                  all checks and measurements that need a GPU
     benchmarks.netlab               emulated hosts with slow links, to run the others on
     benchmarks.figures              all figures about networks, shared memory and codecs again

@@ -6,9 +6,9 @@
     python -m benchmarks.netlab rate --rate 1gbit
     python -m benchmarks.netlab clean
 
-Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., and a host name of its own, so
-that MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket (tc's tbf),
-so that no host sends or receives faster than the rate. The script joins mpirun's world; MASTER_ADDR,
+Each host has a namespace with one interface, eth0 at 10.99.0.1, 10.99.0.2, ..., a host name and a /dev/shm of its
+own, so that MPI takes them for machines and talks TCP between them. Both ends of a link pass a token bucket
+(tc's tbf), so that no host sends or receives faster than the rate. The script joins mpirun's world; MASTER_ADDR,
 MASTER_PORT and GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over
 the same links, and time the two in turn. `--launcher torchrun` starts it as torchrun would instead, without
 MPI.
@@ -48,10 +48,11 @@ QUEUE = "100ms"
 """How long a packet may wait for a link before it is dropped."""
 
 _AGENT = """#!/bin/sh
-# Stands in for ssh: enters the namespace of the host that mpirun names.
+# Stands in for ssh: enters the namespace of the host that mpirun names, unless that host is dead.
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
-exec ip netns exec {prefix}-$host unshare -u sh -c "hostname $host; $*"
+[ -e {memory}/dead-$host ] && exit 255
+exec ip netns exec {prefix}-$host unshare -u sh -c "hostname $host; mount --bind {memory}/$host /dev/shm; $*"
 """
 
 
@@ -66,6 +67,8 @@ class Lab:
     prefix: str
     hosts: int
     rate: str
+    memory: Path
+    """A file system in memory; each host finds one of its folders in /dev/shm."""
 
     def address(self, host: int) -> str:
         """The address of a host."""
@@ -73,7 +76,8 @@ class Lab:
 
     def inside(self, host: int, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
-        named = ["unshare", "-u", "sh", "-c", f'hostname h{host}; exec "$@"', "sh"]
+        mount = f"mount --bind {self.memory}/h{host} /dev/shm"
+        named = ["unshare", "-u", "sh", "-c", f'hostname h{host}; {mount}; exec "$@"', "sh"]
         return ["ip", "netns", "exec", f"{self.prefix}-h{host}", *named, *command]
 
     def mpirun(
@@ -83,15 +87,12 @@ class Lab:
         mpirun = find_mpirun()
         if mpirun is None:
             raise LabError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI")
-        agent = Path(tempfile.gettempdir(), f"{self.prefix}-agent")
-        agent.write_text(_AGENT.format(prefix=self.prefix))
-        agent.chmod(0o755)
         hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(self.hosts))
         variables = [part for name in self.variables() for part in ("-x", name)]
         flags = [
             "--prtemca",
             "plm_ssh_agent",
-            str(agent),
+            str(self.agent()),
             "--host",
             hosts,
             "-n",
@@ -99,6 +100,45 @@ class Lab:
         ]
         flags += ["--bind-to", "none", "--mca", "btl_tcp_if_include", "eth0", "--mca", "mpi_yield_when_idle", "1"]
         return self.inside(0, mpirun, *flags, *variables, *arguments, sys.executable, *script)
+
+    def run_command(self, *, ranks_per_host: int = 1) -> list[str]:
+        """The command `bagua run` on all hosts, without the script; run it inside of host 0."""
+        hosts = ",".join(f"h{i}:{ranks_per_host}" for i in range(self.hosts))
+        agent = (f"--mpirun={word}" for word in ("--prtemca", "plm_ssh_agent", str(self.agent())))
+        command = [sys.executable, "-m", "bagua_comm", "run", "--host", hosts, "--interface", "eth0", *agent]
+        return [*command, "--env", f"PYTHONPATH={ROOT}"]
+
+    def agent(self) -> Path:
+        """A program for mpirun to start commands on hosts with, as ssh does."""
+        agent = Path(tempfile.gettempdir(), f"{self.prefix}-agent")
+        agent.write_text(_AGENT.format(prefix=self.prefix, memory=self.memory))
+        agent.chmod(0o755)
+        return agent
+
+    def fail(self, host: int) -> list[int]:
+        """Let a host die: its link goes down, all of its processes end, and its memory is lost.
+
+        It does not answer from then on, also not to the agent. Returns the ids of the processes.
+        """
+        (self.memory / f"dead-h{host}").touch()
+        _do(f"ip link set {self.prefix}v{host} down")
+        pids = _kill_in(f"{self.prefix}-h{host}")
+        for path in (self.memory / f"h{host}").iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        return pids
+
+    def cut(self, host: int) -> None:
+        """Set a host's link down: its processes live, and reach nobody. The agent does not reach it either.
+
+        What the agent has started there before is silent from then on: its output does not cross the link, so
+        the shells in which the agent's commands run are stopped.
+        """
+        (self.memory / f"dead-h{host}").touch()
+        _do(f"ip link set {self.prefix}v{host} down")
+        for pid in _processes_in(f"{self.prefix}-h{host}"):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "sh\n":
+                    os.kill(pid, signal.SIGSTOP)
 
     def torchrun(self, script: Sequence[str], *, ranks_per_host: int = 1) -> list[list[str]]:
         """The commands, one for each rank, that run Python as torchrun would; see `mpirun`."""
@@ -174,7 +214,8 @@ def build(hosts: int, rate: str) -> Iterator[Lab]:
         LabError: This machine does not allow it.
     """
     check_machine()
-    lab = Lab(f"{PREFIX}{os.getpid()}x", hosts, rate)
+    prefix = f"{PREFIX}{os.getpid()}x"
+    lab = Lab(prefix, hosts, rate, Path(tempfile.gettempdir(), f"{prefix}-memory"))
     try:
         _build(lab)
         yield lab
@@ -200,16 +241,30 @@ def check_machine() -> None:
 def remove(prefix: str) -> None:
     """Kill the processes on hosts whose names begin with `prefix`, and remove these hosts and their bridge."""
     for name in _names(["ip", "netns", "list"], prefix):
-        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        _kill_in(name)
         subprocess.run(["ip", "netns", "delete", name], check=False)
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True).stdout
     for name in re.findall(rf"^\d+: ({prefix}[\w-]*)[@:]", links, re.MULTILINE):
         subprocess.run(["ip", "link", "delete", name], check=False, stderr=subprocess.DEVNULL)
     for agent in Path(tempfile.gettempdir()).glob(f"{prefix}*-agent"):
         agent.unlink(missing_ok=True)
+    for memory in Path(tempfile.gettempdir()).glob(f"{prefix}*-memory"):
+        subprocess.run(["umount", "--lazy", str(memory)], check=False, stderr=subprocess.DEVNULL)
+        memory.rmdir()
+
+
+def _kill_in(namespace: str) -> list[int]:
+    """Kill all processes on a host; returns their ids."""
+    pids = _processes_in(namespace)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def _processes_in(namespace: str) -> list[int]:
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout.split()
+    return [int(pid) for pid in found]
 
 
 def _names(command: Sequence[str], prefix: str) -> list[str]:
@@ -219,6 +274,10 @@ def _names(command: Sequence[str], prefix: str) -> list[str]:
 
 def _build(lab: Lab) -> None:
     bridge = f"{lab.prefix}b"
+    lab.memory.mkdir()
+    _do(f"mount -t tmpfs {lab.prefix} {lab.memory}")
+    for host in range(lab.hosts):
+        (lab.memory / f"h{host}").mkdir()
     _do(f"ip link add {bridge} type bridge")
     _do(f"ip link set {bridge} up")
     for host in range(lab.hosts):

@@ -1,5 +1,6 @@
 """The Communicator over threads: the conformance kit, and what it does not cover."""
 
+import inspect
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from bagua_comm import (
     ArrayError,
     CommError,
     CommMismatch,
+    CommTimeout,
     Communicator,
     UnsupportedError,
     quantized_allreduce,
@@ -410,3 +412,49 @@ def test_leaving_by_sys_exit_without_an_error_closes():
         sys.exit(0)
     with pytest.raises(CommError, match="closed"):
         comm.barrier()
+
+
+# A timeout of a call's own
+
+
+def test_a_call_waits_as_long_as_it_says_and_the_next_as_long_as_the_communicator_does():
+    def body(comm):
+        start = time.monotonic()
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"waited 0\.1 s"):
+                comm.recv(np.ones(1), source=1, timeout_s=0.1)
+        return time.monotonic() - start, comm.transports[0].limit_s
+
+    waited_s, limit_s = run_ranks(2, body, timeout_s=20)[0]
+    assert 0.1 <= waited_s < 10
+    assert limit_s == 20
+
+
+def test_a_call_may_wait_longer_than_the_communicator():
+    def body(comm):
+        if comm.rank == 1:
+            time.sleep(0.4)
+        with comm.lane() as lane:
+            lane.submit(lane.comm.allreduce, np.ones(2), timeout_s=20)
+            lane.wait()
+        return comm.allreduce(np.ones(2), timeout_s=20).tolist()
+
+    assert run_ranks(2, body, timeout_s=5) == [[2, 2]] * 2
+
+
+CALLS_WITH_LIMITS = sorted(
+    name
+    for name, method in inspect.getmembers(Communicator, inspect.isfunction)
+    if "timeout_s" in inspect.signature(method).parameters and not name.startswith("_")
+)
+
+
+def test_every_call_that_moves_data_has_a_limit_of_its_own():
+    assert {"allreduce", "barrier", "broadcast_object", "exchange", "recv", "scatterv"} <= set(CALLS_WITH_LIMITS)
+    assert len(CALLS_WITH_LIMITS) == 28
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, "soon", float("inf"), float("nan")])
+def test_a_limit_that_is_no_time_is_refused(timeout_s):
+    with pytest.raises(ArrayError, match=r"allreduce: timeout_s is .*, expected seconds"):
+        Communicator([LocalTransport()]).allreduce(np.ones(1), timeout_s=timeout_s)

@@ -1,6 +1,7 @@
 """The rules that hold for the whole library: layers, imports, docstrings, names."""
 
 import ast
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -18,14 +19,15 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "files", "former", "logs", "processes", "trace"},
+    {"errors", "files", "flight", "former", "logs", "processes", "trace"},
     {"arrays", "launchers", "refusals", "topology"},
-    {"roll"},
+    {"roll", "job"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
     {"agreement", "objects"},
-    {"call", "comm", "lane"},
+    {"call", "comm", "hooks", "lane"},
+    {"reproducible"},
     {"averages", "collectives"},
     {"algorithms", "bootstrap"},
     {"pace"},
@@ -58,8 +60,13 @@ def module_of(path):
     return package if package == "bagua_torch" else rest[0]
 
 
+@functools.cache
 def imports_of(path):
     """(module, line) of every import in a file, relative ones made absolute."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path):
     package = list(path.relative_to(ROOT).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -71,11 +78,14 @@ def imports_of(path):
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_imports_only_from_its_own_layer_and_those_above(path):
-    mine = module_of(path)
-    for name, line in imports_of(path):
-        parts = name.split(".")
+def every_import():
+    """(path, module, line) of every import in the library."""
+    return [(path, name, line) for path in FILES for name, line in imports_of(path)]
+
+
+def test_a_module_imports_only_from_its_own_layer_and_those_above():
+    for path, name, line in every_import():
+        mine, parts = module_of(path), name.split(".")
         if parts[0] == "bagua_torch":
             assert mine == "bagua_torch", f"{path}:{line} imports {name}"
         if parts[0] != "bagua_comm" or len(parts) < 2 or mine == "bagua_torch":
@@ -85,46 +95,43 @@ def test_a_module_imports_only_from_its_own_layer_and_those_above(path):
             assert LAYER_OF[target] <= LAYER_OF[mine], f"{path}:{line}: {mine} imports {target}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_heavy_libraries_are_imported_only_where_they_may_be(path):
-    place = str(path.relative_to(ROOT).with_suffix("")).removeprefix("bagua_comm/").split("/")
-    for name, line in imports_of(path):
+def test_heavy_libraries_are_imported_only_where_they_may_be():
+    for path, name, line in every_import():
         library = name.split(".")[0]
         if library in ALLOWED:
+            place = str(path.relative_to(ROOT).with_suffix("")).removeprefix("bagua_comm/").split("/")
             places = {"/".join(place[:n]) for n in (1, 2, 3)}
             assert places & ALLOWED[library], f"{path}:{line} imports {library}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_arithmetic_calls_the_kernels_that_fit_never_those_of_the_host_directly(path):
-    if module_of(path) in {"kernels", "testing"} or path.name == "host.py":
-        return
+def test_arithmetic_calls_the_kernels_that_fit_never_those_of_the_host_directly():
     found = [
-        node
+        f"{path.parent.name}/{path.name}"
+        for path in FILES
+        if module_of(path) not in {"kernels", "testing"} and path.name != "host.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and node.attr == "reduce_rows"
         and ast.unparse(node.value).endswith("host")
     ]
     # The one test of MPI's own arithmetic against the specification.
-    assert len(found) == (path.parent.name == "mpi" and path.name == "reductions.py"), path
+    assert found == ["mpi/reductions.py"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_environment_variables_are_read_only_where_they_may_be(path):
-    if module_of(path) in {"bootstrap", "commands"}:
-        return
-    source = path.read_text()
-    assert "os.environ" not in source
-    assert "getenv" not in source
+def test_environment_variables_are_read_only_where_they_may_be():
+    for path in FILES:
+        if module_of(path) not in {"bootstrap", "commands"}:
+            source = path.read_text()
+            assert "os.environ" not in source, path
+            assert "getenv" not in source, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_cuda_passed_asks_events_because_their_done_hides_errors(path):
-    tree = ast.parse(path.read_text())
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # future.done()
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "done"]
-    assert [node.lineno for node in found if id(node) not in called] == []
+def test_only_cuda_passed_asks_events_because_their_done_hides_errors():
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # future.done()
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "done"]
+        assert [node.lineno for node in found if id(node) not in called] == [], path
 
 
 def test_modules_of_bagua_torch_do_not_import_each_other_in_a_circle():

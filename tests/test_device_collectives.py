@@ -1,5 +1,6 @@
 """Averages of device arrays, beside those of the same arrays on the host."""
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -17,10 +18,12 @@ from bagua_comm import (
     Hierarchical,
     MinMaxUInt8,
     Quantized,
+    Reproducible,
     quantized_allreduce,
 )
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks
+from bagua_comm.topology import share
 
 pytestmark = pytest.mark.parametrize(
     "device", ["lazy"], indirect=True
@@ -89,6 +92,44 @@ def test_error_feedback_gives_the_bytes_of_the_host(device, kind):
         return found
 
     assert expected == run_on_devices(device, 2, kind, body)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("local", 3), ("nccl", 1), ("nccl", 2), ("nccl", 3), ("nccl", 4), ("staged", 2)]
+)
+def test_reproducible_gives_the_bytes_of_the_host(device, kind, ranks, dtype):
+    average = Reproducible()
+    expected = on_host(ranks, 1001, dtype, average, times=2)
+
+    def body(comm):
+        mean, x = average.bind(comm), up(values(comm.rank, 1001, dtype))
+        return [mean(x).get().tobytes() for _ in range(2)]
+
+    assert expected == run_on_devices(device, ranks, kind, body)
+
+
+def test_reproducible_means_of_microbatches_on_devices_make_the_host_wait_for_nothing(device):
+    average = Reproducible(addends=4)
+    everything = [values(i, 300) for i in range(4)]
+
+    def means(comm, place):
+        mean, mine, found = average.bind(comm), share(4, comm.rank, comm.size), []
+        for waits in (True, False):  # first, memory is allocated and kernels are compiled
+            xs = [place(everything[i]) for i in mine]
+            with contextlib.nullcontext() if waits else device.forbid_host_sync(this_thread=True):
+                for x in xs[:-1]:
+                    mean.hold(x)
+                mean(xs[-1])
+            found.append(xs[-1])
+        return found
+
+    def on_device(comm):
+        return [x.get().tobytes() for x in means(comm, up)]
+
+    (expected,) = run_ranks(1, lambda comm: [x.tobytes() for x in means(comm, np.copy)])
+    assert run_on_devices(device, 2, "nccl", on_device) == [expected] * 2
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["equal", "unequal"])

@@ -3,6 +3,7 @@
 import threading
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,7 @@ class FakeComm:
     def __init__(self, timeout_s=PATIENCE_S):
         self.timeout_s, self.counters = timeout_s, Counters()
         self.device, self.tracer = None, NULL
+        self.turn = SimpleNamespace(limit_s=None)
         self.closed = 0
 
     def close(self):

@@ -21,6 +21,21 @@ def test_messages_name_the_program_as_it_was_called(called, name, monkeypatch, c
     assert capsys.readouterr().err.startswith(f"usage: {name} ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "--hosts", "a:2", "x.py"], "run: error: unrecognized arguments: --hosts; did you mean --host?"),
+        (["run", "--n=2", "x.py"], "run: error: unrecognized arguments: --n=2; did you mean -n?"),
+        (["doctor", "plot.png"], "doctor: error: unrecognized arguments: plot.png"),
+    ],
+)
+def test_an_unknown_option_is_answered_by_the_one_that_was_meant(arguments, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(says + "\n")
+
+
 def test_the_version_is_the_librarys(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--version"])

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ class FakeComm:
     def __init__(self, device=0, timeout_s=PATIENCE_S, tracer=trace.NULL):
         self.device, self.timeout_s, self.tracer = device, timeout_s, tracer
         self.counters = trace.Counters()
+        self.turn = SimpleNamespace(limit_s=None)
         self.closed = 0
 
     def close(self):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
-from ..arrays import FLOATS, Array
+from ..arrays import FLOATS
 from ..averages import Average, InPlace
 from ..bucket import Bucket
 from ..comm import Communicator
@@ -41,6 +41,10 @@ residuals of error feedback: on another number of ranks, each gets the mean."""
 ANEW = {"reshape": "anew"}
 """Metadata of an array that differs between ranks, and that `init` makes from the weights, as replicas of
 neighbours' weights: on another number of ranks it is made anew."""
+
+
+HOLDS = "GradientAllReduce(Reproducible(addends=M))"
+"""What keeps addends, for messages."""
 
 
 class Point(Enum):
@@ -178,6 +182,16 @@ class Complete:
         """See `Algorithm.init`. Collective."""
         return self.algorithm.init(bucket, comm)
 
+    def hold(self, bucket: Bucket, state: State) -> None:
+        """Optional: keep what the bucket holds as one addend of the next exchange, and leave zeros in it.
+
+        Default: raise `ArrayError`.
+        """
+        method = getattr(self.algorithm, "hold", None)
+        if method is None:
+            raise ArrayError(f"hold: {self.algorithm} keeps no addends; {HOLDS} does")
+        method(bucket, state)
+
     def begin(self, bucket: Bucket, state: State) -> None:
         """Optional: prepare an exchange, on the caller's thread, before the bucket leaves. Default: nothing."""
         self._call("begin", bucket, state)
@@ -259,17 +273,21 @@ def check_size(algorithm: Algorithm, size: int) -> None:
         complete(phase).check_size(size)
 
 
-def bind_average(average: Average, comm: Communicator, like: Array) -> InPlace:
-    """Bind `average` to `comm`, for arrays of the shape, dtype and library of `like`.
+def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlace:
+    """Bind `average` to `comm`, for arrays of the shape, dtype and library of the bucket's.
 
-    Collective. An average whose `bind` takes no `like` gets `comm` alone.
+    Collective. An average gets, beside `comm`, what its `bind` takes: `like`, the array of the bucket, and
+    `sizes`, the numbers of elements of the tensors in it.
     """
-    parameters = inspect.signature(average.bind).parameters.values()
-    if any(p.name == "like" or p.kind is p.VAR_KEYWORD for p in parameters):
-        bind: Any = average.bind
-        bound: InPlace = bind(comm, like=like)
-        return bound
-    return average.bind(comm)
+    parameters = inspect.signature(average.bind).parameters
+    options: dict[str, Any] = {}
+    if "like" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["like"] = bucket.flat
+    if "sizes" in parameters:
+        options["sizes"] = [tensor.size for tensor in bucket.spec.tensors]
+    bind: Any = average.bind
+    bound: InPlace = bind(comm, **options)
+    return bound
 
 
 # Checks of arguments --------------------------------------------------------------------------------

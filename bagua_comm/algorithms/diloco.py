@@ -80,7 +80,7 @@ class DiLoCo:
 
     def init(self, bucket: Bucket, comm: Communicator) -> Outer:
         """See `Algorithm.init`. Collective."""
-        average = bind_average(self.average, comm, bucket.flat)
+        average = bind_average(self.average, comm, bucket)
         return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), average)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:

@@ -8,7 +8,8 @@ from ..averages import Average, Exact, InPlace, Quantized
 from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
-from .base import Point, Window, bind_average, check_average, check_average_argument
+from ..errors import ArrayError
+from .base import HOLDS, Point, Window, bind_average, check_average, check_average_argument
 
 
 @dataclass
@@ -23,7 +24,8 @@ class GradientAllReduce:
     """Average the gradients of each bucket as soon as they are complete.
 
     Args:
-        average: How to average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)` or `Hierarchical(inner)`.
+        average: How to average: `Exact()`, `Reproducible()`, `Quantized(codec)`, `ErrorFeedback(inner)` or
+            `Hierarchical(inner)`.
     """
 
     average: Average = field(default_factory=Exact)
@@ -40,7 +42,15 @@ class GradientAllReduce:
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
         """See `Algorithm.init`. Collective."""
-        return _Bound(bind_average(self.average, comm, bucket.flat))
+        return _Bound(bind_average(self.average, comm, bucket))
+
+    def hold(self, bucket: Bucket, state: _Bound) -> None:
+        """Keep the gradients as one addend of the next mean, and leave zeros; see `Reproducible`."""
+        hold = getattr(state.average, "hold", None)
+        if hold is None:
+            raise ArrayError(f"hold: {self.average} keeps no addends; {HOLDS} does")
+        bucket.padding[...] = 0
+        hold(bucket.flat)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
         """g <- mean of g. Collective."""

@@ -19,6 +19,7 @@ from typing import Any
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ..codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
+from ..reproducible import Reproducible
 from .async_average import AsyncModelAverage
 from .base import Algorithm
 from .by_node import by_node
@@ -43,6 +44,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         # Gradients
         "gradient-allreduce": GradientAllReduce,
         "exact": partial(GradientAllReduce, Exact()),
+        "reproducible": partial(GradientAllReduce, Reproducible()),
         "float16": partial(GradientAllReduce, Quantized(Float16())),
         "bfloat16": partial(GradientAllReduce, Quantized(BFloat16())),
         "bytegrad": ByteGrad,
@@ -78,6 +80,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
 AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
     {
         "exact": Exact,
+        "reproducible": Reproducible,
         "quantized": Quantized,
         "error-feedback": ErrorFeedback,
         "hierarchical": Hierarchical,

@@ -78,7 +78,7 @@ class QAdam:
 
     def init(self, bucket: Bucket, comm: Communicator) -> Momentum:
         """See `Algorithm.init`. Collective."""
-        exact, average = (bind_average(a, comm, bucket.flat) for a in (Exact(), self.average))
+        exact, average = (bind_average(a, comm, bucket) for a in (Exact(), self.average))
         return Momentum(arrays.zeros_like(bucket.flat), exact, average)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Momentum) -> None:

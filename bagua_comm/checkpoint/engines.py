@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..errors import ArrayError
 from .trees import Own, Rule
 
-_OWN: dict[str | None, Rule | None] = {"mean": "mean", "anew": "drop"}
+_OWN: dict[str, Rule] = {"mean": "mean", "anew": "drop"}
 
 
 def tree_of_engine(engine: Engine) -> dict[str, Any]:
@@ -78,3 +78,48 @@ def load_engine(engine: Engine, tree: Any) -> None:
         ArrayError: The tree is something else, or does not fit the engine's algorithm and tensors.
     """
     engine.load_state_dict(state_of_tree(engine, tree))
+
+
+# In memory, while training goes on ------------------------------------------------------------------------
+
+
+def keep_engine(engine: Engine) -> dict[str, Any]:
+    """As `tree_of_engine`, for a commit: alike on all ranks where the algorithm's state is.
+
+    What no other number of ranks can load is dropped there, and made anew.
+
+    Raises:
+        ArrayError: A training step is under way.
+    """
+    engine.complete_step()
+    tree = tree_of_engine(engine)
+    fixed = {
+        name: {path: Own(own.value, "drop") for path, own in pieces.items()}
+        for name, pieces in tree["fixed"].items()
+    }
+    return {**tree, "facts": {**tree["facts"].value, "rank": 0}, "fixed": fixed}
+
+
+def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
+    """Go on from what `keep_engine` gave; returns why not, if it is of another algorithm, or other ranks' alone.
+
+    Collective, unless it is.
+
+    Raises:
+        ArrayError: It does not fit the engine's tensors.
+    """
+    theirs = kept["facts"]["algorithm"]
+    if theirs != repr(engine.algorithm):
+        return f"{theirs} was committed, and now the algorithm is {engine.algorithm}"
+    fixed = {
+        name: {path: own.value for path, own in pieces.items() if own.value is not None}
+        for name, pieces in kept["fixed"].items()
+    }
+    parts = {name: kept[name].value for name in _OWN}
+    try:
+        load_engine(engine, {**kept, **parts, "fixed": fixed})
+    except ArrayError as exc:  # on all ranks alike, and the engine is as it was
+        if fixed == kept["fixed"] or not any(kept["fixed"].values()):
+            raise
+        return f"on another number of ranks nothing can be made of what it kept: {exc}"
+    return None

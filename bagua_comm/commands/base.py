@@ -54,6 +54,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def natural(text: str) -> int:
+    """A whole number from 0 on, from a text such as "2"."""
+    if not text.isdecimal() or int(text) >= 10**9:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 on; expected e.g. 2")
+    return int(text)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def parse_variable(text: str) -> tuple[str, str | None]:
     """Name and value of an environment variable, from "NAME=VALUE"; None for the value if there is only a name.
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import CommandError, cores
+from .base import CommandError, cores, count
+
+LOOPBACK = ("localhost", "127.0.0.1")
+"""Names of this host, whichever it is."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +64,89 @@ def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(options.host) if options.host is not None else ()
 
 
+def first_allocated(variables: Mapping[str, str]) -> Host | None:
+    """The first host of the allocation of Slurm that these environment variables tell of, where rank 0 will be.
+
+    None outside of an allocation.
+
+    >>> first_allocated({"SLURM_JOB_NODELIST": "rack[2-3,7]node[08-09],gpu1"})
+    Host(name='rack2node08', slots=None)
+    """
+    hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST", "")
+    first = re.match(r"(\[[^\]]*\]|[^\[,])*", hosts)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+    return _host(name, f"SLURM_JOB_NODELIST={hosts}") if name else None
+
+
 def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    """What `-n` says; else one rank for each slot of these hosts, or for each core that may be used here.
+    """What `-n` says; else one rank for each slot of these hosts.
+
+    Without hosts, one for each task of Slurm's allocation, or for each core that may be used here.
 
     Raises:
         CommandError: A host does not say how many ranks it takes.
     """
     if options.ranks is not None or not hosts:
-        return options.ranks or len(cores())
+        tasks = os.environ.get("SLURM_NTASKS", "")
+        return options.ranks or (int(tasks) if tasks.isdecimal() else 0) or len(cores())
     slots = [host.slots for host in hosts if host.slots is not None]
     if len(slots) < len(hosts):
         raise CommandError("how many ranks? Give -n, or a number for each host: node1:4, or 'slots=4' in a file")
     return sum(slots)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How many ranks a job starts."""
+
+    training: int
+    """Those that train."""
+    spares: int = 0
+    """Those that stand by."""
+    least: int = 1
+    """With fewer training ends."""
+
+    @property
+    def started(self) -> int:
+        """All of them."""
+        return self.training + self.spares
+
+
+def ranks_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Ranks:
+    """How many ranks train and stand by. Without `-n`, both together are as many as there are slots.
+
+    Raises:
+        CommandError: A host does not say how many ranks it takes, or they take too few, or too few train.
+    """
+    spares, least = options.spares or 0, options.min_ranks or 1
+    number = number_of_ranks(options, hosts)
+    training = number if options.ranks is not None else number - spares
+    if training < 1:
+        raise CommandError(f"--spares {spares}: there is room for {count(number, 'rank')}, so none would train")
+    if training < least:
+        raise CommandError(f"--min-ranks {least}: {count(training, 'rank')} train; expected at most as many")
+    slots = [host.slots for host in hosts if host.slots is not None]
+    if spares and hosts and len(slots) == len(hosts) and training + spares > sum(slots):
+        raise CommandError(
+            f"--spares {spares}: {training + spares} ranks are started with them, and the hosts take "
+            f"{sum(slots)}; name more hosts, or give a smaller -n"
+        )
+    return Ranks(training, spares, least)
+
+
+def is_here(address: str) -> bool:
+    """Whether this is certainly this host. Other names are not looked up: a name server may take its time."""
+    here = socket.gethostname()
+    if address in LOOPBACK:
+        return True
+    if not re.fullmatch(r"[0-9.]+", address):
+        return address in (here, here.partition(".")[0])
+    with socket.socket() as one:
+        try:
+            one.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _host(text: str, where: str) -> Host:

@@ -20,7 +20,13 @@ SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
 
 VARIABLES = (
     "BAGUA_TRACEBACK",
+    "BAGUA_FLIGHT_FOLDER",
     "BAGUA_NVTX",
+    "BAGUA_SPARES",
+    "BAGUA_MIN_RANKS",
+    "BAGUA_JOB",
+    "BAGUA_JOB_FOLDER",
+    "BAGUA_ATTEMPT",
     "OMP_NUM_THREADS",
     "GLOO_SOCKET_IFNAME",
     "FI_TCP_IFACE",
@@ -37,7 +43,16 @@ VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-BEGINNINGS = ("OMPI_COMM_WORLD_", "OMPI_ALLOW", "OMPI_MCA_", "PMI_", "PMIX_", "NCCL_", "TORCHELASTIC_RUN_ID")
+BEGINNINGS = (
+    "OMPI_COMM_WORLD_",
+    "OMPI_ALLOW",
+    "OMPI_MCA_",
+    "PMI_",
+    "PMIX_",
+    "NCCL_",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_MAX_RESTARTS",
+)
 """The environment variables that `info` prints: those of docs/reference/environment.md."""
 
 
@@ -129,7 +144,11 @@ def mpi_facts() -> dict[str, Any]:
     code = (
         "from mpi4py import MPI;"
         "print(MPI.Get_library_version().split(',')[0].strip());"
-        "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)"
+        "print(MPI.Query_thread() == MPI.THREAD_MULTIPLE)\n"
+        "try:\n"
+        "    print(MPI.COMM_SELF.Get_failed().Get_size() == 0)\n"
+        "except NotImplementedError:\n"
+        "    print(False)\n"
     )
     try:
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -138,6 +157,7 @@ def mpi_facts() -> dict[str, Any]:
     if result.returncode != 0:
         reason = (result.stderr.strip().splitlines() or ["no message"])[-1]
         return {**facts, "library": f"cannot be loaded: {reason}"}
-    library, multiple = result.stdout.strip().splitlines()[-2:]
+    library, multiple, ulfm = result.stdout.strip().splitlines()[-3:]
     level = "MPI_THREAD_MULTIPLE" if multiple == "True" else "less than MPI_THREAD_MULTIPLE"
-    return {**facts, "library": library, "thread level": level}
+    survives = "yes, under run --ulfm, --spares or --restarts" if ulfm == "True" else "no: this MPI has no ULFM"
+    return {**facts, "library": library, "thread level": level, "ranks may die": survives}

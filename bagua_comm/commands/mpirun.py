@@ -105,12 +105,12 @@ class Mpirun:
 
     def links(self, count: int) -> tuple[str, ...]:
         """The arguments for several TCP connections between two ranks."""
-        self._must_be_open_mpi("--links")
+        self.must_be_open_mpi("--links")
         return ("--mca", "btl_tcp_links", str(count))
 
     def ulfm(self) -> tuple[str, ...]:
         """The arguments with which ranks may die, and the others go on."""
-        self._must_be_open_mpi("--ulfm")
+        self.must_be_open_mpi("--ulfm")
         return ("--with-ft", "ulfm")
 
     def search_path(self) -> dict[str, str]:
@@ -139,7 +139,8 @@ class Mpirun:
                 "one; give it arguments of its own by --mpirun=ARG"
             )
 
-    def _must_be_open_mpi(self, flag: str) -> None:
+    def must_be_open_mpi(self, flag: str) -> None:
+        """Raise `CommandError` unless this is Open MPI, which `flag` needs."""
         if not self.is_open_mpi:
             raise CommandError(f"{flag} needs Open MPI, and {self.path} belongs to {self}")
 

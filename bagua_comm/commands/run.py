@@ -1,6 +1,7 @@
 """`bagua run`: starts mpirun with the arguments that this machine needs, and says why each is there.
 
-It replaces its own process by mpirun's, so signals and the exit code are mpirun's. With Open MPI, ranks on this
+It replaces its own process by mpirun's, so signals and the exit code are mpirun's, unless it is asked for spares
+or restarts: then it supervises mpirun (`supervise`). With Open MPI, ranks on this
 host talk through shared memory alone and listen on no port, if no hosts are named, also not by a scheduler, and
 /dev/shm has 32 MiB for each rank.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import bootstrap
+from ..job import Job
 from . import base, write
-from .base import CommandError, parse_variable, positive, program_name
-from .hosts import Host, named_hosts, number_of_ranks
+from .base import CommandError, count, natural, parse_variable, positive, program_name
+from .hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
+from .supervise import Place, supervise
 
 SUMMARY = "start a Python script on several ranks"
 
@@ -75,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `run`."""
     parser.add_argument(
         "-n",
+        "-np",
         "--ranks",
         type=positive,
         metavar="N",
@@ -102,6 +105,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let the other ranks go on when one dies: they get RankFailed, and call shrink() (Open MPI)",
     )
+    parser.add_argument(
+        "--spares",
+        type=natural,
+        metavar="S",
+        help="so many more ranks, which stand by; one takes the place of a rank that dies (implies --ulfm)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=natural,
+        metavar="N",
+        help="start mpirun again, at most N times, when ranks or hosts are lost (implies --ulfm)",
+    )
+    parser.add_argument(
+        "--min-ranks",
+        type=positive,
+        metavar="M",
+        help="with --spares or --restarts: training goes on with fewer ranks, but not with fewer than M (1)",
+    )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="with --spares or --restarts: write what happened there, a line of JSON for each event",
+    )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, how, and why so")
     parser.add_argument("--dry-run", action="store_true", help="print the command instead, as a line for a shell")
     write.add_arguments(parser)
@@ -118,6 +144,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if not options.module and not Path(options.script).is_file():
         raise CommandError(f"there is no file {options.script}")
+    _check_supervision(options)
     if options.write:
         return write.run(options)
     for flag, given, other in (("--image", options.image, "--write k8s"), ("--force", options.force, "--write")):
@@ -126,7 +153,8 @@ def run(options: argparse.Namespace) -> int:
     mpirun = find_mpirun()
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
-    plan = make_plan(options, ask_mpirun(mpirun))
+    known = ask_mpirun(mpirun)
+    plan = make_plan(options, known)
     if options.verbose:
         print(*plan.lines(), sep="\n", file=sys.stderr)
     if options.dry_run:
@@ -134,7 +162,25 @@ def run(options: argparse.Namespace) -> int:
         return 0
     sys.stdout.flush()
     sys.stderr.flush()
+    if is_supervised(options):
+        return supervise(options, lambda place, job: make_plan(options, known, place, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+def is_supervised(options: argparse.Namespace) -> bool:
+    """Whether `run` supervises mpirun, instead of becoming it."""
+    return options.spares is not None or options.restarts is not None
+
+
+def _check_supervision(options: argparse.Namespace) -> None:
+    """Raise `CommandError` if the arguments of supervision do not go together."""
+    for flag, given in (("--min-ranks", options.min_ranks), ("--record", options.record)):
+        if given is not None and not is_supervised(options):
+            raise CommandError(f"{flag} is for --spares and --restarts; --restarts 0 supervises without restarts")
+    if is_supervised(options):
+        ranks_of(options, named_hosts(options))
+    if options.record is not None and not Path(options.record).absolute().parent.is_dir():
+        raise CommandError(f"--record {options.record}: there is no folder {Path(options.record).parent}")
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -193,11 +239,16 @@ class _Job:
     options: argparse.Namespace
     mpirun: Mpirun
     hosts: tuple[Host, ...]
+    hostfile: str | None
+    """A file that names the same hosts."""
     ranks: int
+    """How many are started."""
     cores: int
     """Those of this host that may be used."""
     alone: bool
     """Whether ranks certainly run on this host alone."""
+    supervised: Job | None
+    """What a supervisor tells its ranks; None without one."""
 
     def where(self) -> str:
         if self.hosts:
@@ -207,29 +258,43 @@ class _Job:
         return "the hosts that mpirun finds itself"
 
 
-def make_plan(options: argparse.Namespace, mpirun: Mpirun) -> Plan:
+def make_plan(
+    options: argparse.Namespace, mpirun: Mpirun, place: Place | None = None, job: Job | None = None
+) -> Plan:
     """What the arguments of `run` ask for.
+
+    Args:
+        options: The arguments.
+        mpirun: What starts the ranks.
+        place: Where an attempt of a supervised job runs, if not as the arguments say.
+        job: What the ranks of a supervised job are told.
 
     Raises:
         CommandError: They do not go together, or this mpirun cannot do it.
     """
     hosts = named_hosts(options)
+    place = place or Place(ranks_of(options, hosts), hosts)
+    if is_supervised(options):
+        mpirun.must_be_open_mpi("--spares" if options.restarts is None else "--restarts")
+        job = job or Job(spares=place.ranks.spares, min_ranks=options.min_ranks)
+    hostfile = options.hostfile if place.hosts == hosts else None
     alone = not hosts and stays_here(mpirun, options.mpirun)
-    job = _Job(options, mpirun, hosts, number_of_ranks(options, hosts), len(base.cores()), alone)
-    variables = list(_variables(job))
-    settings = [*_arguments(job), *variables, *_forwarded(job, variables), *_for_mpirun_itself(job)]
+    cores = len(base.cores())
+    made = _Job(options, mpirun, place.hosts, hostfile, place.ranks.started, cores, alone, job)
+    variables = list(_variables(made))
+    settings = [*_arguments(made), *variables, *_forwarded(made, variables), *_for_mpirun_itself(made)]
     if options.mpirun:
         settings.append(Setting("--mpirun: your own", tuple(options.mpirun)))
     python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
     program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
-    return Plan(mpirun, job.ranks, job.where(), tuple(settings), program)
+    return Plan(mpirun, made.ranks, made.where(), tuple(settings), program)
 
 
 def _arguments(job: _Job) -> Iterator[Setting]:
     """How ranks are placed, and how they talk."""
     options, mpirun = job.options, job.mpirun
     if job.hosts:
-        yield Setting("you named these hosts", mpirun.hosts(job.hosts, options.hostfile))
+        yield Setting("you named these hosts", mpirun.hosts(job.hosts, job.hostfile))
     if mpirun.is_open_mpi:
         yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
     if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
@@ -241,7 +306,7 @@ def _arguments(job: _Job) -> Iterator[Setting]:
     if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
         why = "one host: ranks talk through shared memory, and listen on no port"
         yield Setting(why, ("--mca", "btl", "self,sm"))
-    if options.ulfm:
+    if options.ulfm or job.supervised is not None:
         yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
     if options.links:
         yield Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))
@@ -257,8 +322,9 @@ def _variables(job: _Job) -> Iterator[Setting]:
     if "OMP_NUM_THREADS" not in chosen and job.alone:
         why = "else every rank would start a thread on each core, and they would stand in each other's way"
         yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
-    if mpirun.is_open_mpi and (job.alone or job.hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
-        address, port, free = meeting_point(job.hosts)
+    hosts = job.hosts or _allocated(options)
+    if mpirun.is_open_mpi and (job.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        address, port, free = meeting_point(hosts)
         why = "torch.distributed meets here; the port is free now"
         if not free:
             why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
@@ -267,6 +333,9 @@ def _variables(job: _Job) -> Iterator[Setting]:
         if job.alone:
             _check_interface(options.interface)
         yield mpirun.interface(options.interface)
+    if job.supervised is not None:
+        why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
+        yield Setting(why, variables=job.supervised.variables())
     for text in options.env:
         yield Setting("--env", variables=_variable(text))
 
@@ -291,30 +360,23 @@ def _for_mpirun_itself(job: _Job) -> Iterator[Setting]:
         yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
 
 
+def _allocated(options: argparse.Namespace) -> tuple[Host, ...]:
+    """The first host of the allocation that ranks will run in, if that is known."""
+    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
+    first = None if named else first_allocated(os.environ)
+    return () if first is None else (first,)
+
+
 def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
     """The address and port where torch.distributed's ranks meet, and whether the port is known to be free.
 
     That is on rank 0's host, the first. Without hosts, it is this one.
     """
-    loopback = ("localhost", "127.0.0.1")
-    if all(host.name in loopback for host in hosts):
+    if all(host.name in LOOPBACK for host in hosts):
         return "127.0.0.1", _free_port(), True
     # Under the name "localhost", another host would look for itself.
-    address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name
-    return (address, _free_port(), True) if _is_here(address) else (address, MASTER_PORT, False)
-
-
-def _is_here(address: str) -> bool:
-    """Whether this is certainly this host. Other names are not looked up: a name server may take its time."""
-    here = socket.gethostname()
-    if not re.fullmatch(r"[0-9.]+", address):
-        return address in (here, here.partition(".")[0])
-    with socket.socket() as one:
-        try:
-            one.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    address = socket.gethostname() if hosts[0].name in LOOPBACK else hosts[0].name
+    return (address, _free_port(), True) if is_here(address) else (address, MASTER_PORT, False)
 
 
 def _free_port() -> int:
@@ -354,8 +416,3 @@ def stays_here(mpirun: Mpirun, given: Sequence[str]) -> bool:
     names = {argument.partition("=")[0] for argument in given}
     elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
     return not elsewhere and not mpirun.has_default_hosts()
-
-
-def count(number: int, noun: str) -> str:
-    """A number of things: "1 rank", "2 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .base import CommandError, parse_variable
-from .hosts import named_hosts, number_of_ranks
+from .hosts import Ranks, named_hosts, ranks_of
 
 KINDS = ("slurm", "sbatch-array", "k8s")
 
@@ -104,10 +104,15 @@ spec:
 class _Shape:
     """How many ranks a job has, and on how many hosts."""
 
-    ranks: int
+    of: Ranks
     nodes: int
     even: bool
     """Whether all hosts have as many."""
+
+    @property
+    def ranks(self) -> int:
+        """How many are started."""
+        return self.of.started
 
     @property
     def slots(self) -> int:
@@ -156,8 +161,10 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
     given = {parse_variable(text)[0] for text in options.env}
     forwarded = [word for name in variables if name not in given for word in ("--env", name)]
-    # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts as many ranks.
-    start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "$SLURM_NTASKS"'
+    # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts as many ranks, spares included.
+    spares = shape.of.spares
+    number_of_ranks = f"$((SLURM_NTASKS - {spares}))" if spares else "$SLURM_NTASKS"
+    start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "{number_of_ranks}"'
     command = f"{start} {shlex.join([*forwarded, *_arguments(options)])}"
     return SLURM.format(
         name=_name(options.script),
@@ -183,7 +190,7 @@ def k8s(options: argparse.Namespace, file: str) -> str:
                 "launcher in the file, from a Secret, and --env to its command"
             )
     shape = _shape(options)
-    start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.ranks), "--hostfile", HOSTFILE]
+    start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.of.training), "--hostfile", HOSTFILE]
     return K8S.format(
         file="FILE" if file == "-" else shlex.quote(file),
         name=_name(options.script),
@@ -196,9 +203,9 @@ def k8s(options: argparse.Namespace, file: str) -> str:
 
 def _shape(options: argparse.Namespace) -> _Shape:
     hosts = named_hosts(options)
-    ranks = number_of_ranks(options, hosts)
+    ranks = ranks_of(options, hosts)
     nodes = max(1, len(hosts))
-    return _Shape(ranks, nodes, even=ranks % nodes == 0 and len({host.slots for host in hosts}) <= 1)
+    return _Shape(ranks, nodes, even=ranks.started % nodes == 0 and len({host.slots for host in hosts}) <= 1)
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
@@ -208,6 +215,9 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     words += ["--links", str(options.links)] if options.links else []
     words += [f"--mpirun={text}" for text in options.mpirun]
     words += ["--ulfm"] if options.ulfm else []
+    for name in ("spares", "restarts", "min_ranks", "record"):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     words += ["-m"] if options.module else []
     return [*words, options.script, *options.args]
 

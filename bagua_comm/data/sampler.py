@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from ..bootstrap import default
+from ..bootstrap import current, default
 from ..errors import ArrayError, shown
 
 
@@ -66,7 +66,7 @@ class Sampler(ABC):
             size, rank = self._whole("size", size, 1), self._whole("rank", rank, 0)
             if rank >= size:
                 raise ArrayError(f"{name}: rank is {rank}, expected 0 <= rank < {size}")
-        self._size, self._rank = size, rank
+        self._size, self._rank, self._follows = size, rank, size is None
         self.seed = self._whole("seed", seed, 0)
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
@@ -87,19 +87,24 @@ class Sampler(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks; if it was not given, that of `bagua_comm.default()`."""
-        if self._size is None:
-            comm = default()
-            self._size, self._rank = comm.size, comm.rank
-        return self._size
+        """Number of ranks; if it was not given, that of `bagua_comm.default()`, also after a change of ranks."""
+        return self._place()[0]
 
     @property
     def rank(self) -> int:
         """This rank."""
-        if self._rank is None:
+        return self._place()[1]
+
+    def _place(self) -> tuple[int, int]:
+        """The number of ranks, and this rank: of the communicator that is open, else of the last one."""
+        comm = current() if self._follows else None
+        if comm is None and (self._size is None or self._rank is None):
             comm = default()
+        if comm is not None:
             self._size, self._rank = comm.size, comm.rank
-        return self._rank
+        assert self._size is not None
+        assert self._rank is not None
+        return self._size, self._rank
 
     # The order --------------------------------------------------------------------------------------
 
@@ -203,7 +208,8 @@ class Sampler(ABC):
         if taken > self._taken:
             raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were handed out")
         order = self.order
-        batches = min(self._start + taken * self.size, order.batches)
+        begun = self._start + taken * self.size if taken else self._start  # nobody need connect for a new one
+        batches = min(begun, order.batches)
         if self._taken == 0 and self._next_start:
             batches = self._next_start  # loaded, and not begun
         return {

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..comm import Communicator
 from ..errors import CommError
@@ -53,12 +54,16 @@ class Meeting:
 class Fleet(ABC):
     """This process, and its way to the others."""
 
+    recruits: bool = False
+    """Whether `recruit` can start processes in the place of dead ones."""
     me: int
     """The number of this process."""
     wanted: int
     """How many processes train while there are as many; the others stand by."""
     timeout_s: float
     """How long a process may stay away from a meeting before it is fenced: killed, and counted as dead."""
+    folder: Path | None = None
+    """Where copies lie that outlive the processes, on each host, if the job has no folder; None for nowhere."""
 
     @abstractmethod
     def meet(self, cause: CommError | None = None) -> Meeting:

@@ -44,6 +44,8 @@ _NOTHING = np.float32(-0.0)
 """The identity of float addition: -0.0 + x == x, also for x = -0.0."""
 
 _ZERO, _LEVELS = np.float32(0), np.float32(255)
+_NOT_FINITE = 255
+"""The exponent field of infinities and NaN."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -113,6 +115,16 @@ def _halves(where: int, count: int) -> Array:
 @_inner
 def _bytes(where: int, count: int) -> Array:
     return numba.carray(_pointer(where, np.uint8), (count,))
+
+
+@_inner
+def _ints(where: int, count: int) -> Array:
+    return numba.carray(_pointer(where, np.int32), (count,))
+
+
+@_inner
+def _longs(where: int, count: int) -> Array:
+    return numba.carray(_pointer(where, np.int64), (count,))
 
 
 @_inner
@@ -334,6 +346,105 @@ def _divide(values: Array, divisor: int) -> None:
 def _clear(row: int, begin: int, end: int) -> None:
     """Zero the bytes from `begin` to `end` of a row."""
     _bytes(row + begin, end - begin)[:] = 0
+
+
+# ---------------------------------------------------------------------------------------------------
+# Block fixed point
+# ---------------------------------------------------------------------------------------------------
+
+
+def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
+    """See `host.fixed_exponents`."""
+    source = address(x)
+    if not _takes(x.dtype, source):
+        return host.fixed_exponents(x, bounds, fields)
+    return _find_fields(_KINDS[dtype_name(x.dtype)], source, address(bounds), len(bounds) - 1, address(fields))
+
+
+def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *, first: bool) -> None:
+    """See `host.fixed_add`."""
+    source = address(x)
+    if not _takes(x.dtype, source):
+        return host.fixed_add(x, bounds, fields, bits, total, first=first)
+    kind, blocks = _KINDS[dtype_name(x.dtype)], len(bounds) - 1
+    return _add_fixed(kind, source, address(bounds), blocks, address(fields), bits, address(total), first)
+
+
+def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: int, out: Array) -> None:
+    """See `host.fixed_mean`."""
+    target = address(out)
+    if not _takes(out.dtype, target):
+        return host.fixed_mean(total, bounds, fields, bits, divisor, out)
+    kind, blocks = _KINDS[dtype_name(out.dtype)], len(bounds) - 1
+    return _mean_of_fixed(
+        kind, address(total), address(bounds), blocks, address(fields), bits, float(divisor), target
+    )
+
+
+@_kernel
+def _find_fields(kind: int, x: int, bounds: int, blocks: int, fields: int) -> None:
+    edges, found = _longs(bounds, blocks + 1), _bytes(fields, blocks)
+    wide = np.empty(_STRIP, np.float32)
+    for block in range(blocks):
+        most = np.uint32(0)
+        for at in range(edges[block], edges[block + 1], _STRIP):
+            values = _load(kind, x + at * _itemsize(kind), min(_STRIP, edges[block + 1] - at), wide)
+            bits = values.view(np.uint32)
+            for i in range(len(bits)):
+                most = max(most, np.uint32(bits[i] & 0x7FFFFFFF))
+        found[block] = max(found[block], np.uint8(most >> 23))
+
+
+@_kernel
+def _add_fixed(
+    kind: int, x: int, bounds: int, blocks: int, fields: int, bits: int, total: int, first: bool
+) -> None:
+    edges, found = _longs(bounds, blocks + 1), _bytes(fields, blocks)
+    wide, limit = np.empty(_STRIP, np.float32), np.int32((1 << bits) - 1)
+    for block in range(blocks):
+        field = np.int64(found[block])
+        power = 126 + bits - max(field, 1)
+        left, right = _power_of_2(power // 2), _power_of_2(power - power // 2)
+        for at in range(edges[block], edges[block + 1], _STRIP):
+            values = _load(kind, x + at * _itemsize(kind), min(_STRIP, edges[block + 1] - at), wide)
+            sums = _ints(total + at * 4, len(values))
+            if field == _NOT_FINITE and first:
+                sums[:] = 0
+            elif field == _NOT_FINITE:
+                pass
+            elif first:
+                for i in range(len(values)):
+                    sums[i] = min(max(np.int32(np.rint(values[i] * left * right)), -limit), limit)
+            else:
+                for i in range(len(values)):
+                    sums[i] += min(max(np.int32(np.rint(values[i] * left * right)), -limit), limit)
+
+
+@_kernel
+def _mean_of_fixed(
+    kind: int, total: int, bounds: int, blocks: int, fields: int, bits: int, divisor: float, target: int
+) -> None:
+    edges, found = _longs(bounds, blocks + 1), _bytes(fields, blocks)
+    wide = np.empty(_STRIP, np.float32)
+    for block in range(blocks):
+        field = np.int64(found[block])
+        # 2^power in float64, by its bits.
+        unit = np.int64((max(field, 1) - 126 - bits + 1023) << 52).view(np.float64)
+        for at in range(edges[block], edges[block + 1], _STRIP):
+            sums = _ints(total + at * 4, min(_STRIP, edges[block + 1] - at))
+            values = wide[: len(sums)]
+            if field == _NOT_FINITE:
+                values[:] = _float(_NAN)
+            else:
+                for i in range(len(sums)):
+                    values[i] = np.float32(np.float64(sums[i]) / divisor * unit)
+            _store(kind, values, target + at * _itemsize(kind))
+
+
+@_inner
+def _power_of_2(power: Any) -> Any:
+    """2^power in float32, by its bits; it is a normal number."""
+    return _float(np.uint32(power + 127) << 23)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -300,6 +300,94 @@ def _clamp_finite(x: Array, limit: float) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------
+# Block fixed point
+#
+# Block b is x[bounds[b] : bounds[b + 1]]; `bounds` is int64 and ascends. Its elements are multiples of one unit,
+#
+#     unit = 2^(max(f, 1) - 126 - bits)        q = clip(rint(x / unit), 1 - 2^bits, 2^bits - 1)
+#
+# where f is the exponent field of float32 (0 to 255) of the largest |x| in the block, over all addends. Of a
+# block with an infinity or a NaN, f is 255. For the proofs see `reproducible`.
+# ---------------------------------------------------------------------------------------------------
+
+
+_NOT_FINITE = 255
+"""The exponent field of infinities and NaN."""
+
+
+def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
+    """Raise `fields`, uint8, to the exponent field of the largest |x| in each block of `x`.
+
+    `x` is float32, float16 or bfloat16; the field is that of the same number in float32.
+    """
+    for blocks, at, starts, _ in _blocks_of(bounds):
+        bits = _widened(x[at]).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        largest = np.maximum.reduceat(bits, starts) >> np.uint32(23)
+        np.maximum(fields[blocks], largest.astype(np.uint8), out=fields[blocks])
+
+
+def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *, first: bool) -> None:
+    """Add q of every element of `x` to `total`, int32; overwrite `total` if it is the `first` addend.
+
+    A block that is not finite adds zeros.
+    """
+    limit = np.int32(2**bits - 1)
+    for blocks, at, _, lengths in _blocks_of(bounds):
+        power = 126 + bits - _exponents(fields[blocks])
+        # By two factors, because one may overflow. Nothing is rounded but what is far below 1/2.
+        with np.errstate(all="ignore"):
+            value = _widened(x[at]) * np.repeat(np.ldexp(np.float32(1), power // 2), lengths)
+            value *= np.repeat(np.ldexp(np.float32(1), power - power // 2), lengths)
+            np.rint(value, out=value)
+        if (fields[blocks] == _NOT_FINITE).any():
+            value[np.repeat(fields[blocks] == _NOT_FINITE, lengths)] = 0
+        q = np.clip(value.astype(np.int32), -limit, limit)
+        if first:
+            total[at] = q
+        else:
+            total[at] += q
+
+
+def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: int, out: Array) -> None:
+    """total unit / divisor, rounded to float32, then to the dtype of `out`; NaN where a block is not finite."""
+    with np.errstate(all="ignore"):
+        for blocks, at, _, lengths in _blocks_of(bounds):
+            value = total[at] / np.float64(divisor)
+            value *= np.repeat(np.ldexp(1.0, _exponents(fields[blocks]) - 126 - bits), lengths)
+            if (fields[blocks] == _NOT_FINITE).any():
+                value[np.repeat(fields[blocks] == _NOT_FINITE, lengths)] = np.nan
+            np.copyto(out[at], value.astype(np.float32), casting="unsafe")
+
+
+def _exponents(fields: Array) -> Array:
+    """The exponents that stand in these fields; subnormal numbers have that of the smallest normal ones."""
+    return np.maximum(fields, 1).astype(np.int32)
+
+
+def _widened(x: Array) -> Array:
+    """`x` in float32; itself if it is."""
+    if x.dtype == np.float32:
+        return x
+    wide = np.empty(x.shape, np.float32)
+    widen(x, wide)
+    return wide
+
+
+def _blocks_of(bounds: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
+    """Cut blocks into groups of about `PIECE` elements.
+
+    Yields which blocks, which elements, where among these each block begins, and how long it is.
+    """
+    begin, count = 0, len(bounds) - 1
+    while begin < count:
+        end = int(np.searchsorted(bounds, bounds[begin] + PIECE, "right")) - 1
+        end = min(max(end, begin + 1), count)
+        edges = bounds[begin : end + 1]
+        yield slice(begin, end), slice(int(edges[0]), int(edges[-1])), edges[:-1] - edges[0], np.diff(edges)
+        begin = end
+
+
+# ---------------------------------------------------------------------------------------------------
 # MinMaxUInt8
 # ---------------------------------------------------------------------------------------------------
 

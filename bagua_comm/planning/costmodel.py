@@ -52,6 +52,7 @@ from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..codecs import BFloat16, Codec, Float16
 from ..errors import ArrayError, UnsupportedError, shown
+from ..reproducible import Reproducible
 from .models import Blocking, Layer
 
 MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
@@ -560,6 +561,12 @@ class _Costs:
             case Exact():
                 chunk = self.chunk(n, p)
                 return [self.pairs(chunk, group), self.work(add=n, copy=chunk), self.pairs(chunk, group)]
+            case Reproducible(block=block):
+                count = -(-n // dtype_named(self.dtype).itemsize)
+                fields = self.average(Exact(), -(-count // block), group)
+                units = self.average(Exact(), 4 * count, group)
+                begin, middle = self.work(add=n), self.work(add=n, copy=4 * count)
+                return [begin, *fields, middle, *units, self.work(add=4 * count, copy=n)]
             case Quantized(codec):
                 chunk = self.wire_nbytes(codec, self.chunk(n, p))
                 return [

@@ -1,4 +1,4 @@
-"""Tools for tests, ours and yours: worlds of threads, a recording transport, conformance kits.
+"""Tools for tests, ours and yours: worlds of threads, fleets of threads that die, a recording transport, kits.
 
 `check_transport`, `check_codec` and `check_algorithm` are the contracts made executable: what passes
 them can be used wherever the library uses its own.
@@ -6,6 +6,7 @@ them can be used wherever the library uses its own.
 
 from .algorithms import check_algorithm
 from .codecs import check_codec
+from .fleets import ThreadFleet, ThreadJob, run_fleet
 from .recording import Call, Recording
 from .transports import SIZES, check_transport
 from .values import reduced, sample, whole_range
@@ -15,10 +16,13 @@ __all__ = [
     "SIZES",
     "Call",
     "Recording",
+    "ThreadFleet",
+    "ThreadJob",
     "check_algorithm",
     "check_codec",
     "check_transport",
     "reduced",
+    "run_fleet",
     "run_ranks",
     "sample",
     "whole_range",

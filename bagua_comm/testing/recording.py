@@ -52,6 +52,10 @@ class Recording(Transport):
         """See `Transport.end_call`."""
         self.inner.end_call()
 
+    def limit_call(self, timeout_s: float | None) -> None:
+        """See `Transport.limit_call`."""
+        self.inner.limit_call(timeout_s)
+
     def moves(self, x: Array) -> bool:
         """Whether the recorded transport moves `x`."""
         return self.inner.moves(x)

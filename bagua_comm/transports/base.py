@@ -53,6 +53,8 @@ class Transport(ABC):
     enqueues: bool = False
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
 
+    _limit_s: float | None = None
+
     adds_in_rank_order: bool = True
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
     collectives; False if the library below adds in an order of its own, even if only above some size."""
@@ -82,6 +84,15 @@ class Transport(ABC):
         """The call has ended. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False
 
+    def limit_call(self, timeout_s: float | None) -> None:
+        """Let the call that has begun wait for `timeout_s`; None for as long as the transport's calls do."""
+        self._limit_s = timeout_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long the call in progress may wait."""
+        return self._timeout_s if self._limit_s is None else self._limit_s
+
     def signature(self) -> str:
         """What all ranks must have in common in the collective call in progress; empty outside of one."""
         if not self._in_collective or self._describe is None:
@@ -93,7 +104,7 @@ class Transport(ABC):
         if self._call is None:
             return time.monotonic() + self.timeout_s
         if self._deadline_s is None:
-            self._deadline_s = time.monotonic() + self.timeout_s
+            self._deadline_s = time.monotonic() + self.limit_s
         return self._deadline_s
 
     @property

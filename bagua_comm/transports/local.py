@@ -115,7 +115,7 @@ class LocalTransport(Transport):
                 remaining = deadline_s - time.monotonic()
                 if remaining <= 0:
                     raise CommTimeout(
-                        f"rank {self.rank} waited {self.timeout_s:g} s for {out.nbytes} bytes from rank {peer}"
+                        f"rank {self.rank} waited {self.limit_s:g} s for {out.nbytes} bytes from rank {peer}"
                     )
                 hub.changed.wait(remaining)
             message, copied, other = box.popleft()

@@ -72,10 +72,14 @@ class Notices:
             while (arrived := self._take()) is not None:
                 rank, message = arrived
                 notice = Notice(**json.loads(message))
-                self._heard.setdefault(rank, []).append((notice, time.monotonic()))
+                heard, now = self._heard.setdefault(rank, []), (notice, time.monotonic())
+                if heard and heard[-1][0] == notice:  # it is repeated
+                    heard[-1] = now
+                else:
+                    heard.append(now)
         finally:
             self._listening.release()
 
     def from_rank(self, rank: int) -> list[tuple[Notice, float]]:
-        """The notices heard from this rank so far, and when each was heard, by `time.monotonic`."""
+        """The notices heard from this rank so far, and when each was heard last, by `time.monotonic`."""
         return list(self._heard.get(rank, ()))

@@ -61,6 +61,10 @@ class StagedTransport(Transport):
         """See `Transport.end_call`."""
         self._host.end_call()
 
+    def limit_call(self, timeout_s: float | None) -> None:
+        """See `Transport.limit_call`."""
+        self._host.limit_call(timeout_s)
+
     def moves(self, x: Array) -> bool:
         """Device arrays."""
         return not isinstance(x, np.ndarray)

@@ -70,9 +70,14 @@ def connect(
     comm = bagua_comm.connect(
         timeout_s=timeout_s, check=check, trace=trace, node=node, alone=alone, transport=transport, gpu=gpu
     )
+    use_device(comm)
+    return comm
+
+
+def use_device(comm: Communicator) -> None:
+    """Make this rank's device, if it has one, PyTorch's current one."""
     if comm.device is not None and torch.cuda.is_available():
         torch.cuda.set_device(comm.device)
-    return comm
 
 
 def default() -> Communicator:
@@ -132,7 +137,7 @@ def _init_process_group(timeout_s: float) -> None:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
     try:
-        store, rank, size = _rendezvous()
+        store, rank, size = rendezvous()
         # Under a new key: this group would be misled by what an earlier one has left in the store.
         place = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
         dist.init_process_group(
@@ -145,7 +150,7 @@ def _init_process_group(timeout_s: float) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _rendezvous() -> tuple[Any, int, int]:
+def rendezvous() -> tuple[Any, int, int]:
     """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
     from torch.distributed.rendezvous import rendezvous
 

@@ -143,6 +143,8 @@ class ProcessGroupTransport(Transport):
         group: The process group; the default one if None.
         timeout_s: How long a call may wait for a peer.
         meeting: Where the ranks meet; a new meeting of `group` if None.
+        guard: Calls the function that it gets, which connects, here and for groups split off, and returns its
+            result; it may give up sooner, by a `CommError`. None to wait for all ranks as long as a call may.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
@@ -159,8 +161,10 @@ class ProcessGroupTransport(Transport):
         *,
         timeout_s: float = 300.0,
         meeting: Meeting | None = None,
+        guard: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> None:
         super().__init__()
+        self._guard = guard
         self._meeting = meeting if meeting is not None else Meeting.of(group)
         self.rank, self.size, self.timeout_s = self._meeting.rank, self._meeting.size, timeout_s
         self._timeout = timedelta(seconds=timeout_s)
@@ -179,8 +183,12 @@ class ProcessGroupTransport(Transport):
 
     def _connect(self) -> None:
         where = self._meeting
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
+
         try:
-            self._gloo = dist.ProcessGroupGloo(where.open("gloo"), self.rank, self.size, self._timeout)
+            self._gloo = connect() if self._guard is None else self._guard(connect)
         except RuntimeError as exc:
             raise self._translate(exc, None) from exc
 
@@ -358,7 +366,7 @@ class ProcessGroupTransport(Transport):
         if x is not out:
             out[...] = x
         options: Any = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.SUM, self._timeout
+        options.reduceOp, options.timeout = dist.ReduceOp.SUM, timedelta(seconds=self.limit_s)
         self._wait(None, self._start(None, self._gloo.allreduce, [as_tensor(out.reshape(-1))], options))
         if op == "avg":
             kernels.host.divide(out, self.size)
@@ -376,7 +384,7 @@ class ProcessGroupTransport(Transport):
             size=len(members),
         )
         self._splits += 1
-        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where)
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where, guard=self._guard)
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
@@ -434,7 +442,8 @@ class ProcessGroupTransport(Transport):
     def _wait(self, peer: int | None, work: Any) -> None:
         left_s = max(self.deadline_s() - time.monotonic(), 0.001)
         try:
-            work.wait(min(self._timeout, timedelta(seconds=left_s)))
+            wait = timedelta(seconds=left_s)
+            work.wait(min(self._timeout, wait) if self._leaving else wait)
         except RuntimeError as exc:
             raise self._translate(exc, peer) from exc
 
@@ -446,7 +455,7 @@ class ProcessGroupTransport(Transport):
         if "pair closure" in reason:
             error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {who}")
         elif "timed out" in reason.lower() or "timeout" in reason.lower():
-            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for {who}")
+            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {who}")
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
             error = RankFailed(
                 f"rank {self.rank} lost {who}: it died, left, or gave up after an error of its own ({reason})",

@@ -63,6 +63,7 @@ METHODS = {
     TORCH: _torch("torch DDP (gloo)"),
     TORCH_ADAM: _torch("torch DDP (gloo), Adam", optimizer="adam", baseline=TORCH_ADAM),
     "exact": _gradients("exact", "exact"),
+    "reproducible": _gradients("reproducible", "reproducible"),
     "bytegrad": _gradients("ByteGrad", "bytegrad"),
     "bagua": _gradients("eight bits, bagua's format", "bagua"),
     "float16": _gradients("float16", "float16"),

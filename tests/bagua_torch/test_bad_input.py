@@ -1,6 +1,8 @@
 """What cannot work is refused on every rank, before the first step; what is not finite stays visible."""
 
 import copy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -350,3 +352,11 @@ def test_a_hook_of_what_is_no_average(average):
 @pytest.mark.parametrize("algorithm", ["bytegrad", QAdam, 3], ids=repr)
 def test_what_is_no_algorithm(algorithm):
     refused(adam, algorithm, ArrayError, "expected an algorithm")
+
+
+def test_without_pytorch_the_import_says_what_brings_it():
+    code = "import sys; sys.modules['torch'] = None; import bagua_torch"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or ")

@@ -417,7 +417,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2)), 3])
 def test_switching_through_all_algorithms(ranks):
     """The loss goes on falling, and after each switch all ranks have the same weights."""
 

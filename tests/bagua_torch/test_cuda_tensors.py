@@ -44,6 +44,7 @@ from bagua_comm import (
     Own,
     QAdam,
     Quantized,
+    Reproducible,
     UnsupportedError,
 )
 from bagua_comm.algorithms import from_name
@@ -311,6 +312,11 @@ def test_whatever_comes_in_from_pytorch_is_put_in_the_order_of_its_stream(played
             model.wrapped.expect_backward()
             loss.backward()
             model.wrapped.end_backward()
+            model.optimizer.step()
+            model.wrapped.switch(GradientAllReduce(Reproducible(addends=4)))
+            for i in model.wrapped.microbatches():
+                loss_of(model.wrapped, batch(0, i)).backward()
+            model.optimizer.step()
             model.wrapped.switch(Decentralized())
             model.train(range(2))
             model.model.eval()(batch(0, 0))

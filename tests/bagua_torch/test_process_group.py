@@ -526,8 +526,8 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(bootstrap._rendezvous.__wrapped__)  # kept as in a process of its own
-    monkeypatch.setattr(bootstrap, "_rendezvous", fresh)
+    fresh = functools.cache(bootstrap.rendezvous.__wrapped__)  # kept as in a process of its own
+    monkeypatch.setattr(bootstrap, "rendezvous", fresh)
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
             assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "torch")

@@ -294,10 +294,19 @@ def test_one_rank_is_examined_without_mpi(capsys, monkeypatch):
     text = capsys.readouterr().out
     assert text.startswith("python -m bagua_comm doctor: 1 rank on 1 host\n")
     assert "this is a world of one rank, without MPI (library: Open MPI v5.0.11)" in text
+    assert "-> to examine several ranks: python -m bagua_comm run -n 4 -m bagua_comm doctor\n" in text
     assert cli.main(["doctor", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["exit_code"] == 0
     assert record["ranks"][0]["versions"]["python"] == sys.version.split()[0]
+
+
+@pytest.mark.parametrize("library", ["cannot be loaded: libmpi.so.40", "mpi4py is not installed"])
+def test_without_an_mpi_the_way_to_one_is_named(library, capsys, monkeypatch):
+    monkeypatch.setattr(facts, "mpi_facts", lambda: {"library": library})
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert cli.main(["doctor"]) == 0
+    assert "-> to examine several ranks: pip install 'bagua-comm[mpi]', or build" in capsys.readouterr().out
 
 
 def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):

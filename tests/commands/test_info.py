@@ -19,6 +19,7 @@ def test_info_prints_versions_mpi_and_transports():
         subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=90, check=True).stdout
     )
     assert facts["MPI"]["thread level"] == "MPI_THREAD_MULTIPLE"
+    assert facts["MPI"]["ranks may die"] == "yes, under run --ulfm, --spares or --restarts"
     assert facts["versions"]["numpy"] in text
     assert "Open MPI" in facts["MPI"]["library"]
     assert "bfloat16" in facts["transports carry"]["dtypes"]

@@ -14,6 +14,7 @@ from support.launch import run_python
 
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import base, run
+from bagua_comm.commands.hosts import Host, first_allocated
 from bagua_comm.commands.mpirun import PER_RANK, Mpirun, recognise
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
@@ -28,7 +29,7 @@ def quiet(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
-    for name in (*unsaid, *run.ALLOCATIONS):
+    for name in (*unsaid, "SLURM_NTASKS", *run.ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -89,6 +90,13 @@ def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
     assert "bagua-comm[mpi]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--spares", "--restarts", "--min-ranks"])
+def test_run_needs_numbers_of_spares_and_restarts(flag, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["run", flag, "-1", __file__])
+    assert f"argument {flag}: '-1' is not a" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ranks", ["0", "-1", "two"])
 def test_run_needs_a_positive_number_of_ranks(ranks, capsys):
     with pytest.raises(SystemExit):
@@ -109,6 +117,34 @@ def test_more_ranks_than_cores_are_oversubscribed_and_yield():
 def test_by_default_each_core_that_may_be_used_gets_a_rank(quiet):
     quiet.setattr(os, "cpu_count", lambda: 64)
     assert plan().ranks == 2
+
+
+def test_by_default_each_task_of_slurms_allocation_gets_a_rank(quiet):
+    quiet.setenv("SLURM_JOB_ID", "7")
+    quiet.setenv("SLURM_NTASKS", "8")
+    assert plan().ranks == 8
+    assert plan("-n", "3").ranks == 3
+    assert plan("--host", "node1:4").ranks == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("gpu[07,12-14],n1", "gpu07"),
+        ("rack[2-3]-node[08-09].example,login", "rack2-node08.example"),
+        ("login,n[1-2]", "login"),
+    ],
+)
+def test_the_first_node_of_an_allocation(nodes, first):
+    assert first_allocated({"SLURM_JOB_NODELIST": nodes}) == Host(first)
+    assert first_allocated({"SLURM_NODELIST": nodes}) == Host(first)
+
+
+def test_outside_of_an_allocation_there_is_no_first_node():
+    assert first_allocated({}) is None
+    assert first_allocated({"SLURM_JOB_NODELIST": ""}) is None
 
 
 def test_ranks_on_hardware_threads_are_more_than_open_mpi_starts_by_itself(quiet, tmp_path):
@@ -266,6 +302,24 @@ def test_ulfm_and_links_are_flags_of_open_mpi_and_of_no_other():
             plan(*flag, mpirun=MPICH)
 
 
+def test_spares_and_restarts_start_more_ranks_which_may_die():
+    made = plan("-n", "3", "--spares", "2", "--min-ranks", "2")
+    assert has(made, "-n", "5")
+    assert has(made, "--with-ft", "ulfm")
+    assert {"BAGUA_SPARES": "2", "BAGUA_MIN_RANKS": "2"}.items() <= made.variables.items()
+    assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, as many as there is room for
+    assert has(plan("-n", "2", "--restarts", "0"), "--with-ft", "ulfm")
+    with pytest.raises(run.CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
+        plan("--restarts", "1", mpirun=MPICH)
+
+
+def test_a_dry_run_of_a_supervised_job_prints_how_its_ranks_are_started(capsys):
+    assert cli.main(["run", "-n", "2", "--spares", "1", "--restarts", "1", "--dry-run", __file__]) == 0
+    out = capsys.readouterr().out
+    assert "BAGUA_SPARES=1" in out
+    assert "BAGUA_JOB" not in out
+
+
 def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# two hosts\nnode1 slots=2\nnode2:2  # as MPICH writes it\n")
@@ -292,6 +346,15 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
         (["--hostfile", os.devnull], "names no host"),
         (["--env", "A B=1"], "'A B' is not the name of a variable"),
         (["--env", "NOT_SET_HERE"], "NOT_SET_HERE is not set here; set it, or give --env NOT_SET_HERE=VALUE"),
+        (["-n", "2", "--restarts", "1", "--min-ranks", "3"], "--min-ranks 3: 2 ranks train; expected at most"),
+        (["--host", "a:1", "--spares", "1"], "--spares 1: there is room for 1 rank, so none would train"),
+        (
+            ["-n", "2", "--host", "a:1,b:1", "--spares", "1"],
+            "3 ranks are started with them, and the hosts take 2",
+        ),
+        (["--min-ranks", "1"], "--min-ranks is for --spares and --restarts"),
+        (["--record", "file"], "--record is for --spares and --restarts"),
+        (["--restarts", "1", "--record", "no/such/folder/file"], "there is no folder no/such/folder"),
         (["--interface", "eth77"], "there is no eth77 on this host; there are "),
     ],
 )

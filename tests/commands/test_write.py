@@ -51,6 +51,21 @@ def test_slurm_gets_the_same_arguments_quoted_for_the_shell(capsys):
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=30).returncode == 0
 
 
+def test_spares_are_ranks_that_slurm_and_kubernetes_must_have_room_for(capsys):
+    given = ["--spares", "2", "--restarts", "3", "--min-ranks", "1", "--record", "record"]
+    text = written(capsys, "slurm", *HOSTS, *given, __file__)
+    assert directives(text)["ntasks"] == "4"
+    command = last_command(text)
+    assert command[command.index("-n") + 1] == "$((SLURM_NTASKS - 2))"
+    assert command[-len(given) - 1 :] == [*given, __file__]
+
+    job = yaml.safe_load(written(capsys, "k8s", "-n", "3", "--spares", "1", __file__))
+    check(job, MPIJOB)
+    assert job["spec"]["slotsPerWorker"] == 4
+    launcher = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert launcher["command"][4:] == ["-n", "3", "--hostfile", "/etc/mpi/hostfile", "--spares", "1", __file__]
+
+
 def test_what_the_user_sets_is_not_taken_from_the_script(capsys):
     command = last_command(written(capsys, "slurm", "--env", "OMP_NUM_THREADS=4", __file__))
     assert [word for word in command if word.startswith("OMP_NUM_THREADS")] == ["OMP_NUM_THREADS=4"]

@@ -64,12 +64,12 @@ class Kernels:
 
 @functools.cache
 def _compiled(source: str, defines: tuple[str, ...]) -> Path:
-    compiler = [COMPILER, *FLAGS, *defines, "-x", "c++", "-"]
-    kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-include", str(HEADER), "-E"], source))
-    code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
-    key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{code}".encode()).hexdigest()[:20]
+    key = hashlib.sha256(f"{HEADER.read_text()}{FLAGS}{defines}{source}".encode()).hexdigest()[:20]
     library = folder() / f"{key}.so"
     if not library.exists():
+        compiler = [COMPILER, *FLAGS, *defines, "-x", "c++", "-"]
+        kernels = re.findall(r'extern "C" void\s+(\w+)', _run([*compiler, "-include", str(HEADER), "-E"], source))
+        code = source + "".join(f"\nLAUNCHER({name})" for name in kernels) + "\n"
         complete = library.with_suffix(f".{os.getpid()}")
         _run([*compiler, *LINK, "-include", str(_header()), "-o", str(complete)], code)
         complete.replace(library)  # atomically: other processes may be looking

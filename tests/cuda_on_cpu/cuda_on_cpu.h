@@ -91,6 +91,12 @@ inline float __uint_as_float(unsigned bits) {
     return x;
 }
 
+inline double __longlong_as_double(long long bits) {
+    double x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
     memcpy(&bits, &x, sizeof bits);

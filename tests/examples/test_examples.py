@@ -177,6 +177,25 @@ def test_counters_are_shown_in_tensorboard(tmp_path):
             assert all(value > 0 for _, value in found[f"{name}_per_step"]), name
 
 
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_weights_are_the_same_bytes_when_a_rank_was_killed():
+    def said(*arguments, ranks=3, flags=("--spares", "1")):
+        command = [EXAMPLES / "elastic.py", "--steps", "40", *arguments]
+        process = run_python(ranks, *command, flags=flags, timeout_s=130)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout.strip().splitlines()
+
+    undisturbed = said(ranks=2, flags=())
+    with_a_spare = said("--kill", "1")
+    with_fewer = said("--kill", "0", flags=("--spares", "0"))
+    assert undisturbed[-1].startswith("accuracy 0.")
+    assert with_a_spare[-1] == with_fewer[-1] == undisturbed[-1]
+    assert "3 ranks before, 3 from now on" in with_a_spare[-2]
+    assert "3 ranks before, 2 from now on" in with_fewer[-2]
+
+
 @pytest.mark.needs("accelerate", "lightning", "sklearn", "transformers")
 @pytest.mark.slow
 @pytest.mark.timeout(400)

@@ -68,6 +68,26 @@ def coded(module, codec, x, combined=4):
     return [result.tobytes() for result in results]
 
 
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("lengths", [(1, 5000), (7, 64, 30, 4900), (5001,)])
+def test_block_fixed_point(dtype, lengths):
+    rows, bounds = hostile(dtype), np.cumsum([0, *lengths])
+    for first in range(0, 20, 3):
+        some = rows[first : first + 3]
+        for bits in (31, 24, 15):
+            found = []
+            for module in (host, compiled):
+                fields, total = np.zeros(len(lengths), np.uint8), np.full(5001, -1, np.int32)
+                for x in some:
+                    module.fixed_exponents(x, bounds, fields)
+                for i, x in enumerate(some):
+                    module.fixed_add(x, bounds, fields, bits, total, first=i == 0)
+                mean = np.zeros_like(x)
+                module.fixed_mean(total, bounds, fields, bits, 3, mean)
+                found.append([fields.tobytes(), total[: bounds[-1]].tobytes(), mean.tobytes()])
+            assert found[0] == found[1], (first, bits)
+
+
 def test_kernels_of_host_arrays_are_compiled_where_numba_is():
     assert kernels.of(np.empty(1)) is compiled
     assert compiled.add is host.add  # what is not compiled

@@ -305,6 +305,28 @@ def test_reduce_rows(device, run, dtype):
             assert same(expected, on_device[1].get()), (op, m)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("order", ["forward", "backward"])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("dtype", CODED)
+def test_block_fixed_point(device, run, dtype, shift, order):
+    device.order = order
+    rows = special_values(1024, dtype)
+    bounds = np.array([0, 1, 33, 64, 128, 400, 401, 1024])
+    for bits in (31, 24, 15):
+        found = []
+        for module, place in ((host, lambda x: x.copy()), (run, lambda x: up(x, shift))):
+            at, fields, total = place(bounds), place(np.zeros(7, np.uint8)), place(np.zeros(1024, np.int32))
+            for x in (rows[1], rows[4], rows[8]):
+                module.fixed_exponents(place(x), at, fields)
+            for x in (rows[1], rows[4], rows[8]):
+                module.fixed_add(place(x), at, fields, bits, total, first=x is rows[1])
+            mean = place(np.zeros_like(rows[0]))
+            module.fixed_mean(total, at, fields, bits, 3, mean)
+            found.append([x.tobytes() if module is host else x.get().tobytes() for x in (fields, total, mean)])
+        assert found[0] == found[1]
+
+
 STEPS = {
     "scale": (1, {"factor": 0.3}),
     "add": (3, {}),

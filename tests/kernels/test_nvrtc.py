@@ -18,6 +18,7 @@ CODED = ("float32", "float16", "bfloat16")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 MODULES = {
     "minmax.cu": [(dtype,) for dtype in CODED],
+    "fixed.cu": [(dtype,) for dtype in CODED],
     "cast.cu": [(dtype, f"WIRE={sent}") for dtype in CODED for sent in ("float16", "bfloat16")],
     "elementwise.cu": [(dtype,) for dtype in (*CODED, "float64")],
     "reduce.cu": [(dtype,) for dtype in (*CODED, "float64")] + [(dtype, "INTEGER") for dtype in INTEGERS],

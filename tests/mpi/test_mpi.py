@@ -83,9 +83,8 @@ def test_without_memory_to_share_on_one_rank_all_do_without(comm, monkeypatch):
         assert (without.allreduce(x) == sum(range(comm.size))).all()
 
 
-@pytest.mark.parametrize(
-    "colors", [pytest.param([0, 0, 1, 1, 2, 2, 3, 3], marks=pytest.mark.slow), [0, 1, 1, 1, 2, 2, 2, 2]]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("colors", [[0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 1, 2, 2, 2, 2]])
 def test_conformance_on_emulated_nodes(comm, colors):
     with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30, node=f"node {colors[comm.rank]}") as nodes:
         assert nodes.node == colors[comm.rank]

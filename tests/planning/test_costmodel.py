@@ -25,6 +25,7 @@ from bagua_comm import (
     Plan,
     QAdam,
     Quantized,
+    Reproducible,
     TensorSpec,
     UnsupportedError,
     after,
@@ -100,6 +101,16 @@ def test_bytegrad_is_work_and_encoded_messages():
     bytegrad = predict(ByteGrad(), JOB, PAIR, rates)
     assert bytegrad.communication_s == pytest.approx(0.1 + 0.2 + 0.4 + 2 * (0.01 + chunk / 100e6))
     assert bytegrad.wire_bytes == 2 * chunk
+
+
+def test_a_reproducible_mean_is_a_byte_a_block_and_four_bytes_an_element():
+    exact = predict(GradientAllReduce(), JOB, PAIR, FREE)
+    found = predict(GradientAllReduce(Reproducible()), JOB, PAIR, FREE)
+    assert found.wire_bytes == exact.wire_bytes * (1 + 1 / 512)
+    assert found.communication_s == pytest.approx(exact.communication_s + 2 * (0.01 + 0.32 / 512))
+    halves = dataclasses.replace(JOB, dtype="float16")
+    wide = predict(GradientAllReduce(Reproducible()), halves, PAIR, FREE)
+    assert wide.wire_bytes == 2 * found.wire_bytes
 
 
 def test_ranks_of_a_node_share_its_link():

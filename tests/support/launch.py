@@ -8,6 +8,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 
+PATIENCE = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
+"""What limits of programs that tests start are multiplied by: more than 1 where the machine has other work."""
+
 
 def with_tests(env=None):
     """Environment variables with which Python finds the modules of tests/, too."""
@@ -39,7 +42,7 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=timeout_s,
+        timeout=PATIENCE * timeout_s,
         env=_finding(TESTS.parent, os.environ if env is None else env),
     )
 
@@ -52,6 +55,6 @@ def torchrun(ranks, *arguments, timeout_s=90):
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=timeout_s,
+        timeout=PATIENCE * timeout_s,
         env={**with_packages(), "OMP_NUM_THREADS": "1"},
     )

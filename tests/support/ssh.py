@@ -3,7 +3,9 @@
     with ssh.workers(tmp_path, count=2, slots=2) as pods:
         result = pods.launch([sys.executable, "-m", "bagua_comm", "run", "--hostfile", str(pods.hostfile), ...])
 
-A host of `benchmarks.netlab` stands for a pod: it has a network, a host name, and a file of names of its own.
+A host of `benchmarks.netlab` stands for a pod: it has a network, a host name, and a file of names of its own. A
+worker also has a /dev/shm of its own.
+
 Keys and configurations lie in the folder that is given; the files of the user are neither read nor written. This
 needs root and Debian's packages openssh-server and openssh-client.
 """
@@ -11,6 +13,7 @@ needs root and Debian's packages openssh-server and openssh-client.
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +61,20 @@ class Pods:
         """Run a command in the launcher's pod; returns its result."""
         inside = _named(self.lab, 0, "job-launcher", *command)
         return subprocess.run(inside, capture_output=True, text=True, timeout=timeout_s, env=self.environment)
+
+    def start(self, command, **settings):
+        """Start a command in the launcher's pod; returns its process."""
+        inside = _named(self.lab, 0, "job-launcher", *command)
+        return subprocess.Popen(inside, text=True, env=self.environment, **settings)
+
+    def kill(self, name):
+        """End a worker as a loss of power does: its processes at once, its memory, and its link."""
+        host = f"{self.lab.prefix}-h{self.names.index(name) + 1}"
+        subprocess.run(["ip", "-n", host, "link", "set", "eth0", "down"], check=True)
+        pids = subprocess.run(["ip", "netns", "pids", host], check=True, capture_output=True, text=True).stdout
+        for pid in pids.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -116,7 +133,9 @@ def _names_on(lab, host, text):
 @contextlib.contextmanager
 def _sshd(lab, host, name, folder):
     """Run sshd on a host in the body of `with`, once it answers."""
-    command = _named(lab, host, name, SSHD, "-D", "-e", "-f", str(folder / "sshd_config"))
+    sshd = [SSHD, "-D", "-e", "-f", str(folder / "sshd_config")]
+    own_memory = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=256m tmpfs /dev/shm && exec "$@"', "sh"]
+    command = _named(lab, host, name, *own_memory, *sshd)
     with open(folder / f"{name}.log", "w") as log:
         daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:

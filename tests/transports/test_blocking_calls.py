@@ -18,6 +18,7 @@ is used in such places alone may wait as well."""
 ACCEPTED = {
     ("transports/mpi/transport.py", "everyone.Free"): "of a group, which is this process' own",
     ("transports/mpi/transport.py", "members.Free"): "of a group, which is this process' own",
+    ("transports/mpi/crew.py", "group.Free"): "of a group, which is this process' own",
     ("bootstrap.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left or another thread watches",
 }
 """What may block elsewhere, and why."""

@@ -170,20 +170,20 @@ def test_aborting_reaches_groups_that_are_still_held():
 def test_a_call_of_many_waits_has_one_deadline():
     def body(comm):
         if comm.rank == 1:
-            for _ in range(20):
-                time.sleep(0.15)
+            for _ in range(8):
+                time.sleep(0.1)
                 comm.send(np.ones(1), dest=0)
             return
 
         def receive_all():
-            for _ in range(20):
+            for _ in range(8):
                 comm.transports[0].exchange([], [(1, np.ones(1))])
 
         comm.transports[0].begin_call("several", collective=False)
         with pytest.raises(CommTimeout):
             receive_all()  # each call ends in time, but not all of them together
 
-    run_ranks(2, body, timeout_s=0.5)
+    run_ranks(2, body, timeout_s=0.4)
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,12 @@ def _mpi(world: World) -> Iterator[Finding]:
         yield Finding("note", "torchrun started these ranks: they talk over gloo, and MPI was not looked at")
         return
     if not mpi["running"]:
-        yield Finding(
-            "note",
-            f"this is a world of one rank, without MPI (library: {mpi.get('library', NOT_INSTALLED)})",
-            "to examine several ranks: mpirun -n 4 python -m bagua_comm doctor",
-        )
+        library = mpi.get("library", NOT_INSTALLED)
+        several = "to examine several ranks: "
+        if "cannot be loaded" in library or NOT_INSTALLED in library:
+            several += "pip install 'bagua-comm[mpi]', or build mpi4py with the MPI of this site; then "
+        several += "python -m bagua_comm run -n 4 -m bagua_comm doctor"
+        yield Finding("note", f"this is a world of one rank, without MPI (library: {library})", several)
         return
     if all(facts["MPI"]["threads"] for facts in world.facts):
         yield Finding("ok", "MPI has MPI_THREAD_MULTIPLE")
@@ -146,7 +147,8 @@ def _mpi(world: World) -> Iterator[Finding]:
         yield Finding(
             "note",
             "ULFM is off: a rank that dies ends the job",
-            "if others shall go on: python -m bagua_comm run --ulfm, or mpirun --with-ft ulfm (Open MPI 5)",
+            "if others shall go on: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
+            "mpirun --with-ft ulfm (Open MPI 5)",
         )
 
 

@@ -147,6 +147,14 @@ class MPITransport(Transport):
     """One rank of an MPI communicator, which it owns: pass a duplicate.
 
     Collective.
+
+    Args:
+        comm: The communicator, or something that has the calls of one that are made here.
+        timeout_s: How long a call may wait for its peers.
+        world: What all transports of a world share; None to find that out.
+        group: A name for these ranks, the same on all of them, and no other group's.
+        members: Their ranks in the world; None if this is the world.
+        with_window: Whether ranks of one host share memory for large reductions.
     """
 
     name = "mpi"
@@ -160,6 +168,7 @@ class MPITransport(Transport):
         world: World | None = None,
         group: str = "world",
         members: Sequence[int] | None = None,
+        with_window: bool = True,
     ) -> None:
         super().__init__()
         self._comm = comm
@@ -185,7 +194,7 @@ class MPITransport(Transport):
         self._world.transports.add(self)
         self._world.open += 1
         self._world.completed[group] = self._completed
-        self._window = open_window(self, self._wait) if self.size > 1 else None
+        self._window = open_window(self, self._wait) if with_window and self.size > 1 else None
         if self._window is not None:
             self._calls = self._window.calls
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
@@ -295,11 +304,15 @@ class MPITransport(Transport):
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. The ranks also agree on the size of pieces."""
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
-        bounds = np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64)
-        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, bounds, MPI.MIN), bounds)
+        bounds = self._minimum(np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64))
         if bounds[0] != -bounds[1] or bounds[2] != -bounds[3]:
             raise self._mismatch(call, x)
         return _MPIFlow(self, FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES)
+
+    def _minimum(self, values: Array) -> Array:
+        """The smallest of all ranks' values, one by one; `values` may be overwritten. Collective."""
+        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, values, MPI.MIN), values)
+        return values
 
     def _mismatch(self, call: str, x: Array) -> CommMismatch:
         """The error to raise when all ranks know that their calls differ. Collective."""
@@ -728,7 +741,7 @@ class MPITransport(Transport):
         dead = self._failed()
         if dead:
             return self._rank_failed(dead)
-        began = f"rank {self.rank} of {self.size} waited {self.timeout_s:g} s for its peers"
+        began = f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for its peers"
         if first is not None:
             began = (
                 f"rank {first} of {self.size} waited {self.timeout_s:g} s for its peers, rank {self.rank} with it"

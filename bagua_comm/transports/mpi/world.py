@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -36,6 +36,8 @@ class Place(NamedTuple):
 
 class World:
     """What a transport shares with those that are derived from it by `split` and `dup`."""
+
+    notices_tag: ClassVar[int] = 0
 
     def __init__(self, comm: MPI.Comm, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
         self.comm, self.places = comm, places
@@ -71,13 +73,13 @@ class World:
         data = np.frombuffer(message, np.uint8)
         with suppress(MPI.Exception):  # a rank that has died needs no notice
             # Kept as long as this world: nobody waits until it is received.
-            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank), data))
+            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank, self.notices_tag), data))
 
     def _take(self) -> tuple[int, bytes] | None:
         try:
             if self._arriving is None:
                 status = MPI.Status()
-                message = self.comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+                message = self.comm.Improbe(MPI.ANY_SOURCE, self.notices_tag, status)
                 if message is None:
                     return None
                 data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
@@ -86,6 +88,7 @@ class World:
             if not request.Test():
                 return None
         except MPI.Exception:
+            self._arriving = None
             return None  # a rank has died: the calls that wait for it will say so
         self._arriving = None
         return source, data.tobytes()

@@ -264,7 +264,7 @@ class NcclTransport(Transport):
         if nbytes == 0:
             return
         stream = cupy.cuda.get_current_stream()
-        call = None if stream.is_capturing() else self._watch.begin(name, nbytes)
+        call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self._limit_s)
         try:
             with self._watch:
                 start(stream.ptr)

@@ -32,10 +32,10 @@ LEAVE_S = 10.0
 class Call:
     """One call in flight; `event` is recorded after its work once the library has returned."""
 
-    __slots__ = ("event", "name", "nbytes", "start")
+    __slots__ = ("event", "limit_s", "name", "nbytes", "start")
 
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name, self.nbytes, self.start = name, nbytes, time.monotonic()
+    def __init__(self, name: str, nbytes: int, limit_s: float) -> None:
+        self.name, self.nbytes, self.limit_s, self.start = name, nbytes, limit_s, time.monotonic()
         self.event: Any = None
 
 
@@ -80,9 +80,9 @@ class Watch:
         watchdog.add(self)
         atexit.register(self.leave, LEAVE_S)
 
-    def begin(self, name: str, nbytes: int) -> Call:
-        """Remember a call that is about to be made."""
-        call = Call(name, nbytes)
+    def begin(self, name: str, nbytes: int, limit_s: float | None = None) -> Call:
+        """Remember a call that is about to be made, and may take `limit_s`; the watchdog's limit if None."""
+        call = Call(name, nbytes, self._watchdog.timeout_s if limit_s is None else limit_s)
         self._calls.append(call)
         self._watchdog.wake()
         return call
@@ -113,9 +113,9 @@ class Watch:
                     self._listen()
             except CommError as exc:
                 self.fail(type(exc), str(exc))
-            for call in tuple(self._calls)[:1]:
+            for call in tuple(self._calls):
                 age = time.monotonic() - call.start
-                if age > self._watchdog.timeout_s:
+                if age > call.limit_s:
                     where = "in the library" if call.event is None else "on its stream"
                     reason = f"{call.name} of {call.nbytes} bytes is not done after {age:.1f} s {where}"
                     self.fail(CommTimeout, f"{self.who}: {reason}")

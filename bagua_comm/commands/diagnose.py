@@ -1,0 +1,47 @@
+"""`bagua diagnose`: what went wrong, from what each rank wrote down when a call failed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ..flight import FlightError, diagnose, read_folder
+from ..flight.pytorch import write_dumps
+from .base import CommandError
+
+SUMMARY = "explain why a call failed or hung, from the records of all ranks"
+
+DESCRIPTION = (
+    "Explain why a call failed or hung: which rank skipped a call, made another one, died, left, or came late. "
+    "Each rank writes what it did last to a folder, which the message of the error names, and which "
+    "BAGUA_FLIGHT_FOLDER chooses."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `diagnose`."""
+    parser.add_argument("folder", type=Path, help="where the ranks' files lie, or the folder above")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument(
+        "--torch",
+        type=Path,
+        metavar="FOLDER",
+        help="also write the records there in the format of PyTorch's flight recorder, for torchfrtrace",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the diagnosis. The exit code is 0 if nothing wrong was found, else 1."""
+    try:
+        records = read_folder(options.folder)
+    except FlightError as exc:
+        raise CommandError(str(exc)) from exc
+    if options.torch is not None:
+        try:
+            write_dumps(records, options.torch)
+        except OSError as exc:
+            raise CommandError(f"--torch {options.torch}: {exc.strerror or exc}") from exc
+    diagnosis = diagnose(records)
+    print(json.dumps(diagnosis.as_dict(), indent=2) if options.json else diagnosis)
+    return 1 if diagnosis.findings else 0

@@ -1,0 +1,129 @@
+"""The folder of a supervised job on this host, and what the job may leave behind: processes and stale folders.
+
+A supervisor holds a lock on its folder for as long as it lives. The kernel releases it whatever ends the
+supervisor, so a folder without a lock is stale, and the next supervisor removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PREFIX, UNFINISHED = "bagua_comm-job-", "bagua_comm-new-"
+"""How the names of folders begin; the second, while they are being made."""
+
+OWNER = "owner"
+"""The file in a folder that is locked; it tells on which other hosts there are folders of the same name."""
+
+UNFINISHED_S = 60.0
+"""A folder that has been unfinished for so long is stale."""
+
+GRACE_S = 2.0
+"""How long a process that was left behind has to end by itself after SIGTERM."""
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """A folder that this process owns; see `make`."""
+
+    path: Path
+    name: str
+    """That of the job."""
+    lock: int
+
+    def remove(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.close(self.lock)
+
+
+def shared_memory() -> Path:
+    """Where folders of jobs lie: in memory, if this system has a file system there."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def make(facts: dict[str, Any]) -> JobFolder:
+    """A new folder that nobody else can read, locked by this process.
+
+    Args:
+        facts: What `stale` is to tell of it when this process is gone.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    name = secrets.token_hex(8)
+    unfinished = shared_memory() / f"{UNFINISHED}{name}"
+    unfinished.mkdir(mode=0o700)
+    lock = os.open(unfinished / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(lock, json.dumps(facts).encode())
+    # Under its own name it is locked from the first moment.
+    path = unfinished.rename(shared_memory() / f"{PREFIX}{name}")
+    return JobFolder(path, name, lock)
+
+
+def stale() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Remove the folders whose supervisors are gone; gives the path of each, and the facts that `make` got."""
+    for folder in shared_memory().glob(f"{PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
+                continue
+            lock = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:
+            continue  # another one removes it just now
+        with contextlib.suppress(OSError), open(lock, closefd=True) as owner:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                facts = json.load(owner)
+            except ValueError:
+                facts = {}
+            shutil.rmtree(folder, ignore_errors=True)
+            yield folder, facts
+    for folder in shared_memory().glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > UNFINISHED_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_leftovers(job: str, *, grace_s: float = GRACE_S) -> int:
+    """End all processes on this host that the job has left behind; returns how many there were.
+
+    Those are the processes with the job's name in the environment that they were started with.
+    """
+    found: set[int] = set()
+    deadline = time.monotonic() + grace_s
+    while left := _processes_of(job):
+        over = time.monotonic() >= deadline
+        for pid in left if over else set(left) - found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL if over else signal.SIGTERM)
+        found.update(left)
+        if time.monotonic() > deadline + GRACE_S:
+            break  # the kernel still holds them, as a file system that hangs does
+        time.sleep(0.02)
+    return len(found)
+
+
+def _processes_of(job: str) -> Sequence[int]:
+    mark = f"BAGUA_JOB={job}".encode()
+    found = []
+    for entry in os.scandir("/proc") if os.path.isdir("/proc/self") else ():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,134 @@
+"""How an attempt to run a supervised job ended, as its record and mpirun's exit code tell.
+
+mpirun's exit code alone does not: where ranks may die, it is 0 or 137 for the same outcome, and 0 also when a
+host has died. An attempt
+
+    ended well    if ranks recorded that they trained to the end, and came to the end of the program; or, for a
+                  program without `elastic.run`, if mpirun returned 0 and every rank that connected came to its
+                  end
+    failed        if a rank ended with an exception of its own that nobody caught, or with an exit code of its
+                  own: the same would come again; or if it died between the end of training and that of the
+                  program, when commits are gone. It is not started again
+    was lost      otherwise: ranks were killed by signals or ended because of others, mpirun was killed, or hosts
+                  are gone; it is started again
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MOST_SIGNALS = 64
+"""The highest number of a signal; a shell's exit code for it is 128 more, and mpirun's too."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended, and the exit code for it."""
+
+    ended: Literal["well", "failed", "lost", "stopped"]
+    code: int
+    why: str
+
+
+def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] = ()) -> Verdict:
+    """How an attempt ended.
+
+    Args:
+        entries: What the record tells of this attempt.
+        code: mpirun's exit code; below 0 if a signal has ended mpirun.
+        gone: The hosts of the attempt that do not answer.
+
+    >>> judge([], 0).ended, judge([], 3).ended, judge([], 137).ended
+    ('well', 'failed', 'lost')
+    """
+    errors = [entry for entry in entries if entry["kind"] == "error"]
+    own = [entry for entry in errors if not entry.get("due_to_others")]
+    trained = {_process(entry) for entry in entries if entry["kind"] == "trained"}
+    missing = without_end(entries)
+    if own:
+        return Verdict("failed", code if 0 < code < 128 else 1, _told(own[0]))
+    if 1 < code < 128 or (code == 1 and not (errors or missing or gone)):
+        return Verdict("failed", code, f"the program ended with exit code {code}")
+    if trained:
+        missing = [entry for entry in missing if _process(entry) in trained]
+        if not missing:
+            return Verdict("well", 0, "all ranks that trained came to the end")
+        return Verdict("failed", code or 1, f"{_names(missing)} died when training had ended, so nothing is kept")
+    if gone:
+        why = f"{_listed('host', gone)} did not answer any more"
+    elif errors:
+        why = _told(errors[0])
+    elif missing:
+        why = f"{_names(missing)} came to no end"
+    elif code < 0:
+        why = f"{_name(-code)} ended mpirun"
+    elif number := _signal_of(code):
+        why = f"{_name(number)} ended a rank"
+    elif code:
+        return Verdict("failed", code, f"mpirun ended with exit code {code}")
+    else:
+        return Verdict("well", 0, "the program came to its end")
+    return Verdict("lost", 128 - code if code < 0 else code or 1, why)
+
+
+def without_end(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The starts of those ranks that recorded no end: they were killed, also by mpirun because of others."""
+    ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
+    return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
+
+
+def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
+    """The processes whose death others recorded, each once."""
+    return {
+        (entry.get("attempt"), entry["dead"].get("host"), entry["dead"].get("pid"))
+        for entry in entries
+        if entry["kind"] == "death" and isinstance(entry.get("dead"), dict)
+    }
+
+
+def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
+    """How long nobody trained: recoveries inside of attempts, and from the end of one to ranks of the next."""
+    recoveries = {
+        (entry.get("attempt"), entry.get("meeting")): float(entry.get("seconds", 0.0))
+        for entry in entries
+        if entry["kind"] == "recovery"
+    }
+    ends = {entry["attempt"]: float(entry["time"]) for entry in entries if entry["kind"] == "end"}
+    starts: dict[int, float] = {}
+    for entry in entries:
+        if entry["kind"] == "start":
+            starts.setdefault(entry["attempt"], float(entry["time"]))
+    between: list[float] = [time - ends[attempt - 1] for attempt, time in starts.items() if attempt - 1 in ends]
+    return sum(recoveries.values()) + sum(max(0.0, each) for each in between)
+
+
+def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
+    return entry.get("attempt"), entry.get("host"), entry.get("pid")
+
+
+def _told(entry: dict[str, Any]) -> str:
+    return f"rank {entry.get('rank')} ended with {entry.get('error')}: {entry.get('text')}"
+
+
+def _names(starts: Sequence[dict[str, Any]]) -> str:
+    ranks = [f"{entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})" for entry in starts]
+    return _listed("rank", ranks)
+
+
+def _listed(noun: str, names: Sequence[str]) -> str:
+    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names)}"
+
+
+def _signal_of(code: int) -> int:
+    """The signal that an exit code stands for; 0 if it stands for none."""
+    return code - 128 if 128 < code <= 128 + MOST_SIGNALS else 0
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

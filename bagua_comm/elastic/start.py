@@ -1,0 +1,52 @@
+"""Which fleet this process belongs to: that depends on how it was started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .. import bootstrap
+from ..errors import BootstrapError
+from .fixed import FixedFleet
+from .fleet import Fleet
+
+_under_torchrun: Callable[[float], Fleet] | None = None
+
+
+def start_under_torchrun_by(start: Callable[[float], Fleet]) -> None:
+    """Have `start(timeout_s)` make the fleet under torchrun; bagua_torch says so when it is imported."""
+    global _under_torchrun
+    _under_torchrun = start
+
+
+def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
+    """The fleet of all processes that were started with this one.
+
+    Collective. Under `bagua run --ulfm` and under torchrun the fleet survives deaths. Under any other mpirun, and
+    without a launcher, it can only tell of them.
+
+    Args:
+        timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers, in seconds.
+
+    Raises:
+        BootstrapError: The world cannot be set up, or this process is connected already; see `connect`.
+        CommTimeout: MPI had started on all ranks, but one did not come in time.
+        RankFailed: A process died before the others could go on without it.
+    """
+    bootstrap.check_timeout(timeout_s)
+    bootstrap.refuse_a_second_world()
+    if bootstrap.under_torchrun():
+        if _under_torchrun is None:
+            raise BootstrapError(
+                "elastic.run: torchrun started this process, and only bagua_torch knows how its processes find "
+                "each other; import bagua_torch before"
+            )
+        return _under_torchrun(timeout_s)
+    if not bootstrap.starts_a_fleet():
+        return FixedFleet(bootstrap.connect(timeout_s=timeout_s))
+
+    def gather() -> Fleet:
+        from . import mpi  # this needs MPI to have started
+
+        return mpi.gather(timeout_s)
+
+    return bootstrap.start_fleet(timeout_s, gather)

@@ -1,0 +1,431 @@
+"""What went wrong, in words: a pure function of the records of all ranks.
+
+The ranks of a communicator make the same collective calls in the same order, so call number n of one rank
+belongs to call number n of every other. The first number at which they differ, or at which a rank is missing, is
+where the trouble begins; what comes later follows from it. The stories are told in the order of what is certain:
+calls that differ, ranks that died or left, ranks that wait for each other in different communicators, ranks that
+are missing, and ranks that came late.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+from .entries import Entry, RankRecord, Signature, read_folder
+from .recorder import FlightRecorder
+
+Kind: TypeAlias = Literal[
+    "skipped", "swapped", "different", "unlike", "died", "left", "crossed", "behind", "slow"
+]
+"""skipped: a rank left a call out. swapped: it made two in another order. different: it made another call.
+unlike: sizes, dtypes or arguments differ. died, left: a rank is gone. crossed: ranks wait for each other in
+different communicators. behind: a rank did not come. slow: it came late."""
+
+LATE_SHARE = 0.5
+LATE_S = 0.5
+"""A rank is late if all others waited for it for this part of the longest wait at least, and for this long."""
+
+TOLD = 8
+"""Of how many ranks a short text says what they were in."""
+
+AROUND = 8
+"""How many common calls say how far the clocks of two ranks are apart."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that went wrong.
+
+    Attributes:
+        kind: Which story it is.
+        ranks: The ranks that it is about, as ranks of the world.
+        text: The story.
+        group, number: The communicator and the collective call where it happened; 0 if no call is known.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    text: str
+    group: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What went wrong, and what each rank was in.
+
+    Attributes:
+        findings: The likeliest cause first; empty if nothing wrong was found.
+        ranks: A line for each rank of the world.
+    """
+
+    findings: tuple[Finding, ...]
+    ranks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        found = [f"* {finding.text}" for finding in self.findings] or ["Nothing wrong was found."]
+        return "\n".join([*found, "", *self.ranks])
+
+    def brief(self) -> str:
+        """The likeliest cause, and what the first ranks were in."""
+        found = [f"* {finding.text}" for finding in self.findings[:1]]
+        more = [f"and {len(self.ranks) - TOLD} more ranks"] if len(self.ranks) > TOLD else []
+        return "\n".join([*found, *self.ranks[:TOLD], *more])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {"findings": [asdict(finding) for finding in self.findings], "ranks": list(self.ranks)}
+
+
+def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
+    """Explain the records of all ranks, or of those that left one.
+
+    >>> calls = [Entry("world", 1, True, "barrier", start_ns=0, end_ns=None)]
+    >>> def record(rank, entries):
+    ...     return RankRecord("job", rank, 2, "host", 1, 10**9, {"world": (0, 1)}, tuple(entries))
+    >>> print(diagnose([record(0, calls), record(1, [])]))
+    * rank 1 has not come to barrier() #1, where rank 0 waits; it has made no call
+    <BLANKLINE>
+    rank 0: in barrier() #1, for 1.0 s
+    rank 1: has made no call
+    """
+    ranks = {record.rank: _Rank(record) for record in records}
+    size = max((record.size for record in records), default=0)
+    groups: dict[str, tuple[int, ...]] = {}
+    for record in records:
+        groups.update(record.groups)
+    story = _Story(ranks, size, groups)
+    return Diagnosis(tuple(story.findings()), tuple(story.place_of(rank) for rank in range(size)))
+
+
+def explain(flight: FlightRecorder, wait_s: float) -> str:
+    """What happened to this job, from the records of its ranks; empty if there are none here. Never raises.
+
+    Args:
+        flight: That of this rank, which has written its record.
+        wait_s: How long to wait, at most, for the records of the other ranks.
+    """
+    if flight.folder is None:
+        return ""
+    deadline = time.monotonic() + wait_s
+    try:
+        while len(records := read_folder(flight.folder)) < flight.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return diagnose(records).brief()
+    except Exception:  # the error that is being reported matters more
+        return ""
+
+
+class _Rank:
+    """The record of a rank, by communicator."""
+
+    def __init__(self, record: RankRecord) -> None:
+        self.record = record
+        self.calls: defaultdict[str, dict[int, Entry]] = defaultdict(dict)
+        """Its collective calls, by communicator and number."""
+        for entry in record.entries:
+            if entry.collective:
+                self.calls[entry.group][entry.number] = entry
+
+    @cached_property
+    def last(self) -> Entry | None:
+        """The last call that it began."""
+        return self.record.entries[-1] if self.record.entries else None
+
+    @cached_property
+    def open(self) -> list[Entry]:
+        """The calls that it has begun, and not ended well."""
+        return [entry for entry in self.record.entries if not entry.is_over]
+
+    def reached(self, group: str) -> int:
+        """The number of its last collective call in a communicator; 0 if it made none."""
+        return max(self.calls[group], default=0)
+
+
+class _Story:
+    """All records together.
+
+    Args:
+        ranks: The ranks that left a record.
+        size: The number of ranks of the world.
+        groups: The members of all communicators.
+    """
+
+    def __init__(self, ranks: Mapping[int, _Rank], size: int, groups: Mapping[str, tuple[int, ...]]) -> None:
+        self.ranks, self.size, self.groups = ranks, size, groups
+        self.dead = {
+            rank for each in ranks.values() for failure in each.record.failures for rank in failure.ranks
+        }
+        self.silent = [rank for rank in range(size) if rank not in ranks]
+        """The ranks without a record."""
+
+    def findings(self) -> Iterator[Finding]:
+        """All that went wrong, the certain before the likely."""
+        differing = {group: self._first_difference(group) for group in self.groups}
+        for group, number in differing.items():
+            if number is not None:
+                yield self._differ(group, number)
+        yield from self._gone()
+        crossed = self._crossed()
+        yield from crossed
+        for group, number in differing.items():
+            if number is None and not crossed:
+                yield from self._held_up(group)
+
+    # Calls that differ ------------------------------------------------------------------------------
+
+    def _calls_at(self, group: str, number: int) -> dict[int, Entry]:
+        """Call `number` of each member that has recorded it."""
+        members = (rank for rank in self.groups[group] if rank in self.ranks)
+        found = {rank: self.ranks[rank].calls[group].get(number) for rank in members}
+        return {rank: entry for rank, entry in found.items() if entry is not None}
+
+    def _numbers(self, group: str) -> list[int]:
+        """The numbers of all recorded calls of a communicator."""
+        return sorted({number for each in self.ranks.values() for number in each.calls[group]})
+
+    def _first_difference(self, group: str) -> int | None:
+        """The first call in which ranks differ; None if they agree on all."""
+        for number in self._numbers(group):
+            if len({entry.signature for entry in self._calls_at(group, number).values()}) > 1:
+                return number
+        return None
+
+    def _differ(self, group: str, number: int) -> Finding:
+        """The story of the first difference."""
+        calls = self._calls_at(group, number)
+        sides: defaultdict[Signature, list[int]] = defaultdict(list)
+        kind: Kind
+        for rank, entry in calls.items():
+            sides[entry.signature].append(rank)
+        usual, *others = sorted(sides, key=lambda side: -len(sides[side]))
+        expected_here = self._expected(group, number)
+        if expected_here in others:  # the majority may be wrong
+            others = [usual, *(side for side in others if side != expected_here)]
+            usual = expected_here
+        many, some = sides[usual], sides[others[0]]
+        odd = tuple(sorted(rank for side in others for rank in sides[side]))
+        if len(many) == len(odd) and usual != expected_here:
+            odd = tuple(sorted((*many, *odd)))  # nobody knows who is right
+        right, wrong = calls[many[0]], calls[some[0]]
+        one = _named(some)
+        text = f"in collective call {_place(right)}, {_named(many)} called {right.call}, "
+        text += f"but {one} called {wrong.call}"
+        then, late = self._next(many, group, number), self._next(some, group, number)
+        if then == others[0] and late == usual:
+            kind, text = "swapped", f"{text}: {one} made these two calls in the other order"
+        elif then == others[0] or self._usual_after(usual, group, number) == others[0]:
+            kind, text = "skipped", f"{text}: {one} left out {right.name}"
+        elif late == usual:
+            kind, text = "skipped", f"{text}: {one} made one call too many, or {_named(many)} left it out"
+        elif right.name == wrong.name:
+            kind, text = "unlike", f"{text}: {_unlike(right, wrong)}"
+        else:
+            kind, text = "different", f"{text}; look for a call that only some ranks make"
+        return Finding(kind, odd, text, group, number)
+
+    def _expected(self, group: str, number: int) -> Signature | None:
+        """What came in all earlier steps after a call like the one before `number`; None if that is not known."""
+        before = self._calls_at(group, number - 1)
+        last = next((entry.signature for entry in before.values()), None)
+        return None if last is None else self._usual_after(last, group, number)
+
+    def _usual_after(self, signature: Signature, group: str, until: int) -> Signature | None:
+        """What always came after such a call, among the calls before `until`; None if that is not known."""
+        after = {
+            each.calls[group][number + 1].signature
+            for each in self.ranks.values()
+            for number, entry in each.calls[group].items()
+            if number + 1 < until and entry.signature == signature and number + 1 in each.calls[group]
+        }
+        return after.pop() if len(after) == 1 else None
+
+    def _next(self, ranks: Sequence[int], group: str, number: int) -> Signature | None:
+        """What these ranks called after call `number`, as far as one of them has recorded it."""
+        found = (self.ranks[rank].calls[group].get(number + 1) for rank in ranks)
+        return next((entry.signature for entry in found if entry is not None), None)
+
+    # Ranks that are gone ----------------------------------------------------------------------------
+
+    def _gone(self) -> Iterator[Finding]:
+        for rank in sorted(self.dead):
+            yield Finding("died", (rank,), f"rank {rank} died{self._last_seen(rank)}")
+        for rank, each in sorted(self.ranks.items()):
+            if each.record.left is not None and rank not in self.dead:
+                text = f"rank {rank} left: {each.record.left}{self._last_seen(rank)}"
+                yield Finding("left", (rank,), text)
+
+    def _last_seen(self, rank: int) -> str:
+        """Words about the last call in which a rank took part, by its own record or those of its peers."""
+        if rank in self.ranks:
+            last = self.ranks[rank].last
+            return f"; its last call was {last}" if last is not None else "; it has made no call"
+        shared = [
+            entry
+            for each in self.ranks.values()
+            for entry in each.record.entries
+            if entry.collective and entry.state == "ended" and rank in self.groups[entry.group]
+        ]
+        if not shared:
+            return "; nobody has ended a call together with it"
+        return f"; the last call that it was needed for, and that has ended, is {max(shared, key=_end)}"
+
+    # Ranks that wait for each other -----------------------------------------------------------------
+
+    def _crossed(self) -> list[Finding]:
+        """Pairs of ranks that wait in different communicators, each for the other."""
+        found = []
+        waiting = {rank: [e for e in each.open if e.collective] for rank, each in self.ranks.items()}
+        for a, in_a in waiting.items():
+            for b, in_b in waiting.items():
+                pairs = ((x, y) for x in in_a for y in in_b if a < b and x.group != y.group)
+                for x, y in pairs:
+                    if not (b in self.groups[x.group] and a in self.groups[y.group]):
+                        continue
+                    if self.ranks[b].reached(x.group) < x.number and self.ranks[a].reached(y.group) < y.number:
+                        text = (
+                            f"rank {a} is in {x}, and rank {b} in {y}: each waits for the other; the calls of "
+                            "these two communicators are in another order on the two ranks"
+                        )
+                        found.append(Finding("crossed", (a, b), text, x.group, x.number))
+        return found[:1]
+
+    # Ranks that are missing, or late ----------------------------------------------------------------
+
+    def _held_up(self, group: str) -> Iterator[Finding]:
+        """Why ranks wait in a communicator: the first call that is not over everywhere, and can be explained."""
+        members = [self.ranks[rank] for rank in self.groups[group] if rank in self.ranks]
+        unfinished = {entry.number for each in members for entry in each.open if entry.group == group}
+        for number in sorted(unfinished & set(self._numbers(group))):
+            calls = self._calls_at(group, number)
+            found = [*self._behind(group, number, calls), *self._slow(group, number, calls)]
+            if found:
+                yield from found
+                return
+
+    def _behind(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
+        """The members that have not come to a call that others wait in."""
+        waiting = sorted(rank for rank, entry in calls.items() if not entry.is_over)
+        missing = [rank for rank in self.groups[group] if rank not in calls and rank not in self.dead]
+        for rank in missing:
+            if rank in self.silent:
+                fate = f"it left no record: it died, or hangs outside of any call{self._last_seen(rank)}"
+            elif self.ranks[rank].record.left is not None:
+                continue  # that is told already
+            else:
+                fate = _doing(self.ranks[rank])
+            text = f"rank {rank} has not come to {calls[waiting[0]]}, where {_named(waiting)} waits; {fate}"
+            yield Finding("behind", (rank,), _plural(text, waiting), group, number)
+
+    def _slow(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
+        """The rank that came last to a call, if all others waited long for it."""
+        if len(calls) < max(2, len(self.groups[group])):
+            return
+        clocks = self._clocks(group)
+        came = sorted(((_start(entry) - clocks[rank], rank) for rank, entry in calls.items()))
+        (first, _), (before, _), (last, rank) = came[0], came[-2], came[-1]
+        longest = max(_end(entry) - _start(entry) for entry in calls.values())
+        if last - before < LATE_S * 1e9 or last - before < LATE_SHARE * longest:
+            return
+        text = (
+            f"rank {rank} came to {calls[rank]} {(last - first) / 1e9:.1f} s after the first rank, and "
+            f"{(last - before) / 1e9:.1f} s after all others: it is slow, or was busy with something else"
+        )
+        yield Finding("slow", (rank,), text, group, number)
+
+    def _clocks(self, group: str) -> dict[int, float]:
+        """How far the clock of each member is ahead: ranks leave a call at about the same time."""
+        members = [rank for rank in self.groups[group] if rank in self.ranks]
+        ended = {
+            rank: {n: e for n, e in self.ranks[rank].calls[group].items() if e.state == "ended"}
+            for rank in members
+        }
+        common = sorted(set.intersection(*(set(calls) for calls in ended.values())))[-AROUND:] if ended else []
+        reference = members[0]
+        return {
+            rank: statistics.median([_end(ended[rank][n]) - _end(ended[reference][n]) for n in common] or [0])
+            for rank in members
+        }
+
+    # What each rank was in --------------------------------------------------------------------------
+
+    def place_of(self, rank: int) -> str:
+        """A line about what a rank was in when it wrote its record."""
+        if rank in self.dead:
+            return f"rank {rank}: dead"
+        if rank not in self.ranks:
+            return f"rank {rank}: left no record"
+        each = self.ranks[rank]
+        record = each.record
+        texts = [_state(entry, record) for entry in each.open[-3:]]
+        if not texts:
+            texts = ["has made no call" if each.last is None else f"in no call; the last was {each.last}"]
+        if record.queued:
+            texts.append(f"queued on a lane: {', '.join(map(str, record.queued[:3]))}{_more(record.queued[3:])}")
+        if record.left is not None:
+            texts.append(f"left: {record.left}")
+        return f"rank {rank}: {'; '.join(texts)}"
+
+
+def _doing(each: _Rank) -> str:
+    """Words about what a rank did last."""
+    last = each.last
+    if last is None:
+        return "it has made no call"
+    if not last.is_over:
+        return f"it is in {last}"
+    return f"its last call was {last}, which ended {(each.record.written_ns - _end(last)) / 1e9:.1f} s before"
+
+
+def _state(entry: Entry, record: RankRecord) -> str:
+    lasted_s = ((entry.end_ns or record.written_ns) - _start(entry)) / 1e9
+    if entry.state == "failed":
+        return f"failed in {entry}, after {lasted_s:.1f} s"
+    return f"in {entry}, for {lasted_s:.1f} s"
+
+
+def _unlike(expected: Entry, found: Entry) -> str:
+    """In which way two calls of one name differ."""
+    ways = []
+    if expected.dtype != found.dtype:
+        ways.append(f"dtypes differ ({expected.dtype} and {found.dtype})")
+    if expected.size != found.size:
+        ways.append(f"sizes differ ({expected.size} and {found.size} elements)")
+    ways += [
+        f"{key} differs ({expected.detail.get(key)} and {found.detail.get(key)})"
+        for key in ("op", "root", "codec")
+        if str(expected.detail.get(key)) != str(found.detail.get(key))
+    ]
+    return ", ".join(ways)
+
+
+def _place(entry: Entry) -> str:
+    within = "" if entry.bucket is None else f" (bucket {entry.bucket}, step {entry.step})"
+    return f"#{entry.number} of {entry.group}{within}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {text}{_more(ranks[8:])}"
+
+
+def _plural(text: str, ranks: Sequence[int]) -> str:
+    return text.replace(" waits;", " wait;") if len(ranks) > 1 else text
+
+
+def _more(rest: Sequence[object]) -> str:
+    return f" and {len(rest)} more" if rest else ""
+
+
+def _start(entry: Entry) -> int:
+    return entry.start_ns or 0
+
+
+def _end(entry: Entry) -> int:
+    return entry.end_ns or 0

@@ -1,0 +1,232 @@
+"""What the flight recorder of a rank holds, and the file in which it lies."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from ..errors import BaguaError
+
+VERSION = 1
+"""The version of the files."""
+
+WORLD = "world"
+"""The name of the communicator of all ranks."""
+
+State: TypeAlias = Literal["queued", "started", "enqueued", "ended", "failed"]
+"""queued: it waits on a lane. started: the rank is in it. enqueued: the host has left it, and a device works on
+it. ended, failed: it is over."""
+
+Signature: TypeAlias = tuple[object, ...]
+"""What calls that belong together have in common."""
+
+_UNLIKE = frozenset({"gatherv", "scatterv", "alltoallv"})
+"""Collective calls whose arrays differ among ranks."""
+
+_COMPARED = ("codec", "op", "root")
+"""The arguments that all ranks must have in common."""
+
+
+class FlightError(BaguaError):
+    """A folder holds no records of ranks, or one cannot be read."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of a rank.
+
+    Attributes:
+        group: The name of the communicator, the same on all its ranks.
+        number: Which collective call of this communicator it is, counted from 1, or which of the other calls; 0
+            if it is queued.
+        collective: Whether all ranks of the communicator make it.
+        name: The method.
+        dtype, shape: Of the array that was handed in; empty for calls without an array.
+        detail: Further arguments: op, root, codec, and the like.
+        bucket, step: Which bucket of an engine, in which training step; None outside of an engine.
+        start_ns, end_ns: When it began and ended, in nanoseconds since the epoch; None if it has not.
+        enqueued: Whether a device still had to do the work when the call ended.
+        error: Why it failed; None if it has not.
+    """
+
+    group: str
+    number: int
+    collective: bool
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    bucket: int | None = None
+    step: int | None = None
+    start_ns: int | None = None
+    end_ns: int | None = None
+    enqueued: bool = False
+    error: str | None = None
+
+    @property
+    def state(self) -> State:
+        """How far the call has come."""
+        if self.error is not None:
+            return "failed"
+        if self.start_ns is None:
+            return "queued"
+        if self.end_ns is None:
+            return "started"
+        return "enqueued" if self.enqueued else "ended"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank has left the call, and did not fail in it."""
+        return self.state in ("ended", "enqueued")
+
+    @property
+    def size(self) -> int:
+        """How many elements its array has."""
+        return math.prod(self.shape)
+
+    @property
+    def signature(self) -> Signature:
+        """What is the same on all ranks, if they make the same call."""
+        array = (self.dtype, None if self.name in _UNLIKE else self.size) if self.dtype else ()
+        return (self.name, *array, *(str(self.detail[key]) for key in _COMPARED if key in self.detail))
+
+    @property
+    def call(self) -> str:
+        """The call with its arguments, as text."""
+        parts = [f"{self.dtype}{list(self.shape)}"] if self.dtype else []
+        parts += [f"{key}={value}" for key, value in self.detail.items()]
+        return f"{self.name}({', '.join(parts)})"
+
+    def __str__(self) -> str:
+        number = f" #{self.number}" if self.number else ""
+        group = f" of {self.group}" if self.group != WORLD else ""
+        within = "" if self.bucket is None else f" (bucket {self.bucket}, step {self.step})"
+        return f"{self.call}{number}{group}{within}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that a rank met."""
+
+    kind: str
+    """The class of the error."""
+    message: str
+    ranks: tuple[int, ...] = ()
+    """The ranks that are dead, as far as the error says."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank did last.
+
+    Attributes:
+        job: The name of the job, the same on all ranks.
+        rank, size: Its place in the world, and the number of ranks.
+        host, pid: Its process.
+        written_ns: When this was written, in nanoseconds since the epoch.
+        groups: The members of each communicator that it belongs to, as ranks of the world.
+        entries: Its last calls, in the order in which they began.
+        queued: What waits on its lanes.
+        failures: The first errors that it met, in their order.
+        left: Why it left the world; None if it has not.
+    """
+
+    job: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    written_ns: int
+    groups: Mapping[str, tuple[int, ...]]
+    entries: tuple[Entry, ...]
+    queued: tuple[Entry, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    left: str | None = None
+
+    @property
+    def who(self) -> str:
+        """The rank, as messages call it."""
+        return f"rank {self.rank}"
+
+    def to_json(self) -> str:
+        """The content of the rank's file."""
+        parts = {key: [[*vars(each).values()] for each in getattr(self, key)] for key in _ROWS}
+        return json.dumps({"version": VERSION, **vars(self), **parts}, default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> RankRecord:
+        """What `to_json` wrote.
+
+        Raises:
+            FlightError: It was not written by `to_json`, or by another version.
+        """
+        try:
+            found = json.loads(text)
+            version = found.pop("version")
+            if version != VERSION:
+                raise FlightError(f"the record has version {version}, expected {VERSION}")
+            for key, kind in _ROWS.items():
+                found[key] = tuple(kind(*map(_frozen, row)) for row in found[key])
+            found["groups"] = {name: tuple(ranks) for name, ranks in found["groups"].items()}
+            return cls(**found)
+        except FlightError:
+            raise
+        except Exception as exc:
+            raise FlightError(f"this is not the record of a rank: {exc!r}") from exc
+
+
+_ROWS: dict[str, type[Entry | Failure]] = {"entries": Entry, "queued": Entry, "failures": Failure}
+"""The fields of a record that are lists of objects; in the file each object is the list of its values."""
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def file_name(rank: int) -> str:
+    """The name of a rank's file in the folder of its job."""
+    return f"rank_{rank}.json"
+
+
+def read_folder(folder: Path) -> list[RankRecord]:
+    """The records of all ranks in a folder, in rank order.
+
+    Args:
+        folder: Where the files of a job lie, or the folder above: then those of the latest job are read.
+
+    Raises:
+        FlightError: There is no such folder, it has no record, or a record cannot be read.
+    """
+    found = _records_in(folder)
+    if not found:
+        jobs = sorted((path for path in _inside(folder) if path.is_dir() and _records_in(path)), key=_written)
+        if not jobs:
+            raise FlightError(f"{folder} has no records of ranks, files such as {file_name(0)}")
+        found = _records_in(jobs[-1])
+    records = []
+    for path in found:
+        try:
+            records.append(RankRecord.from_json(path.read_text()))
+        except (OSError, UnicodeDecodeError, FlightError) as exc:
+            raise FlightError(f"{path}: {exc}") from exc
+    return sorted(records, key=lambda record: record.rank)
+
+
+def _inside(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as exc:
+        raise FlightError(f"{folder} cannot be read: {exc.strerror or exc}") from exc
+
+
+def _records_in(folder: Path) -> list[Path]:
+    return [path for path in _inside(folder) if re.fullmatch(r"rank_\d+\.json", path.name)]
+
+
+def _written(folder: Path) -> float:
+    return max(path.stat().st_mtime for path in _records_in(folder))

@@ -1,0 +1,234 @@
+"""Hooks: functions that are called before and after each call of a communicator, and when one fails.
+
+    hook = comm.on(before=print)        # a `CallView` is printed before every call
+    hook.remove()
+
+A hook sees the calls of its communicator and of all communicators made from it, by `dup`, `split`, `by_node` or
+`lane`, before or after it was added. So a hook on the communicator that an engine was given sees what the engine
+sends. Calls on a lane are seen on the lane's thread.
+
+`before` runs before anything is sent. What it raises ends the call, and goes to the caller; since the other ranks
+make the call, and would wait for this one, it must then raise on all ranks. What `after` raises goes to the
+caller, too; the call is over by then, and the communicator as good as before. What `failed` raises becomes a
+warning, since the error of the call matters more. Calls that a hook makes itself are seen by no hook.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from . import arrays
+from .arrays import Array
+from .bucket import Bucket
+from .errors import ArrayError
+
+if TYPE_CHECKING:
+    from .comm import Communicator
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CallView:
+    """A call, as hooks see it.
+
+    Attributes:
+        comm: The communicator.
+        name: The method, such as "allreduce".
+        number: Which collective call of its communicator it is, counted from 1, or which of the other calls.
+        collective: Whether all ranks of its communicator make it.
+        group: The name of its communicator, the same on all ranks; "world" for that of `connect`.
+        detail: Its further arguments: op, root, codec, and the like.
+        x: The array that this rank sends, which must not be changed; None if it sends none. Of several messages
+            it is the first.
+        bucket: The bucket that an engine exchanges by this call; None outside of an engine.
+        step: The training step, counted from 0, in which the bucket left; None outside of an engine.
+        result: In `after`: the array that the call has filled on this rank; None if there is none.
+        seconds: In `after` and `failed`: how long it took.
+        error: In `failed`: what it raises.
+    """
+
+    comm: Communicator = field(repr=False)
+    name: str
+    number: int
+    collective: bool
+    group: str
+    detail: Mapping[str, Any]
+    x: Array | None
+    bucket: Bucket | None = field(default=None, repr=False)
+    step: int | None = None
+    result: Array | None = None
+    seconds: float | None = None
+    error: BaseException | None = None
+
+    def __str__(self) -> str:
+        array = "" if self.x is None else f"{arrays.dtype_name(self.x.dtype)}{list(self.x.shape)}"
+        return f"{self.name}({array}) #{self.number} of {self.group}"
+
+
+Listener = Callable[[CallView], object]
+"""What `Communicator.on` takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hook:
+    """What `Communicator.on` returns."""
+
+    before: Listener | None
+    after: Listener | None
+    failed: Listener | None
+    group: str
+    """The communicator; the hook sees it, and those made from it, whose names begin with this one."""
+    hooks: Hooks = field(repr=False)
+
+    def remove(self) -> None:
+        """Call the functions no more; removing twice does nothing."""
+        self.hooks.all = tuple(each for each in self.hooks.all if each is not self)
+
+    def sees(self, group: str) -> bool:
+        """Whether it sees the calls of a communicator."""
+        return group == self.group or group.startswith(f"{self.group}.")
+
+
+class Hooks:
+    """The hooks on a communicator and all that are made from it."""
+
+    def __init__(self) -> None:
+        self.all: tuple[Hook, ...] = ()
+        """Replaced as a whole, so that other threads may read it at any time."""
+        self._inside = threading.local()
+
+    def add(self, group: str, before: Listener | None, after: Listener | None, failed: Listener | None) -> Hook:
+        """One more hook on the communicator `group`; see `Communicator.on`."""
+        given = {"before": before, "after": after, "failed": failed}
+        for name, function in given.items():
+            if function is not None and not callable(function):
+                raise ArrayError(f"on: {name} is {function!r}, expected a function of a CallView")
+        if before is after is failed is None:
+            raise ArrayError("on: there is nothing to call; give before=, after= or failed=")
+        hook = Hook(before, after, failed, group, self)
+        self.all = (*self.all, hook)
+        return hook
+
+    def call(self, moment: Literal["before", "after", "failed"], view: CallView) -> None:
+        """Call the functions of this moment, unless a hook made this call."""
+        if getattr(self._inside, "a_hook", False):
+            return
+        self._inside.a_hook = True
+        try:
+            for hook in self.all:
+                function = getattr(hook, moment)
+                if function is not None and hook.sees(view.group):
+                    function(view)
+        except Exception as exc:
+            if moment != "failed":
+                raise
+            warnings.warn(f"a hook failed after {view} had failed: {exc!r}", RuntimeWarning, stacklevel=4)
+        finally:
+            self._inside.a_hook = False
+
+
+# ---------------------------------------------------------------------------------------------------
+# NaN and infinity
+# ---------------------------------------------------------------------------------------------------
+
+
+class NanWatch:
+    """A hook that finds the first NaN or infinity that a rank is about to send.
+
+    `comm.on(before=NanWatch())` looks at every floating-point array before it is sent. The message names the rank
+    and the element, and for what an engine or a DistributedDataParallel sends, bucket, parameter and step.
+
+    Looking costs a pass over the array; for a device array the host waits for the device. With action "raise",
+    the ranks also agree before every collective call, by a small allreduce.
+
+    Args:
+        action: "raise": raise `ArrayError` before a byte moves, on all ranks alike; for a message between two
+            ranks, on the sender. The communicator is as good as before. "log": tell the logger "bagua_comm" at
+            ERROR, once on each rank, and send it.
+
+    Attributes:
+        found: What was found first, as text; None so far.
+
+    >>> from bagua_comm.testing import run_ranks
+    >>> def body(comm):
+    ...     comm.on(before=NanWatch())
+    ...     try:
+    ...         comm.allreduce(np.array([1, np.nan if comm.rank else 2.0]))
+    ...     except ArrayError as exc:
+    ...         return str(exc)
+    >>> run_ranks(2, body)[0]
+    'allreduce(float64[2]) #1 of world: rank 1 is about to send nan, in element 1 of an array of shape [2]'
+    """
+
+    def __init__(self, action: Literal["raise", "log"] = "raise") -> None:
+        if action not in ("raise", "log"):
+            raise ArrayError(f"NanWatch: action is {action!r}, expected 'raise' or 'log'")
+        self.action = action
+        self.found: str | None = None
+
+    def __call__(self, call: CallView) -> None:
+        """Look at what is about to be sent."""
+        mine = _first_in(call)
+        text = None if mine is None else f"{call}: rank {call.comm.rank} is about to send {mine}"
+        if self.action == "log":
+            if text is not None and self.found is None:
+                _log.error("%s", text)
+            self.found = self.found or text
+            return
+        if call.collective:
+            text = _of_first_rank(call.comm, text)
+        if text is not None:
+            self.found = self.found or text
+            raise ArrayError(text)
+
+
+def _of_first_rank(comm: Communicator, text: str | None) -> str | None:
+    """The text of the first rank that has one; None if no rank has. Collective."""
+    mine = comm.rank if text is not None else comm.size
+    first = int(comm.allreduce(np.array(mine), op="min"))
+    if first == comm.size:
+        return None
+    told: str = comm.broadcast_object(text, root=first)
+    return told
+
+
+def _first_in(call: CallView) -> str | None:
+    """Words about the first NaN or infinity that the call is about to send; None if there is none."""
+    x, bucket = call.x, call.bucket
+    if bucket is not None and (x is None or not _is_float(x)):
+        x = bucket.flat  # what is sent is encoded
+    if x is None or not _is_float(x):
+        return None
+    at = _first_bad(x)
+    if at is None:
+        return None
+    if bucket is None:
+        return f"{x.reshape(-1)[at]}, in element {at} of an array of shape {list(x.shape)}"
+    where = f"bucket {bucket.index} in step {call.step}"
+    for name, view in bucket.views.items():
+        inside = _first_bad(view)
+        if inside is not None:
+            value = view.reshape(-1)[inside]
+            return f"{value}, in parameter {name!r}, element {inside} of shape {list(view.shape)}, of {where}"
+    return f"{x.reshape(-1)[at]}, in element {at} of what comes from {where}"
+
+
+def _is_float(x: Array) -> bool:
+    return arrays.dtype_name(x.dtype) in arrays.FLOATS or x.dtype.kind == "c"
+
+
+def _first_bad(x: Array) -> int | None:
+    """The index of the first element of the flattened `x` that is not finite; None if all are."""
+    if arrays.dtype_name(x.dtype) == "bfloat16":  # not every library knows it: an exponent of ones
+        bad = (x.reshape(-1).view(np.uint16) & 0x7F80) == 0x7F80
+    else:
+        bad = ~arrays.namespace(x).isfinite(x.reshape(-1))
+    return int(bad.argmax()) if bool(bad.any()) else None

@@ -1,0 +1,141 @@
+"""The processes of a job over MPI that goes on when some of them die: who is dead, and who calls a meeting.
+
+All of them are ranks of one communicator, which is never revoked, and beside which none is made. A process
+learns of a death from MPI, or from another process, which calls a meeting when it learns of one. A process that
+waits at a meeting says so again and again, so that it can be told from one that hangs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar
+
+from mpi4py import MPI
+
+from ...errors import CommAborted, CommError, RankFailed
+from ..notices import Notice
+from .world import Place, World
+
+if TYPE_CHECKING:
+    from .transport import MPITransport
+
+NOTICES_TAG = (1 << 12) - 1
+"""The tag of notices; the tags above it are those of channels."""
+
+MEETS, ENDS = "meets", "ends"
+"""Kinds of notices: the process waits for all others, because something has happened, or because it is done."""
+
+MEETINGS = "meetings"
+"""The group whose completed calls are meetings."""
+
+
+class Crew(World):
+    """The processes of a job, by their ranks in `comm`, which are their numbers.
+
+    Args:
+        comm: The communicator of all processes.
+    """
+
+    notices_tag: ClassVar[int] = NOTICES_TAG
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        super().__init__(comm, [Place("a host not known yet", 0)] * comm.Get_size(), frozenset())
+        self.me, self.size = comm.Get_rank(), comm.Get_size()
+        self.dead: set[int] = set()
+        """Those who were dead at the last meeting."""
+        self.meetings = 0
+        """How many meetings were held."""
+        self.watch: Callable[[], None] | None = None
+        """What to do while this process waits at a meeting; None outside of meetings."""
+        self._serial, self._giving = itertools.count(), threading.Lock()
+        self._everyone = comm.Get_group()
+
+    # Channels ---------------------------------------------------------------------------------------
+
+    def new_channel(self) -> int:
+        """The number of a channel that no process has used or will use, unless this one passes it on."""
+        with self._giving:
+            return next(self._serial) * (self.size + 1) + self.me
+
+    def channel_of_round(self, number: int) -> int:
+        """The number of the channel of a round of meetings; the rounds are counted alike on all processes."""
+        return number * (self.size + 1) + self.size
+
+    # Deaths -----------------------------------------------------------------------------------------
+
+    def failed(self) -> set[int]:
+        """Those that MPI knows to be dead."""
+        group = self.comm.Get_failed()
+        try:
+            count = group.Get_size()
+            return set(group.Translate_ranks(range(count), self._everyone)) if count else set()
+        finally:
+            group.Free()
+
+    def living(self) -> list[int]:
+        """The other processes, unless MPI knows that they are dead."""
+        dead = self.failed()
+        return [process for process in range(self.size) if process != self.me and process not in dead]
+
+    def look_for_deaths(self, transport: MPITransport) -> None:
+        """Raise `RankFailed` if a process has died since the last meeting; at one, if it is in `transport`."""
+        dead = self.failed() - self.dead
+        if self.watch is not None:
+            self.watch()
+            dead &= set(transport.members)
+        if dead:
+            ranks = [rank for rank, member in enumerate(transport.members) if member in dead]
+            raise RankFailed(f"rank {transport.rank} of {transport.size}: {self.obituary(dead)}", ranks)
+
+    def obituary(self, dead: Collection[int]) -> str:
+        """Words about those who have died."""
+        names = [f"process {process} ({self.places[process]}) died" for process in sorted(dead)]
+        return "; ".join(names)
+
+    # Meetings ---------------------------------------------------------------------------------------
+
+    def say(self, kind: str, cause: CommError | None) -> None:
+        """Tell all others that this process waits for them: it `MEETS`, because of `cause`, or it `ENDS`."""
+        self._under_way = [(request, data) for request, data in self._under_way if not _has_ended(request)]
+        name, reason = (type(cause).__name__, str(cause)[:500]) if cause is not None else ("", "")
+        self.notices.tell(self.living(), Notice(kind, name, reason, {MEETINGS: self.meetings}))
+
+    def waits(self, process: int) -> tuple[Notice, float] | None:
+        """What a process said last of the next meeting, and when that was heard; None if nothing."""
+        for notice, heard_s in reversed(self.notices.from_rank(process)):
+            if notice.completed.get(MEETINGS, -1) >= self.meetings:
+                return notice, heard_s
+        return None
+
+    def calls(self) -> list[tuple[int, Notice]]:
+        """Who waits for the next meeting, and what they say."""
+        self.notices.listen()
+        heard = [(process, self.waits(process)) for process in range(self.size) if process != self.me]
+        return [(process, said[0]) for process, said in heard if said is not None]
+
+    def look_for_calls(self) -> None:
+        """Raise `CommAborted` if another process calls a meeting."""
+        if self.watch is not None:
+            return
+        for process, notice in self.calls():
+            if notice.kind == MEETS:
+                why = f", after {notice.error}: {notice.reason}" if notice.error else ""
+                raise CommAborted(f"process {process} ({self.places[process]}) calls a meeting{why}")
+
+    def acknowledge(self) -> None:
+        """Accept all deaths so far: only then MPI takes messages from anybody, and agrees."""
+        with suppress(MPI.Exception):
+            self.comm.Ack_failed()
+
+    def revoke(self, dead: Collection[int]) -> None:
+        """Do nothing: all ranks look for deaths while they wait."""
+
+
+def _has_ended(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception:
+        return True  # its receiver is dead

@@ -1,0 +1,100 @@
+"""What a trial leaves behind: processes, files in memory, temporary files.
+
+Every process of a trial inherits a variable of its environment, and is known by it. As root, a trial has a folder
+of its own in the place of /dev/shm, and what lies in it afterwards was left; without root, files in /dev/shm are
+compared by name. A port is open as long as a process holds it, so no process means no port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+
+MARK = "BENCHMARK_FAULTS_TRIAL"
+"""The variable whose value names the trial."""
+
+SHARED_MEMORY = Path("/dev/shm")
+GRACE_S = 3.0
+"""How long processes may take to end after the one that started them."""
+
+
+class Place:
+    """Where a trial runs: a folder for its files, which is removed at the end.
+
+    Args:
+        name: Of the trial; no other trial that runs meanwhile has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = f"{name}-{os.getpid()}"
+        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))  # short: sockets lie in it
+        self.temporary = self.folder / "tmp"
+        self.temporary.mkdir()
+        self.own_memory = os.geteuid() == 0 and shutil.which("unshare") is not None
+        self._before = set(os.listdir(SHARED_MEMORY))
+        self.memory = SHARED_MEMORY
+        if self.own_memory:
+            self.memory = Path(tempfile.mkdtemp(prefix="faults-", dir=SHARED_MEMORY))
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.own_memory:
+            shutil.rmtree(self.memory, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        """The environment of the trial's processes."""
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}  # PyTorch keeps it for later runs
+        return {**os.environ, **caches, MARK: self.name, "TMPDIR": str(self.temporary)}
+
+    def inside(self, command: list[str]) -> list[str]:
+        """The command that runs `command` here."""
+        if not self.own_memory:
+            return command
+        mount = f"mount --bind {shlex.quote(str(self.memory))} {SHARED_MEMORY} && exec {shlex.join(command)}"
+        return ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount]
+
+    def processes(self) -> list[int]:
+        """The ids of the trial's processes that live."""
+        mark = f"{MARK}={self.name}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes().split(b"\0"):
+                        found.append(int(entry.name))
+        return found
+
+    def left(self) -> list[str]:
+        """What is there after the trial, when processes had time to end."""
+        end = time.monotonic() + GRACE_S
+        while (pids := self.processes()) and time.monotonic() < end:
+            time.sleep(0.05)
+        found = [f"process {pid}: {_command_of(pid)}" for pid in pids]
+        found += [f"{self.temporary.name}/{path.name}" for path in self.temporary.iterdir()]
+        memory = set(os.listdir(self.memory)) - (set() if self.own_memory else self._before)
+        return found + [f"{SHARED_MEMORY}/{name}" for name in sorted(memory)]
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
+    except OSError:
+        return "has ended meanwhile"

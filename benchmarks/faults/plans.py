@@ -1,0 +1,170 @@
+"""Which trials there are: drawn from a seed, so that each can be run again alone.
+
+A trial is a training and the blows it gets. Trials take the algorithms in turn; everything else is drawn.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
+"""What must come after a death: a spare takes the place; fewer go on; fewer go on until a new process has come;
+all end; all are started again on the hosts that live."""
+
+Phase = Literal["construct", "step", "commit", "recover", "regrow", "leave", "dead host", "cut host"]
+"""Where a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
+in the place of a dead one, after the last step; or in a step on all processes of a host, or on its link."""
+
+RANKS = 3
+SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm.
+
+    Args:
+        text: It, in Python.
+        alike: Whether all ranks have the same weights after each step.
+        repeats: Whether a step depends on nothing but the state before it, so that it can be taken again.
+        reproducible: Whether the bytes are those of a training that nobody disturbed.
+        frameworks: What it is tried in.
+    """
+
+    text: str
+    alike: bool = True
+    repeats: bool = True
+    reproducible: bool = False
+    framework: Literal["numpy", "torch"] = "numpy"
+
+
+CASES = [
+    Case("GradientAllReduce(Reproducible(addends=12))", reproducible=True),
+    Case("GradientAllReduce()"),
+    Case("ByteGrad()"),
+    Case("GradientAllReduce(ErrorFeedback(Quantized()))"),
+    Case("GradientAllReduce(Hierarchical(Quantized()))"),
+    Case("QAdam(warmup_steps=20)"),
+    Case("Decentralized()", alike=False),
+    Case("Decentralized('one_peer_exponential')", alike=False),
+    Case("every(4, Decentralized())", alike=False),
+    Case("LowPrecisionDecentralized()", alike=False),
+    Case("LowPrecisionOnePeer()", alike=False),
+    Case("AsyncModelAverage(interval_s=0.01, warmup_steps=20)", alike=False, repeats=False),
+    Case("DiLoCo(local_steps=10)", alike=False),
+    Case("after(20, GradientAllReduce(), DiLoCo(local_steps=10))", alike=False),
+    Case("GradientAllReduce(Reproducible(addends=12))", reproducible=True, framework="torch"),
+]
+
+
+@dataclass(frozen=True)
+class Blow:
+    """One or two processes are killed or stopped.
+
+    Args:
+        phase: Where the training must be.
+        step: Not before this step has begun.
+        delay_s: How long after the process that was chosen has come there.
+        whom: "rank" of those that train, "spare", "newcomer", or all on a "host".
+        choices: One number from 0 to 1 for each victim, which picks it among those that there are.
+        signal: What is sent: SIGKILL or SIGSTOP.
+        resume_s: Where it is stopped, after how long it goes on; None if it does not.
+    """
+
+    phase: Phase
+    step: int
+    delay_s: float
+    whom: Literal["rank", "spare", "newcomer", "host"] = "rank"
+    choices: tuple[float, ...] = (0.0,)
+    signal: int = SIGKILL
+    resume_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A training, and the blows it gets."""
+
+    name: str
+    kind: Kind
+    case: Case
+    spares: int
+    min_ranks: int
+    steps: int
+    commit_every: int
+    blows: tuple[Blow, ...]
+    timeout_s: float = 15.0
+    ranks: int = RANKS
+
+    def flags(self) -> list[str]:
+        """Arguments of `run`."""
+        return ["--spares", str(self.spares), "--min-ranks", str(self.min_ranks)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for a record."""
+        return asdict(self)
+
+
+STEPS = 60
+TWO_AT_ONCE = 0.05
+_DELAYS = {"construct": 0.02, "step": 0.02, "commit": 0.004, "recover": 0.03, "regrow": 1.2, "leave": 0.05}
+"""How long a phase may take: delays are drawn from 0 to this."""
+
+
+def kills(count: int, seed: int, *, regrow: bool = False) -> Iterator[Trial]:
+    """Trials with SIGKILL; with `regrow`, processes are started in the place of dead ones in some of them."""
+    for number in range(count):
+        yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)], regrow=regrow)
+
+
+def stops(count: int, seed: int) -> Iterator[Trial]:
+    """Trials with SIGSTOP, longer than the timeout."""
+    for number in range(count):
+        name = f"stop-{seed}-{number}"
+        chance = random.Random(name)
+        phase: Phase = chance.choice(["step", "commit", "construct"])
+        step = chance.randrange(1, STEPS // 2)
+        stop = Blow(
+            phase,
+            0 if phase == "construct" else step,
+            chance.uniform(0, 0.01),
+            choices=(chance.random(),),
+            signal=SIGSTOP,
+            resume_s=chance.choice([None, 5.0, 10.0]),
+        )
+        kind, spares = chance.choice([("spare", 1), ("fewer", 0)])
+        yield Trial(name, kind, CASES[number % len(CASES)], spares, 1, STEPS, 1, (stop,), timeout_s=3.0)
+
+
+def draw(name: str, case: Case, *, regrow: bool = False) -> Trial:
+    """The trial of this name."""
+    chance = random.Random(name)
+    kind: Kind = chance.choices(["spare", "fewer", "too few"], [50, 30, 20])[0]
+    if regrow and kind == "fewer":
+        kind = "spawn"
+    phase: Phase = chance.choices(["step", "commit", "construct", "recover", "leave"], [40, 20, 15, 20, 5])[0]
+    if kind == "spawn" and phase == "recover":
+        phase = "regrow"
+    first: Phase = "step" if phase in ("recover", "regrow") else phase
+    step = 0 if first == "construct" else chance.randrange(1, STEPS - 10)
+    spare_dies = kind == "spare" and phase == "step" and chance.random() < 0.2
+    pair = chance.random() < TWO_AT_ONCE
+    blows = [
+        Blow(
+            first,
+            step,
+            chance.uniform(0, _DELAYS[first]),
+            "spare" if spare_dies else "rank",
+            tuple(chance.random() for _ in range(2 if pair else 1)),
+        )
+    ]
+    if phase != first and (kind == "spare" or not pair):  # somebody must be left
+        whom = chance.choice(["rank", "newcomer"]) if phase == "regrow" else "rank"
+        blows.append(Blow(phase, 0, chance.uniform(0, _DELAYS[phase]), whom, (chance.random(),)))
+    deaths = sum(len(blow.choices) for blow in blows)
+    spares = 1 if kind == "spare" else 0
+    least = RANKS if kind == "too few" else max(1, RANKS + spares - deaths)
+    return Trial(name, kind, case, spares, least, STEPS, chance.choice([1, 1, 3]), tuple(blows))

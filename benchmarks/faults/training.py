@@ -1,0 +1,228 @@
+"""The training that is disturbed, on one process: a small network on scikit-learn's digits.
+
+`trial` starts it. A step takes the same images whoever is alive: its microbatches are shared out among the ranks.
+The process tells the harness where it is: before and after a commit, before and after an engine is made, after a
+step, and when a call fails.
+
+After the last step every rank trains once more, from what it found when it came in last, on an engine of its own
+and without commits. If a step depends on nothing but what was restored, it ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import faulthandler
+import hashlib
+import os
+import signal
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .events import Teller
+
+MICROBATCHES, IMAGES = 12, 8
+"""Microbatches of a step, over all ranks, and images of one: 12 are shared evenly by 1, 2, 3, 4 and 6 ranks."""
+
+LR, MOMENTUM, ADAM_LR = 0.1, 0.9, 3e-3
+
+
+class Data:
+    """Images (n, 64) and labels (n,) of the digits, the same on all ranks.
+
+    Args:
+        file: An npz file with both.
+    """
+
+    def __init__(self, file: Path) -> None:
+        with np.load(file) as digits:
+            self.images, self.labels = digits["images"], digits["labels"]
+
+    def microbatch(self, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The images and labels of one microbatch of a step."""
+        count = len(self.labels) // IMAGES
+        begin = (step * MICROBATCHES + number) % count * IMAGES
+        return self.images[begin : begin + IMAGES], self.labels[begin : begin + IMAGES]
+
+
+class Model(ABC):
+    """Weights, and what the optimizer keeps: what a `State` takes.
+
+    Args:
+        data: What it learns.
+        algorithm: How ranks exchange.
+        alike: Whether that leaves all ranks with the same weights after each step.
+    """
+
+    def __init__(self, data: Data, algorithm: Any, *, alike: bool) -> None:
+        self.data, self.algorithm, self.alike = data, algorithm, alike
+        self.holds = getattr(getattr(algorithm, "average", None), "addends", None) is not None
+        """Whether each microbatch is an addend of its own."""
+
+    @abstractmethod
+    def weights(self) -> list[np.ndarray]:
+        """All weights, sharing memory with the model."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that must come back after a failure."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    @abstractmethod
+    def connect(self, comm: Any) -> Steps:
+        """Make what takes steps on these ranks. Collective."""
+
+    def digest(self) -> str:
+        """A short name of the weights' bytes."""
+        joined = hashlib.sha256()
+        for weight in self.weights():
+            joined.update(np.ascontiguousarray(weight).data)
+        return joined.hexdigest()[:16]
+
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(sum(np.sum(weight, dtype=np.float64) for weight in self.weights()))
+
+    def average(self, comm: Any) -> None:
+        """Give all ranks the same weights, where an algorithm leaves them with different ones. Collective."""
+        if not self.alike:
+            for weight in self.weights():
+                weight[...] = comm.allreduce(weight, op="avg")
+
+
+class Steps(ABC):
+    """What takes steps on the ranks of a communicator."""
+
+    engine: Any
+
+    @abstractmethod
+    def take(self, step: int) -> None:
+        """Take one step. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish. Collective."""
+
+
+# The last step --------------------------------------------------------------------------------------------
+
+
+def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell: Teller) -> dict[str, Any]:
+    """Train to the last step; what this rank ended with."""
+    began = state.step
+    tell("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
+    steps = model.connect(comm)
+    tell("constructed")
+    restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
+    for step in range(began, options.steps):
+        steps.take(step)
+        state.step += 1
+        tell("step", step=state.step)
+        if state.step % options.commit_every == 0:
+            steps.engine.settle()
+            tell("commit", step=state.step, digest=model.digest(), total=model.total())
+            state.commit()
+            tell("committed", step=state.step)
+    steps.close()
+    model.average(comm)
+    ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
+    tell("trained", **ended)
+    if options.replay:
+        ended["replayed"] = replay(comm, model, restored, range(began, options.steps))
+    return ended
+
+
+def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> str:
+    """Take these steps again, from what was restored; the digest of the weights. Collective."""
+    model.load_state_dict(restored["model"])
+    with comm.dup() as again:
+        taken = model.connect(again)
+        taken.engine.load_state_dict(restored["engine"])
+        for step in steps:
+            taken.take(step)
+        taken.close()
+        model.average(again)
+    return model.digest()
+
+
+# The program ----------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Take part in a training; 0 if it came to its end."""
+    options = parse_arguments(argv)
+    tell = Teller(options.pipe)
+    tell("hello", host=socket.gethostname())
+    stacks = open(options.pipe.with_name(f"stacks-{os.getpid()}"), "w")  # noqa: SIM115 - open until the end
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks)
+    if not options.compiled:  # NumPy's kernels give the same bytes, and importing Numba takes seconds
+        sys.modules["numba"] = None  # type: ignore[assignment]
+    import bagua_comm
+    from bagua_comm import elastic
+
+    algorithm = eval(options.algorithm, vars(bagua_comm))
+    model = make_model(options, algorithm)
+    state = elastic.State(model=model, step=0)
+
+    def body(comm: Any) -> dict[str, Any]:
+        faulthandler.cancel_dump_traceback_later()
+        try:
+            return train(comm, model, state, options, tell)
+        except bagua_comm.CommError as exc:
+            tell("failed", error=type(exc).__name__, message=str(exc)[:500])
+            faulthandler.dump_traceback_later(options.timeout_s / 2, file=stacks)  # where it hangs, if it does
+            raise
+
+    run = elastic.run(state, min_ranks=options.min_ranks, regrow=options.regrow, timeout_s=options.timeout_s)
+    tell("run")
+    try:
+        ended = run(body)
+    except bagua_comm.BaguaError as exc:
+        tell("ended", error=type(exc).__name__, message=str(exc)[:2000])
+        raise
+    tell("stood by" if ended is None else "done", **(ended or {}))
+    return 0
+
+
+def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
+    """The model of the framework that was asked for."""
+    data = Data(options.data)
+    if options.framework == "torch":
+        from .torch_model import TorchModel
+
+        return TorchModel(data, algorithm, alike=options.alike)
+    from .numpy_model import NumpyModel
+
+    return NumpyModel(data, algorithm, alike=options.alike)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, which `trial` gives."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--pipe", type=Path, required=True, help="where events go")
+    parser.add_argument("--data", type=Path, required=True, help="an npz file with images and labels")
+    parser.add_argument("--algorithm", required=True, help="in Python")
+    parser.add_argument("--framework", choices=["numpy", "torch"], default="numpy")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--commit-every", type=int, default=1)
+    parser.add_argument("--min-ranks", type=int, default=1)
+    parser.add_argument("--timeout-s", type=float, default=15.0)
+    parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
+    parser.add_argument("--alike", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--replay", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--compiled", action="store_true", help="use Numba's kernels")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Runs a trial: starts the training, listens to it, and strikes where the plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..bench import ROOT
+from .events import Event, Listener
+from .leftovers import Place
+from .plans import Blow, Trial
+
+LIMIT_S = 60.0
+"""How long a trial may take."""
+
+BEGINS = {"construct": "enter", "step": "step", "commit": "commit", "recover": "failed", "leave": "trained"}
+BEGINS |= {"dead host": "step", "cut host": "step"}
+"""What a process says when it comes to a phase."""
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """A process that was killed or stopped."""
+
+    t: float
+    pid: int
+    blow: int
+    """Which one of the trial's blows it was."""
+    rank: int | None
+    """Its rank then; None if it stood by, or had just come."""
+    signal: int
+
+
+@dataclass
+class Seen:
+    """What happened in a trial."""
+
+    began: float
+    events: list[Event] = field(default_factory=list)
+    strokes: list[Stroke] = field(default_factory=list)
+    exit_code: int | None = None
+    """None: it did not end in time."""
+    seconds: float = 0.0
+    output: str = ""
+    stacks: str = ""
+    """Where processes were that crashed, or did not end in time."""
+    left: list[str] = field(default_factory=list)
+
+    def of(self, what: str, pid: int | None = None) -> list[Event]:
+        """The events of this kind, of this process or of all."""
+        return [e for e in self.events if e.what == what and pid in (None, e.pid)]
+
+    def pids(self) -> list[int]:
+        """All processes that ever began, in that order."""
+        return [e.pid for e in self.of("hello")]
+
+    def gone(self) -> set[int]:
+        """Those that were killed, or were stopped and did not come back in time to be let in again."""
+        back = {e.pid for e in self.events if e.what in ("done", "stood by")}
+        return {
+            stroke.pid for stroke in self.strokes if stroke.signal != signal.SIGSTOP or stroke.pid not in back
+        }
+
+    def ranks(self) -> dict[int, int]:
+        """The rank of each process that trains, or did last."""
+        return {e.pid: e.facts["rank"] for e in self.of("enter")}
+
+
+def command_of(trial: Trial, place: Place, data: Path) -> list[str]:
+    """The command that starts the training."""
+    run = [sys.executable, "-m", "bagua_comm", "run", "-n", str(trial.ranks), *trial.flags()]
+    return [*run, *training_of(trial, place, data)]
+
+
+def training_of(trial: Trial, place: Place, data: Path) -> list[str]:
+    """The module that trains, and its arguments, as `run` takes them."""
+    arguments = ["--pipe", place.folder / "events", "--data", data, "--algorithm", trial.case.text]
+    arguments += ["--framework", trial.case.framework, "--steps", trial.steps]
+    arguments += ["--commit-every", trial.commit_every, "--min-ranks", trial.min_ranks]
+    arguments += ["--timeout-s", trial.timeout_s]
+    arguments += ["--alike" if trial.case.alike else "--no-alike"]
+    arguments += ["--replay" if trial.case.repeats else "--no-replay"]
+    arguments += ["--regrow"] if trial.kind == "spawn" else []
+    return ["-m", "benchmarks.faults.training", *map(str, arguments)]
+
+
+def run_trial(
+    trial: Trial,
+    data: Path,
+    command: Callable[[Trial, Place, Path], list[str]] = command_of,
+    fail: Callable[[Blow, Seen], list[int]] | None = None,
+) -> Seen:
+    """Run a trial to its end, and clean up.
+
+    Args:
+        trial: It.
+        data: The npz file that the training reads.
+        command: Makes the command that starts the training.
+        fail: Strikes in place of a signal, and returns which processes that hit.
+    """
+    with (
+        Place(trial.name) as place,
+        Listener(place.folder / "events") as listener,
+        open(place.folder / "output", "w+b") as output,
+    ):
+        process = subprocess.Popen(
+            place.inside(command(trial, place, data)),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=place.environment(),
+            start_new_session=True,
+        )
+        try:
+            seen = _watch(trial, process, listener, fail)
+            if seen.exit_code is None:
+                _ask_for_stacks(place)
+        finally:
+            _end(process)
+        seen.left = [] if seen.exit_code is None else place.left()
+        files = [file for file in sorted(place.folder.glob("stacks-*")) if file.stat().st_size]
+        seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
+        output.seek(0)
+        seen.output = output.read().decode(errors="replace")
+    return seen
+
+
+def _watch(
+    trial: Trial,
+    process: subprocess.Popen[bytes],
+    listener: Listener,
+    fail: Callable[[Blow, Seen], list[int]] | None,
+) -> Seen:
+    """Listen and strike until the training has ended."""
+    seen = Seen(time.monotonic())
+    due: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, which, what
+    waiting = list(enumerate(trial.blows))
+    ended = False
+    while not ended:
+        now = time.monotonic()
+        if now > seen.began + LIMIT_S:
+            seen.seconds = now - seen.began
+            return seen
+        ended = process.poll() is not None  # before listening, so that nothing it said last is missed
+        for event in listener.listen(0.0 if ended else min(0.05, due[0][0] - now if due else 0.05)):
+            seen.events.append(event)
+            if waiting and not due and _comes(event, waiting[0][1], seen):
+                number, blow = waiting.pop(0)
+                strike = _striker(number, blow, seen, due, fail)
+                heapq.heappush(due, (event.t + blow.delay_s, len(seen.events), strike))
+        while due and due[0][0] <= time.monotonic():
+            heapq.heappop(due)[2]()
+    seen.exit_code, seen.seconds = process.returncode, time.monotonic() - seen.began
+    return seen
+
+
+def _comes(event: Event, blow: Blow, seen: Seen) -> bool:
+    """Whether a process has come to where the blow falls."""
+    if seen.strokes and event.t < seen.strokes[-1].t:
+        return False
+    if blow.phase == "regrow":
+        return event.what == ("hello" if blow.whom == "newcomer" else "enter")
+    return event.what == BEGINS[blow.phase] and event.facts.get("step", blow.step) >= blow.step
+
+
+def _striker(
+    number: int,
+    blow: Blow,
+    seen: Seen,
+    due: list[tuple[float, int, Callable[[], None]]],
+    fail: Callable[[Blow, Seen], list[int]] | None,
+) -> Callable[[], None]:
+    """What strikes a blow when it is due."""
+
+    def strike() -> None:
+        if fail is not None:
+            now, ranks = time.monotonic(), seen.ranks()
+            seen.strokes += [Stroke(now, pid, number, ranks.get(pid), blow.signal) for pid in fail(blow, seen)]
+            return
+        targets = _targets(blow, seen)
+        for choice in blow.choices:
+            if not targets:
+                return
+            pid = targets.pop(int(choice * len(targets)))
+            rank = seen.ranks().get(pid)
+            stroke = Stroke(time.monotonic(), pid, number, rank, blow.signal)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, blow.signal)
+                seen.strokes.append(stroke)
+                if blow.resume_s is not None:
+                    heapq.heappush(due, (stroke.t + blow.resume_s, -pid, lambda pid=pid: _resume(pid)))
+
+    return strike
+
+
+def _resume(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _targets(blow: Blow, seen: Seen) -> list[int]:
+    """Whom the blow may hit, in a fixed order."""
+    over = {e.pid for e in seen.events if e.what in ("done", "ended", "stood by")}
+    living = [pid for pid in seen.pids() if pid not in seen.gone() | over]
+    ranks = seen.ranks()
+    if blow.whom == "rank":
+        return sorted((pid for pid in living if pid in ranks), key=lambda pid: ranks[pid])
+    late = seen.strokes[0].t if seen.strokes else float("inf")
+    came = {e.pid: e.t for e in seen.of("hello")}
+    return [pid for pid in living if pid not in ranks and (came[pid] > late) == (blow.whom == "newcomer")]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End `run`, which cleans up if it can."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+
+
+def _ask_for_stacks(place: Place) -> None:
+    """Have the processes of a trial write where they are."""
+    for pid in place.processes():
+        if (place.folder / f"stacks-{pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)
+
+
+def shortened(text: str, count: int = 100) -> list[str]:
+    """The last lines of a text."""
+    return text.splitlines()[-count:]
+
+
+DULL = ("step", "commit", "committed")
+
+
+def timeline(seen: Seen) -> list[str]:
+    """What happened, without the steps and commits that went well, a line for each event."""
+    told = [e for i, e in enumerate(seen.events) if e.what not in DULL or _is_last(seen.events, i)]
+    struck = [Event(s.t, s.pid, f"STRUCK by {s.signal}", {"rank": s.rank}) for s in seen.strokes]
+    return [
+        f"{event.t - seen.began:8.3f} {event.pid:>7} {event.what:>11} {str(event.facts)[:300]}"
+        for event in sorted([*told, *struck])
+    ]
+
+
+def _is_last(events: Sequence[Event], number: int) -> bool:
+    """Whether the process says something else next, or nothing any more."""
+    return next((e.what for e in events[number + 1 :] if e.pid == events[number].pid), "") not in DULL

@@ -1,0 +1,201 @@
+"""How a trial ended: whether it went on, or ended as it must; and how soon.
+
+A trial that goes on must:
+* end in time with exit code 0, every process that lives having come to its end, as many ranks as there may be;
+* come back to what was committed: to bytes that some rank committed at that step, or, where ranks have different
+  weights and their number has changed, to the mean of all of theirs; and to no earlier step than the last that
+  `commit` returned for on a survivor;
+* end with the same bytes on all ranks;
+* end with those bytes again when the steps since the last failure are taken once more, undisturbed, if the
+  algorithm's steps repeat; and with the bytes of a training that nobody disturbed, if its sums are reproducible.
+
+A trial with too few ranks left must end on all of them in 5 seconds, with an error that names every process that
+died.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .events import Event
+from .plans import Trial
+from .trial import LIMIT_S, Seen
+
+END_WITHIN_S = 5.0
+
+
+@dataclass
+class Verdict:
+    """How a trial ended."""
+
+    outcome: str
+    """"went on", "ended" (as it must), "failed", or "missed": no blow fell."""
+    problems: list[str] = field(default_factory=list)
+    recovery_s: float | None = None
+    """From the last blow to the first step that all ranks have done."""
+    regrowth_s: float | None = None
+    """The same, up to the first step with as many ranks as before."""
+    ended_s: float | None = None
+    """From the last blow to the end of the last rank, where too few were left."""
+
+
+def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
+    """How it ended.
+
+    Args:
+        trial: What was planned.
+        seen: What happened.
+        undisturbed: The digest of a training that nobody disturbed, for algorithms whose sums are reproducible.
+    """
+    if seen.exit_code is None:
+        return Verdict("failed", [f"did not end in {LIMIT_S:.0f} s", *_where(seen)])
+    if not seen.strokes:
+        problems = [] if seen.exit_code == 0 else [f"exit code {seen.exit_code} before any blow"]
+        return Verdict("failed" if problems else "missed", problems)
+    alive = [pid for pid in seen.pids() if pid not in seen.gone()]
+    if trial.kind == "host":  # all are started again
+        alive = [e.pid for e in seen.of("hello") if e.t > seen.strokes[-1].t] or alive
+    if trial.kind == "too few":
+        problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
+        return Verdict("failed" if problems else "ended", problems, ended_s=ended_s)
+    problems = [*_of_the_end(trial, seen, alive), *_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
+    return Verdict(
+        "failed" if problems else "went on",
+        problems,
+        recovery_s=_first_step(seen, alive, least=1),
+        regrowth_s=_first_step(seen, alive, least=trial.ranks) if trial.kind == "spawn" else None,
+    )
+
+
+# Trials that go on ------------------------------------------------------------------------------------------
+
+
+def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:
+    if seen.exit_code != 0:
+        yield f"exit code {seen.exit_code}"
+    trained = {e.pid for e in seen.of("enter")}
+    over = {e.pid: e.what for e in seen.events if e.what in ("done", "stood by", "ended")}
+    for pid in alive:
+        first = pid in seen.pids()[: trial.ranks + trial.spares] or trial.kind == "host"
+        if over.get(pid) == "ended":
+            (event,) = seen.of("ended", pid)
+            yield f"process {pid} ended with {event.facts['error']}: {event.facts['message']}"
+        elif pid not in over and (first or pid in trained):
+            yield f"process {pid} vanished after {_last(seen, pid)}"
+    done = seen.of("done")
+    if not done:
+        yield "no rank trained to the end"
+        return
+    most = min(trial.ranks, trial.ranks + trial.spares - len(seen.gone()))
+    least = max(1, most)
+    sizes = {e.facts["size"] for e in done}
+    if len(sizes) != 1:
+        yield f"ranks ended among {sorted(sizes)} ranks"
+    elif not (size := sizes.pop()) >= least or (size > least and trial.kind != "spawn" and not _late(seen)):
+        yield f"{size} ranks trained to the end, expected {least}"
+
+
+def _late(seen: Seen) -> bool:
+    """Whether the last blow fell after the last step of some rank."""
+    return any(e.t < seen.strokes[-1].t for e in seen.of("trained"))
+
+
+def _of_restoring(seen: Seen) -> Iterator[str]:
+    committed: dict[int, dict[str, Event]] = {}
+    for event in seen.of("commit"):
+        committed.setdefault(event.facts["step"], {})[event.facts["digest"]] = event
+    first = {e.facts["digest"] for e in seen.of("enter") if e.facts["step"] == 0}
+    for event in seen.of("enter"):
+        step, digest = event.facts["step"], event.facts["digest"]
+        if step and digest not in committed.get(step, ()) and not _is_mean(event, seen):
+            yield f"rank {event.facts['rank']} came back to step {step} with bytes that nobody committed"
+        returned = [e.facts["step"] for e in seen.of("committed", event.pid) if e.t < event.t]
+        if returned and step < max(returned):
+            yield f"rank {event.facts['rank']} came back to step {step}; it had committed step {max(returned)}"
+    if len(first) > 1:
+        yield "ranks began with different weights"
+
+
+def _is_mean(entered: Event, seen: Seen) -> bool:
+    """Whether the weights that a rank came back to are the mean of those that ranks committed.
+
+    All ranks came back to the same then, and its sum is the mean of their sums, up to rounding.
+    """
+    step, size = entered.facts["step"], entered.facts["size"]
+    commits = {e.pid: e for e in seen.of("commit") if e.facts["step"] == step and e.t < entered.t}
+    peers = [e for e in seen.of("enter") if (e.facts["step"], e.facts["size"]) == (step, size)]
+    if len(commits) == size or not commits or {e.facts["digest"] for e in peers} != {entered.facts["digest"]}:
+        return False
+    totals = [e.facts["total"] for e in commits.values()]
+    mean = sum(totals) / len(totals)
+    return bool(abs(entered.facts["total"] - mean) <= 1e-3 * max(1.0, *map(abs, totals)))
+
+
+def _of_weights(trial: Trial, seen: Seen, undisturbed: str | None) -> Iterator[str]:
+    done = seen.of("done")
+    digests = {e.facts["digest"] for e in done}
+    if len(digests) > 1:
+        yield f"ranks ended with different bytes: {sorted(digests)}"
+    for event in done:
+        again = event.facts.get("replayed")
+        if trial.case.repeats and again != event.facts["digest"]:
+            yield f"rank {event.facts['rank']}: the steps since {event.facts['began']} taken again end elsewhere"
+    if trial.case.reproducible and undisturbed is not None and digests - {undisturbed}:
+        yield "the bytes are not those of a training that nobody disturbed"
+
+
+def _first_step(seen: Seen, alive: list[int], least: int) -> float | None:
+    """From the last blow until all ranks have done a step, `least` of them or more."""
+    blow = seen.strokes[-1].t
+    entered: dict[int, Event] = {}
+    since: dict[int, float] = {}
+    for event in seen.events:
+        if event.t < blow or event.pid not in alive:
+            continue
+        if event.what == "enter":
+            if event.facts["size"] != next((e.facts["size"] for e in entered.values()), None):
+                entered, since = {}, {}
+            entered[event.pid] = event
+            since.pop(event.pid, None)
+        elif event.what == "step" and event.pid in entered:
+            since.setdefault(event.pid, event.t)
+            size = event_size = entered[event.pid].facts["size"]
+            if event_size >= least and len(since) == size:
+                return max(since.values()) - blow
+    return None
+
+
+# Trials that end --------------------------------------------------------------------------------------------
+
+
+def _of_an_end(seen: Seen, alive: list[int]) -> Iterator[str]:
+    if seen.exit_code == 0:
+        yield "exit code 0, though too few ranks were left"
+    for pid in alive:
+        ended = seen.of("ended", pid)
+        if not ended:
+            yield f"process {pid} did not say why it ended; it was last seen at {_last(seen, pid)}"
+            continue
+        message = ended[0].facts["message"]
+        if missing := [s.pid for s in seen.strokes if not re.search(rf"\b{s.pid}\b", message)]:
+            yield f"process {pid} did not name {missing}: {message}"
+    if (took := _end_of(seen, alive)) is not None and took > END_WITHIN_S:
+        yield f"the last rank ended after {took:.1f} s"
+
+
+def _end_of(seen: Seen, alive: list[int]) -> float | None:
+    ends = [e.t for e in seen.of("ended") if e.pid in alive]
+    return max(ends) - seen.strokes[-1].t if ends else None
+
+
+def _last(seen: Seen, pid: int) -> str:
+    said = [e for e in seen.events if e.pid == pid]
+    return f"{said[-1].what!r} {said[-1].facts}" if said else "nothing"
+
+
+def _where(seen: Seen) -> Iterator[str]:
+    for pid in seen.pids():
+        if pid not in seen.gone():
+            yield f"process {pid} was last seen at {_last(seen, pid)}"

@@ -1,0 +1,522 @@
+"""The fleet under torchrun: processes that meet in a store, die there, and go on without each other."""
+
+import ast
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.launch import torchrun, with_packages
+
+import bagua_comm
+from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, cuda, elastic
+from bagua_comm.elastic import start
+from bagua_torch.process_group import agent_folder, fleet
+from bagua_torch.process_group.board import Board, enter
+from bagua_torch.process_group.fleet import TorchrunFleet
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+class Processes:
+    """Processes that are forked, since importing torch in each would take seconds; their store is in this one."""
+
+    def __init__(self, folder):
+        self._folder, self._pids, self._numbers = folder, {}, itertools.count()
+        cuda.device_count()  # imports CuPy, once for all
+        bagua_comm.kernels.on_host()
+
+    def start(self, rank, size, body, *, timeout_s=TIMEOUT_S, agents=None, **settings):
+        """Have `body(fleet)` run in a process of that rank; returns its number, for `result`."""
+        number = next(self._numbers)
+        port = self._folder / "port"
+        pid = os.fork()
+        if pid:
+            self._pids[number] = pid
+            return number
+        try:
+            _wait_for(port.exists)
+            store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+            agent = None if agents is None else agents[rank]
+            outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
+        except BaseException as exc:
+            outcome = f"{type(exc).__name__}: {exc}" if isinstance(exc, CommError) else traceback.format_exc()
+        (self._folder / f"new-{number}").write_bytes(pickle.dumps(outcome))
+        (self._folder / f"new-{number}").rename(self._folder / f"result-{number}")
+        os._exit(0)
+
+    def serve(self):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        new = self._folder / "port-new"
+        new.write_text(str(self.store.port))
+        new.rename(self._folder / "port")
+
+    def result(self, number):
+        """What the body returned; None if the process was killed."""
+        os.waitpid(self._pids.pop(number), 0)
+        path = self._folder / f"result-{number}"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def results(self):
+        return [self.result(number) for number in list(self._pids)]
+
+    def close(self):
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def processes(tmp_path):
+    found = Processes(tmp_path)
+    yield found
+    found.close()
+
+
+def run(processes, size, body, **settings):
+    """What `body(fleet)` returns in each of `size` processes; None for those that were killed."""
+    for rank in range(size):
+        processes.start(rank, size, body, **settings)
+    processes.serve()
+    return processes.results()
+
+
+def _wait_for(happened):
+    until_s = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def total(comm):
+    return float(comm.allreduce(np.full(3, comm.rank + 1.0, np.float32))[0])
+
+
+def numbers(meeting):
+    return [process.number for process in meeting.alive]
+
+
+def connect_all(fleet, meeting):
+    return fleet.connect(numbers(meeting))
+
+
+def leave(fleet, comm):
+    comm.barrier()
+    comm.close()
+    fleet.end()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Deaths
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victims", [[1], pytest.param([0, 3], marks=pytest.mark.slow)])
+def test_those_that_are_left_meet_and_go_on(processes, victims):
+    def body(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        sums = [total(comm)]
+        if fleet.me in victims:
+            die()
+        with pytest.raises(CommError) as error:
+            total(comm)
+        meeting = fleet.meet(error.value)
+        comm = connect_all(fleet, meeting)
+        sums.append(total(comm))
+        leave(fleet, comm)
+        return numbers(meeting), [(death.process.number, death.reason) for death in meeting.dead], sums
+
+    size = 3 if len(victims) == 1 else 4
+    alive = [n for n in range(size) if n not in victims]
+    before, after = size * (size + 1) / 2, len(alive) * (len(alive) + 1) / 2
+    expected = (alive, [(n, "died") for n in victims], [before, after])
+    assert [None if n in victims else expected for n in range(size)] == run(processes, size, body)
+
+
+def test_a_process_that_hangs_is_killed(processes):
+    def body(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        if fleet.me == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(CommError) as error:
+            total(comm)
+        meeting = fleet.meet(error.value)
+        fleet.end()
+        return [str(death) for death in meeting.dead], [death.reason for death in meeting.dead]
+
+    left, hung = run(processes, 2, body, timeout_s=0.5)
+    assert hung is None
+    assert left[1] == ["did not answer for 0.5 s, and was killed"]
+
+
+def test_a_death_while_the_others_connect_is_found_long_before_the_timeout(processes):
+    def body(fleet):
+        meeting = fleet.meet()
+        if fleet.me == 2:
+            die()
+        began_s = time.monotonic()
+        with pytest.raises(CommError, match=r"died meanwhile|calls a meeting") as error:
+            connect_all(fleet, meeting)
+        meeting = fleet.meet(error.value)
+        took_s = time.monotonic() - began_s
+        result = total(comm := connect_all(fleet, meeting))
+        leave(fleet, comm)
+        return result, took_s < TIMEOUT_S / 2
+
+    assert run(processes, 3, body) == [(3.0, True), (3.0, True), None]
+
+
+def test_who_is_about_to_be_ended_by_torchrun_trains_no_more(processes, monkeypatch):
+    monkeypatch.setattr(fleet, "AGENT_S", 0.01)
+
+    def body(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        if fleet.me == 1:
+            die()
+        with pytest.raises(CommError) as error:
+            total(comm)
+        meeting = fleet.meet(error.value)
+        fleet.end()
+        return numbers(meeting), [death.reason.partition(" process")[0] for death in meeting.dead]
+
+    first, second, third = run(processes, 3, body, agents=[7, 7, 8])
+    assert first.startswith("RankFailed: process 0 is ended by torchrun, together with process 1")
+    assert second is None
+    assert third == ([2], ["is ended by torchrun, together with", "died"])
+
+
+@pytest.mark.slow
+def test_a_death_while_a_group_is_split_off_is_found_long_before_the_timeout(processes):
+    def body(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        total(comm)
+        began_s = time.monotonic()
+        if fleet.me == 1:
+            comm.allgather_object(0)
+            die()
+        comm.allgather_object(0)
+        with pytest.raises(CommError) as error:
+            comm.dup()
+        fleet.meet(error.value)
+        fleet.end()
+        return time.monotonic() - began_s < TIMEOUT_S / 2
+
+    assert run(processes, 3, body) == [True, None, True]
+
+
+def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
+    def body(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        total(comm)
+        if fleet.me == 1:
+            fleet.ask_to_meet()
+            time.sleep(0.2)  # in no call: rank 0 waits for this rank, which lives
+            meeting = fleet.meet()
+        else:
+            with pytest.raises(CommError) as error:
+                total(comm)
+            meeting = fleet.meet(error.value)
+        fleet.end()
+        return meeting.number, numbers(meeting), meeting.dead
+
+    assert run(processes, 2, body) == [(2, [0, 1], ())] * 2
+
+
+# ---------------------------------------------------------------------------------------------------
+# Those that stand by, and newcomers
+# ---------------------------------------------------------------------------------------------------
+
+
+def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
+    def body(fleet):
+        meeting = fleet.meet()
+        assert fleet.wanted == 2
+        members = [0, 1] if fleet.me < 2 else None
+        heard = []
+        while members is None or fleet.me not in members:
+            heard.append(fleet.stand_by())
+            if not heard[-1]:
+                return heard
+            meeting = fleet.meet()
+            members = numbers(meeting)[: fleet.wanted]
+        while True:
+            try:
+                result = total(comm := fleet.connect(members))
+                if fleet.me == 1:
+                    die()
+                total(comm)
+                if len(meeting.alive) == 4:
+                    total(comm)
+                leave(fleet, comm)
+                return heard, result
+            except CommError as exc:
+                meeting = fleet.meet(exc)
+                members = numbers(meeting)[: fleet.wanted]
+
+    assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
+
+
+def test_a_process_that_is_started_again_alone_is_let_in(processes):
+    def old(fleet):
+        comm = connect_all(fleet, fleet.meet())
+        if fleet.me == 1:
+            die()
+        with pytest.raises(CommError) as error:
+            total(comm)
+        _wait_for(fleet.recruits_wait)
+        meeting = fleet.meet(error.value)
+        comm = connect_all(fleet, meeting)
+        result = total(comm)
+        leave(fleet, comm)
+        return numbers(meeting), result
+
+    def new(fleet):
+        meeting = fleet.meet()
+        comm = connect_all(fleet, meeting)
+        result = total(comm)
+        leave(fleet, comm)
+        return numbers(meeting), result
+
+    first, second = (processes.start(rank, 2, old) for rank in range(2))
+    processes.serve()
+    assert processes.result(second) is None
+    third = processes.start(1, 2, new)
+    assert [processes.result(first), processes.result(third)] == [([0, 2], 3.0)] * 2
+
+
+def test_this_fleet_starts_no_processes():
+    fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
+    with pytest.raises(UnsupportedError, match="give it --max-restarts"):
+        fleet.recruit(1)
+    fleet.end()
+
+
+def test_what_cannot_be_asked_for():
+    with pytest.raises(ArrayError, match="2 of 2 processes are spares"):
+        TorchrunFleet(dist.HashStore(), 0, 2, timeout_s=5, spares=2)
+    fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
+    fleet.meet()
+    with pytest.raises(ArrayError, match=r"members are \[0, 1\], expected different ones of \[0\]"):
+        fleet.connect([0, 1])
+    fleet.end()
+
+
+# ---------------------------------------------------------------------------------------------------
+# The start
+# ---------------------------------------------------------------------------------------------------
+
+
+def enter_all(store, size, timeout_s=TIMEOUT_S):
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(enter, store, rank, size, timeout_s=timeout_s) for rank in range(size)]
+        return [rank.result() for rank in ranks]
+
+
+def test_what_an_earlier_attempt_has_left_in_the_store_misleads_nobody():
+    store = dist.HashStore()
+    before = {entry.key for entry in enter_all(store, 3)}
+    with pytest.raises(BootstrapError, match=r"rank 1 of 3 has waited 0\.05 s"):
+        enter(store, 1, 3, timeout_s=0.05)  # and dies before the others are there
+    after = enter_all(store, 3)
+    assert [entry.number for entry in after] == [0, 1, 2]
+    assert len({entry.key for entry in after}) == 1
+    assert before.isdisjoint({after[0].key})
+
+
+def test_who_does_not_come_is_named():
+    with pytest.raises(BootstrapError, match=r"rank 0 of 3 has waited 0.05 s .* nothing of ranks \[1, 2\]"):
+        enter(dist.HashStore(), 0, 3, timeout_s=0.05)
+
+
+def test_a_store_that_is_gone_is_an_error_that_says_what_to_do():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), "test")
+    client.put("here")
+    del server
+    with pytest.raises(RankFailed, match=r"the store at 127.0.0.1:.* is gone: .* --max-restarts"):
+        _wait_for(lambda: not client.has("here"))
+
+
+def test_the_first_of_several_values_holds():
+    store = dist.HashStore()
+    boards = [Board(store, "test") for _ in range(8)]
+    gate = threading.Barrier(8)
+
+    def settle(n):
+        gate.wait()
+        return boards[n].settle("result", n)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(settle, range(8)))) == 1
+
+
+def test_under_torchrun_without_bagua_torch_the_error_says_what_to_import(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(start, "_under_torchrun", None)
+    with pytest.raises(BootstrapError, match="import bagua_torch before"):
+        elastic.run(elastic.State(step=0))(print)
+
+
+# ---------------------------------------------------------------------------------------------------
+# What outlives the processes
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_folder, "_memory", lambda: tmp_path)
+    return tmp_path
+
+
+def test_the_folder_is_the_same_for_all_processes_of_an_agent_and_private(memory):
+    folder = agent_folder.provide()
+    assert folder == agent_folder.provide()
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_whose_agent_is_gone_is_removed_and_no_other(memory):
+    mine = agent_folder.provide()
+    space, agent, start_ticks = mine.name.removeprefix(agent_folder.PREFIX).split("-")
+    gone = memory / f"{agent_folder.PREFIX}{space}-{agent}-{int(start_ticks) - 1}"
+    elsewhere = memory / f"{agent_folder.PREFIX}1{space}-{agent}-1"  # another container's: who knows
+    for folder in (gone, elsewhere):
+        folder.mkdir(mode=0o700)
+        (folder / "slot-0-a-own").write_bytes(b"x")
+    agent_folder.remove_stale(memory)
+    assert {mine, elsewhere} == set(memory.iterdir())
+
+
+def test_a_folder_that_others_can_write_to_is_refused(memory):
+    agent_folder.provide().chmod(0o777)
+    with pytest.raises(BootstrapError, match="belongs to somebody else"):
+        agent_folder.provide()
+
+
+# ---------------------------------------------------------------------------------------------------
+# Under torchrun
+# ---------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import os, signal, sys
+    from pathlib import Path
+
+    import torch
+    import bagua_comm
+    import bagua_torch
+
+    folder, victim = Path(sys.argv[1]), sys.argv[2]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = bagua_comm.elastic.State(model=model, optimizer=optimizer, step=0)
+
+    @bagua_comm.elastic.run(state, timeout_s=60)
+    def train(comm):
+        begun, size = state.step, comm.size
+        ddp = bagua_torch.DistributedDataParallel(model, [optimizer], bagua_comm.GradientAllReduce(), comm=comm)
+        while state.step < 20:
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(state.step))  # alike on all ranks
+            optimizer.zero_grad()
+            ddp(inputs).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            state.commit()
+            if state.step == 10 and os.environ["RANK"] == victim and not (folder / "killed").exists():
+                (folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return begun, size, model.weight.sum().item()
+
+    (folder / f"result-{os.environ['RANK']}").write_text(repr(train))
+    {end}
+"""
+
+
+def undisturbed():
+    """The sum of the weights that a run without a death ends with."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+    return model.weight.sum().item()
+
+
+def write(folder, end=""):
+    program = folder / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM).replace("{end}", end))
+    return program
+
+
+@pytest.mark.slow
+def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
+    program = write(tmp_path)
+    before = set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*"))
+    result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
+    assert result.returncode == 0, result.stderr
+    for rank in range(2):
+        begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
+        assert begun in (9, 10)  # the victim dies right after a commit, which the other one may not have finished
+        assert size == 2
+        assert weights == pytest.approx(undisturbed(), rel=1e-5)
+    assert set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*")) <= before
+
+
+@pytest.mark.slow
+def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
+    program = write(
+        tmp_path, end="os.kill(os.getppid(), signal.SIGKILL)  # the agent would wait for the dead one's"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    agents = [
+        subprocess.Popen(
+            [*command, f"--node-rank={node}", program, tmp_path, "1"],
+            env={**with_packages(), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for node in range(3)
+    ]
+    try:
+        for agent in agents[1:]:
+            agent.wait(timeout=200)
+        _wait_for((tmp_path / "result-0").exists)
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    for rank in (0, 2):
+        begun, size, weights = ast.literal_eval((tmp_path / f"result-{rank}").read_text())
+        assert begun >= 9
+        assert size == 2
+        assert weights == pytest.approx(undisturbed(), rel=1e-5)

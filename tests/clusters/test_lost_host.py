@@ -1,0 +1,69 @@
+"""A host dies in the middle of training: `run --restarts` goes on with the hosts that are left, from memory."""
+
+import sys
+import time
+
+import pytest
+from support import ssh
+
+from bagua_comm.job import entries
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PROGRAM = """
+import os, sys, time
+import numpy as np
+import bagua_comm
+from bagua_comm import elastic
+
+state = elastic.State(weights=np.zeros(1000), step=0)
+
+@elastic.run(state, timeout_s=60)
+def train(comm):
+    print("enters at step", state.step, "with", comm.size, "ranks", flush=True)
+    while state.step < 60:
+        state.weights += comm.allreduce(np.full(1000, state.step, float), op="avg")
+        state.step += 1
+        state.commit()
+        time.sleep(0.1)
+    return state.weights
+
+if train is not None:
+    assert (train == sum(range(60))).all()
+    print("all 60 steps are done", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory):
+    try:
+        with ssh.workers(tmp_path_factory.mktemp("pods"), count=2, slots=2) as pods:
+            yield pods
+    except ssh.NoHosts as exc:
+        pytest.skip(str(exc))
+
+
+def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):
+    program, record, out = tmp_path / "program.py", tmp_path / "record", tmp_path / "out"
+    program.write_text(PROGRAM)
+    run = [sys.executable, "-m", "bagua_comm", "run", "-v", "--hostfile", str(pods.hostfile)]
+    run += ["--restarts", "2", "--min-ranks", "2", "--interface", "eth0", "--env", "PYTHONPATH"]
+    with open(out, "w") as file:
+        job = pods.start([*run, "--record", str(record), str(program)], stdout=file, stderr=file)
+        try:
+            while "enters" not in out.read_text() and job.poll() is None:
+                time.sleep(0.1)
+            time.sleep(2.0)  # some steps
+            pods.kill(pods.names[1])
+            code = job.wait(timeout=300)
+        finally:
+            job.kill()
+    told = out.read_text()
+    assert code == 0, told
+    told_of = list(entries(record.read_text().splitlines()))
+    assert [entry["kind"] for entry in told_of].count("attempt") == 2, told
+    again = [line for line in told.splitlines() if line.startswith("enters at step") and "with 2 ranks" in line]
+    assert int(again[0].split()[3]) > 0, told  # from memory, not from the start
+    assert told.count("all 60 steps are done") == 2, told
+    assert [entry["number"] for entry in told_of if entry["kind"] == "commit"] > [60]
+    assert "did not answer within 5 s, and is left out" in told

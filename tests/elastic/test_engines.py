@@ -1,0 +1,284 @@
+"""Every algorithm, with deaths: what it keeps comes back, on the same number of ranks to the same bytes."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+from random_kills import ALGORITHMS
+
+import bagua_comm
+from bagua_comm import ArrayError, Engine, Plan, Point, TensorSpec
+from bagua_comm.elastic import State, run
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
+
+STEPS = 8
+SPECS = [TensorSpec(f"t{i}", (7, i + 1), "float32") for i in range(3)]
+DETERMINISTIC = [name for name in ALGORITHMS if "Async" not in name]
+
+
+def shortened(name):
+    """An algorithm whose phases and rounds are over within a few steps."""
+    for long, short in (
+        ("warmup_steps=50", "warmup_steps=3"),
+        ("after(50", "after(3"),
+        ("local_steps=10", "local_steps=3"),
+    ):
+        name = name.replace(long, short)
+    return eval(name.replace("warmup_steps=20", "warmup_steps=2").replace("0.01", "0.0"), vars(bagua_comm))
+
+
+def training(algorithm):
+    """A program that trains with this algorithm; a rank's gradients are its own."""
+
+    def body(fleet):
+        weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
+        state = State(step=0, **weights)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            exchanged = algorithm
+            if "shift_one" in repr(algorithm) and comm.size % 2:
+                exchanged = bagua_comm.Decentralized("all")  # the other pairs ranks
+            plan = Plan.pack(SPECS, bucket_bytes=100, alignment=8 * comm.size)
+            flats = {"weight": plan.allocate(), "grad": plan.allocate()}
+            weight, grad = plan.cut(flats["weight"]), plan.cut(flats["grad"])
+            for name, view in weight.items():
+                view[...] = weights[name]
+            with Engine(comm, exchanged, plan, flats) as engine:
+                while state.step < STEPS:
+                    engine.at(Point.FORWARD)
+                    for name, view in grad.items():
+                        view[...] = weight[name] + np.sin(np.arange(view.size) * (comm.rank + 2)).reshape(
+                            view.shape
+                        )
+                        engine.ready(name)
+                    engine.at(Point.BACKWARD)
+                    for name, view in weight.items():
+                        view -= 0.1 * grad[name]
+                    engine.at(Point.STEP)
+                    engine.settle()
+                    for name, view in weight.items():
+                        weights[name][...] = view
+                    state.step += 1
+                    state.commit()
+            return comm.rank, {name: view.copy() for name, view in weights.items()}
+
+        return train, state.history
+
+    return body
+
+
+def dies_at(job, moments):
+    """Have process n die when it does something for the k-th time, for every (n, k)."""
+    counts = dict.fromkeys(dict(moments), 0)
+    due = dict(moments)
+
+    def watch(number, what):
+        if number in due:
+            counts[number] += 1
+            if counts[number] == due[number]:
+                job.kill(number)
+
+    job.watch = watch
+
+
+def by_rank(outcomes):
+    """What the ranks that ended have returned."""
+    wrong = [outcome["error"] for outcome in outcomes if "error" in outcome]
+    if wrong:
+        raise wrong[0]
+    ended = [outcome["result"][0] for outcome in outcomes if outcome.get("result") and outcome["result"][0]]
+    return dict(ended)
+
+
+def undisturbed(algorithm, size):
+    return by_rank(run_fleet(ThreadJob(size), training(algorithm)))
+
+
+def check_same_bytes(algorithm, deaths):
+    """Train on four ranks and two spares; process n dies when it does something for the k-th time."""
+    expected = undisturbed(algorithm, 4)
+    job = ThreadJob(6, wanted=4)
+    dies_at(job, deaths)
+    got = by_rank(run_fleet(job, training(algorithm)))
+    assert len(got) >= 2  # one that dies at the very end has no heir
+    assert got.keys() <= expected.keys()
+    for rank, weights in got.items():
+        for tensor, value in weights.items():
+            np.testing.assert_array_equal(expected[rank][tensor], value, err_msg=f"{rank} {tensor} {deaths}")
+
+
+@pytest.mark.parametrize("name", ["GradientAllReduce(ErrorFeedback(Quantized()))", "LowPrecisionDecentralized()"])
+def test_with_a_spare_the_weights_are_those_of_an_undisturbed_training(name):
+    check_same_bytes(shortened(name), [(1, 70), (3, 90)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_with_spares_the_weights_are_those_of_an_undisturbed_training_whenever_ranks_die(name):
+    chance = random.Random(name)
+    for _ in range(3):
+        victims = chance.choice([(0, 2), (1, 3)])  # neither is the other's buddy
+        check_same_bytes(shortened(name), [(victim, chance.randrange(1, 150)) for victim in victims])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
+    chance = random.Random(name)
+    victim, moment = chance.randrange(4), chance.randrange(1, 40)
+    job = ThreadJob(4)
+    dies_at(job, [(victim, moment)])
+    got = by_rank(run_fleet(job, training(shortened(name))))
+    assert len(got) == 3
+    for weights in got.values():
+        for value in weights.values():
+            assert np.isfinite(value).all()
+    if not any(kind in name for kind in ("Decentralized", "OnePeer", "Async", "DiLoCo", "QAdam")):
+        for tensor, value in got[0].items():  # gradients were averaged, so all ranks have the same
+            np.testing.assert_array_equal(value, got[1][tensor])
+
+
+class Kept:
+    """What a program with an engine finds when it is entered, and what it kept before."""
+
+    def __init__(self, algorithm, field):
+        self.algorithm, self.field, self.seen = algorithm, field, {}
+
+    def __call__(self, fleet):
+        weights = {spec.name: np.ones(spec.shape, np.float32) for spec in SPECS}
+        state = State(step=0, **weights)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            plan = Plan.pack(SPECS, bucket_bytes=1 << 20, alignment=8 * comm.size)
+            flats = {"weight": plan.allocate(), "grad": plan.allocate()}
+            weight, grad = plan.cut(flats["weight"]), plan.cut(flats["grad"])
+            for name, view in weight.items():
+                view[...] = weights[name]
+            with Engine(comm, self.algorithm, plan, flats) as engine:
+                self.note(fleet, comm, engine, plan)
+                while state.step < 4:
+                    engine.at(Point.FORWARD)
+                    for name, view in grad.items():
+                        view[...] = np.cos(np.arange(view.size) * (comm.rank + 3) + state.step).reshape(
+                            view.shape
+                        )
+                        engine.ready(name)
+                    for point in (Point.BACKWARD, Point.STEP):
+                        engine.at(point)
+                    engine.settle()
+                    state.step += 1
+                    state.commit()
+                    self.note(fleet, comm, engine, plan)
+                    comm.barrier()  # all have committed this step, and looked
+                    if state.step == 2 and comm.size == 4 and fleet.me == 1:
+                        self.job.kill(1)
+                    comm.barrier()
+
+        return train
+
+    def note(self, fleet, comm, engine, plan):
+        saved = engine.state_dict()["tensors"]
+        values = {name: pieces[self.field].copy() for name, pieces in saved.items() if self.field in pieces}
+        self.seen[comm.size, engine.step, fleet.me] = values
+
+
+def kept_by(algorithm, field):
+    """What four ranks keep after step 2, and what three of them find then, by process and tensor."""
+    program = Kept(algorithm, field)
+    program.job = ThreadJob(4)
+    outcomes = run_fleet(program.job, program)
+    assert not [each for each in outcomes if "error" in each], outcomes
+    before = [program.seen[4, 2, n] for n in range(4)]
+    after = [program.seen[3, 2, n] for n in (0, 2, 3)]
+    return before, after
+
+
+def test_the_mean_of_the_residuals_is_what_it_was():
+    algorithm = bagua_comm.GradientAllReduce(bagua_comm.ErrorFeedback(bagua_comm.Quantized()))
+    before, after = kept_by(algorithm, "average.residual")
+    for name in before[0]:
+        assert np.abs(before[0][name] - before[1][name]).max() > 0
+        mean = np.mean([each[name].astype(np.float64) for each in before], axis=0)
+        for each in after:
+            np.testing.assert_allclose(mean, each[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "field"),
+    [
+        ("DiLoCo(local_steps=2)", "momentum"),
+        ("DiLoCo(local_steps=2)", "anchor"),
+        ("QAdam(warmup_steps=1)", "momentum"),
+    ],
+)
+def test_what_is_alike_on_all_ranks_stays_as_it_was(algorithm, field):
+    before, after = kept_by(eval(algorithm, vars(bagua_comm)), field)
+    assert before[0]
+    for name, value in before[0].items():
+        for each in after:
+            np.testing.assert_array_equal(value, each[name])
+
+
+def test_what_by_node_keeps_of_parts_of_a_bucket_is_made_anew_on_another_number_of_ranks(caplog):
+    program = Kept(bagua_comm.by_node(bagua_comm.DiLoCo(local_steps=2)), "inner.momentum")
+    program.job = ThreadJob(4, hosts=["a", "a", "b", "b"])
+    outcomes = run_fleet(program.job, program)
+    assert not [each for each in outcomes if "error" in each], outcomes
+    assert any(program.seen[4, 2, n] for n in range(4))
+    assert "engine 0 begins anew: on another number of ranks nothing can be made of what it kept" in caplog.text
+
+
+def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            plan = Plan.pack(SPECS, alignment=8 * comm.size)
+            with Engine(comm, bagua_comm.GradientAllReduce(), plan, plan.allocate()) as engine:
+                if comm.rank == 0:
+                    engine.at(Point.FORWARD)
+                state.commit()
+
+    for outcome in run_fleet(ThreadJob(2), body):
+        with pytest.raises(
+            ArrayError, match=r"commit: rank 0: a training step is under way \(step 0 of Gradient"
+        ):
+            raise outcome["error"]
+
+
+def test_another_algorithm_than_before_begins_anew(caplog):
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            plan = Plan.pack(SPECS, alignment=8 * comm.size)
+            algorithm = bagua_comm.Decentralized("shift_one" if comm.size == 2 else "all")
+            with Engine(comm, algorithm, plan, plan.allocate()) as engine:
+                engine.at(Point.FORWARD), engine.at(Point.BACKWARD), engine.at(Point.STEP)
+                state.commit()
+                if comm.size == 2 and fleet.me == 0:
+                    job.kill(0)
+                comm.barrier()
+                return engine.step
+
+        return train
+
+    job = ThreadJob(2)
+    _, second = run_fleet(job, body)
+    assert second["result"] == 1
+    assert "engine 0 begins anew: Decentralized(peers='shift_one'" in caplog.text
+
+
+def test_engines_that_were_given_up_leave_no_thread():
+    threads = set(threading.enumerate())
+    check_same_bytes(bagua_comm.ByteGrad(), [(1, 60)])
+    deadline = time.monotonic() + 10
+    while left := [each for each in threading.enumerate() if each not in threads]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -1,0 +1,125 @@
+"""Training on threads that die: who goes on, from which commit, and with what."""
+
+import numpy as np
+import pytest
+
+import bagua_comm
+from bagua_comm import ArrayError, BootstrapError, RankFailed
+from bagua_comm.elastic import State, run
+from bagua_comm.elastic.loop import _without_frames
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
+
+STEPS = 6
+
+
+def counting(job, *, kills=(), min_ranks=1):
+    """A program that adds up the mean of ones; process n dies in step s for every (n, s) of `kills`."""
+    kills = set(kills)
+
+    def body(fleet):
+        total = np.full(3, 100.0 * fleet.me)
+        state = State(total=total, step=0)
+
+        @run(state, min_ranks=min_ranks, fleet=fleet)
+        def train(comm):
+            while state.step < STEPS:
+                total[...] += comm.allreduce(np.ones(3), op="avg")
+                state.step += 1
+                if (fleet.me, state.step) in kills:
+                    kills.discard((fleet.me, state.step))
+                    job.kill(fleet.me)
+                state.commit()
+            return comm.rank, comm.size, total.copy()
+
+        return train, state.history
+
+    return body
+
+
+def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
+    job = ThreadJob(3)
+    first, second, third = run_fleet(job, counting(job, kills=[(1, 4)]))
+    assert "killed" in second
+    for outcome, rank in ((first, 0), (third, 1)):
+        (got, size, total), (change,) = outcome["result"]
+        assert (got, size) == (rank, 2)
+        np.testing.assert_array_equal(np.full(3, float(STEPS)), total)
+        assert change.commit == 4  # the first commit is that of the start
+        assert [death.process.number for death in change.dead] == [1]
+        assert change.recovery_s > 0
+
+
+def test_a_spare_takes_the_place_of_the_dead():
+    job = ThreadJob(4, wanted=3)
+    outcomes = run_fleet(job, counting(job, kills=[(1, 2)]))
+    ranks = {n: outcome["result"][0][0] for n, outcome in enumerate(outcomes) if "result" in outcome}
+    assert ranks == {0: 0, 3: 1, 2: 2}
+    for n in ranks:
+        np.testing.assert_array_equal(np.full(3, float(STEPS)), outcomes[n]["result"][0][2])
+
+
+def test_a_spare_that_is_never_needed_returns_nothing():
+    outcomes = run_fleet(job := ThreadJob(3, wanted=2), counting(job))
+    assert outcomes[2]["result"] == (None, [])
+
+
+def test_too_few_left_raises_on_all_of_them_and_names_the_dead():
+    job = ThreadJob(3)
+    first, _, third = run_fleet(job, counting(job, kills=[(1, 3)], min_ranks=3))
+    for outcome in (first, third):
+        assert isinstance(outcome["error"], RankFailed)
+        assert (
+            str(outcome["error"])
+            == "2 ranks are left, and min_ranks is 3; dead: process 1 (on host, pid 1001) died"
+        )
+
+
+def test_more_ranks_wanted_than_there_are_is_an_error_at_the_start():
+    job = ThreadJob(2)
+    for outcome in run_fleet(job, counting(job, min_ranks=3)):
+        with pytest.raises(ArrayError, match="min_ranks is 3, but only 2 ranks can train"):
+            raise outcome["error"]
+
+
+def test_an_error_of_the_program_passes_untouched():
+    def body(fleet):
+        @run(State(step=0), fleet=fleet)
+        def train(comm):
+            raise KeyError("mine")
+
+    for outcome in run_fleet(ThreadJob(2), body):
+        assert isinstance(outcome["error"], KeyError)
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
+        run({"step": 0})
+
+
+def test_an_open_communicator_is_refused():
+    with bagua_comm.connect(alone=True), pytest.raises(BootstrapError, match="a communicator is open already"):
+        run(State(step=0))(lambda comm: None)
+
+
+def test_a_spare_raises_when_all_who_trained_are_dead():
+    def body(fleet):
+        @run(state := State(step=0), fleet=fleet)
+        def train(comm):
+            state.commit()
+            comm.barrier()
+            job.kill(0), job.kill(1)
+            comm.barrier()
+
+    job = ThreadJob(3, wanted=2)
+    with pytest.raises(
+        RankFailed, match=r"nobody who is left knows the state; dead: process 0 .* died; process 1"
+    ):
+        raise run_fleet(job, body)[2]["error"]
+
+
+def test_errors_that_caused_each_other_lose_their_frames():
+    first, second = RankFailed("first"), RankFailed("second")
+    first.__cause__, second.__context__ = second, first
+    with pytest.raises(RankFailed) as caught:
+        raise first
+    assert _without_frames(caught.value).__traceback__ is None

@@ -1,0 +1,101 @@
+"""Slots: memory that tells whether what it holds is whole."""
+
+import numpy as np
+import pytest
+
+from bagua_comm.elastic.slots import COMMITTED, PREPARED, Kind, Slot, checksum, copy_into, offsets, views
+
+ARRAYS = [
+    np.arange(5, dtype=np.float32),
+    np.array(7),
+    np.ones((2, 3), np.complex128),
+    np.zeros((0, 4)),
+    np.array([True]),
+]
+
+
+def fill(slot, version, arrays=ARRAYS, header=None):
+    kinds = [Kind.of(x) for x in arrays]
+    _, size = offsets(kinds)
+    sums = [copy_into(out, x) for out, x in zip(views(slot.begin(size), kinds), arrays, strict=True)]
+    slot.finish(version, header or {"sums": sums}, size)
+    return kinds
+
+
+def test_what_was_written_is_read():
+    slot = Slot()
+    kinds = fill(slot, 3)
+    found = slot.read()
+    assert (found.version, found.mark) == (3, PREPARED)
+    for x, there, total in zip(ARRAYS, views(found.data, kinds), found.header["sums"], strict=True):
+        np.testing.assert_array_equal(x, there)
+        assert (x.dtype, checksum(there)) == (there.dtype, total)
+    slot.commit()
+    assert slot.read().mark == COMMITTED
+
+
+def test_an_empty_slot_and_one_half_written_hold_nothing():
+    slot = Slot()
+    assert slot.read() is None
+    fill(slot, 1)
+    slot.commit()
+    slot.begin(8)
+    assert slot.read() is None
+
+
+def test_a_slot_allocates_nothing_once_it_is_large_enough():
+    slot = Slot()
+    fill(slot, 1)
+    memory = slot.read().data.ctypes.data
+    fill(slot, 2)
+    assert slot.read().data.ctypes.data == memory
+
+
+def test_a_header_that_has_grown_keeps_the_data():
+    slot = Slot()
+    kinds = fill(slot, 1)
+    fill(slot, 2, header={"text": "x" * 200_000})
+    np.testing.assert_array_equal(ARRAYS[0], views(slot.read().data, kinds)[0])
+
+
+def test_a_file_outlives_the_slot(tmp_path):
+    kinds = fill(slot := Slot(tmp_path / "slot"), 9)
+    slot.commit()
+    found = Slot(tmp_path / "slot").read()
+    assert (found.version, found.mark) == (9, COMMITTED)
+    np.testing.assert_array_equal(ARRAYS[2], views(found.data, kinds)[2])
+    slot.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "magic"])
+def test_a_damaged_file_holds_nothing(tmp_path, damage):
+    path = tmp_path / "slot"
+    fill(Slot(path), 9)
+    content = bytearray(path.read_bytes())
+    where = {"cut": 40, "header": content.index(b"sums"), "magic": 0}[damage]
+    path.write_bytes(content[:where] if damage == "cut" else content[:where] + b"?" + content[where + 1 :])
+    assert Slot(path).read() is None
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 1 << 18, (1 << 18) + 3])
+def test_a_checksum_tells_changed_and_exchanged_bytes(size):
+    x = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+    total = checksum(x)
+    assert copy_into(np.empty_like(x), x) == total
+    for at in {0, size // 2, size - 1}:
+        other = x.copy()
+        other[at] += 1
+        assert checksum(other) != total
+    if size > 16:
+        other = x.copy()
+        other[:8], other[8:16] = x[8:16], x[:8]
+        assert checksum(other) != total
+    assert checksum(np.append(x, np.uint8(0))) != total
+
+
+def test_arrays_that_are_not_contiguous_are_copied():
+    x = np.arange(12.0).reshape(3, 4).T
+    out = np.empty((4, 3))
+    assert copy_into(out, x) == checksum(np.ascontiguousarray(x))
+    np.testing.assert_array_equal(x, out)

@@ -1,0 +1,272 @@
+"""What users put into a state, and what they find there."""
+
+import numpy as np
+import pytest
+
+from bagua_comm import ArrayError, CommError, Own, UnsupportedError
+from bagua_comm.elastic import State, run
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, saved):
+        self.count = saved["count"]
+
+
+def test_plain_values_are_replaced_and_others_are_not():
+    state = State(step=0, weights=np.zeros(2), counter=Counter())
+    state.step += 2
+    state.weights += 1  # in place
+    assert state.step == 2
+    np.testing.assert_array_equal(np.ones(2), state.weights)
+    with pytest.raises(
+        ArrayError, match="weights is a ndarray, which cannot be replaced; change its values in place"
+    ):
+        state.weights = np.zeros(2)
+    with pytest.raises(ArrayError, match="counter is a Counter, which cannot be replaced; load another state"):
+        state.counter = Counter()
+    with pytest.raises(AttributeError, match="State has no part 'epoch', only 'step', 'weights', 'counter'"):
+        state.epoch = 1
+    with pytest.raises(AttributeError, match="no part 'epoch'"):
+        state.epoch  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["commit", "history", "on_change", "_parts"])
+def test_names_of_the_class_are_refused(name):
+    with pytest.raises(ArrayError, match=f"State: '{name}' cannot be the name of a part"):
+        State(**{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (object(), "x cannot be kept: tree is a builtins.object"),
+        ({"a": [1, {2}]}, r"x cannot be kept: tree\['a'\]\[1\] is a builtins.set"),
+        (Counter, "x is the class Counter; give an object of it"),
+        (np.array(["a"]), "x cannot be kept: tree is an array of <U1"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(value, text):
+    with pytest.raises(UnsupportedError, match=f"State: {text}"):
+        State(x=value)
+
+
+def test_an_own_needs_a_rule():
+    with pytest.raises(ArrayError, match="x is an Own without a rule, but the number of ranks may change"):
+        State(x=Own(1))
+    with pytest.raises(ArrayError, match="x cannot be kept: it has an Own inside"):
+        State(x=[Own(1, "first")])
+
+
+def test_a_commit_outside_of_a_training_is_an_error():
+    with pytest.raises(CommError, match=r"there is no training; call it in the function that elastic.run calls"):
+        State(step=0).commit()
+
+
+def test_everybody_begins_with_the_values_of_rank_0_but_keeps_what_is_its_own():
+    def body(fleet):
+        counter = Counter()
+        counter.count = fleet.me
+        state = State(step=fleet.me, x=np.full(3, fleet.me), counter=counter, own=Own(fleet.me, "first"))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            return state.step, state.x.tolist(), counter.count, state.own
+
+        return train
+
+    results = [outcome["result"] for outcome in run_fleet(ThreadJob(3), body)]
+    assert results == [(0, [0, 0, 0], 0, n) for n in range(3)]
+
+
+def test_what_appears_later_and_cannot_be_kept_is_an_error_on_all_ranks():
+    def body(fleet):
+        state = State(step=0, notes=[])
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            if comm.rank == 1:
+                state.notes = [object()]
+            with pytest.raises(UnsupportedError, match=r"commit: rank 1: tree.*'notes'.*object.*is still there"):
+                state.commit()
+            state.notes = []
+            state.commit()
+            return True
+
+        return train
+
+    assert all(outcome["result"] for outcome in run_fleet(ThreadJob(2), body))
+
+
+def rules(body_of):
+    """Four ranks train, one dies after its first commit; what the three others have then."""
+    job = ThreadJob(4)
+
+    def body(fleet):
+        state = body_of(fleet)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            if comm.size == 4:
+                state.commit()
+                if comm.rank == 2:
+                    job.kill(2)
+                comm.barrier()
+            return {name: state.__getattr__(name) for name in state.__dict__["_parts"]}
+
+        return train
+
+    first, second, _, fourth = run_fleet(job, body)
+    return [each["result"] for each in (first, second, fourth)]
+
+
+def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
+    def state(fleet):
+        x = np.array([1.0, 2.0**fleet.me])
+        return State(
+            mean=Own(x.copy(), "mean"),
+            sum=Own(x.copy(), "sum"),
+            first=Own([fleet.me], "first"),
+            drop=Own(x.copy(), "drop"),
+            gone=Own(fleet.me, "drop"),
+        )
+
+    for n, found in zip((0, 1, 3), rules(state), strict=True):
+        np.testing.assert_allclose([1, 15 / 4], found["mean"])
+        np.testing.assert_allclose([4 / 3, 15 / 3], found["sum"])
+        assert found["first"] == [0]
+        np.testing.assert_array_equal([1, 2.0**n], found["drop"])  # arrays stay as they are
+        assert found["gone"] is None
+
+
+def test_what_differs_without_being_marked_is_found():
+    def state(fleet):
+        return State(weights=np.zeros(3), count=np.zeros(2, np.int64), text="")
+
+    def body_of(fleet):
+        made = state(fleet)
+        commit = made.commit
+
+        def differ():
+            made.weights[...] = fleet.me
+            made.count[...] = fleet.me + 5
+            made.text = f"rank {fleet.me}"
+            commit()
+
+        made.__dict__["commit"] = differ
+        return made
+
+    for found in rules(body_of):
+        np.testing.assert_array_equal(np.full(3, 6 / 4), found["weights"])
+        np.testing.assert_array_equal([5, 5], found["count"])
+        assert found["text"] == "rank 0"
+
+
+def test_a_callback_is_called_before_training_is_entered_again():
+    job, seen = ThreadJob(2), []
+
+    def body(fleet):
+        state = State(step=0, rate=0.5)
+
+        @state.on_change
+        def adapt(change):
+            seen.append((fleet.me, len(change.before), len(change.after), state.step))
+            state.rate = 0.1 * len(change.after)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            state.step += 1
+            state.commit()
+            if fleet.me == 0 and comm.size == 2:
+                job.kill(0)
+            comm.barrier()
+            return state.rate
+
+        return train
+
+    assert run_fleet(job, body)[1]["result"] == 0.1
+    assert seen == [(1, 2, 1, 1)]
+
+
+def test_processes_that_wait_are_let_in_at_a_commit():
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, fleet=fleet, regrow=True)
+        def train(comm):
+            while state.step < 50 and not (state.step > 5 and comm.size == 3):
+                state.step += 1
+                if fleet.me == 1 and state.step == 3:
+                    job.kill(1)
+                state.commit()
+            return comm.rank, comm.size
+
+        return train, [len(change.after) for change in state.history]
+
+    job = ThreadJob(3, recruit=body)
+    first, _, third = run_fleet(job, body)
+    assert first["result"] == ((0, 3), [2, 3])
+    assert third["result"] == ((1, 3), [2, 3])
+
+
+def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_JOB", "test")
+    monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
+
+    def body(fleet):
+        state = State(step=0, x=np.zeros(4), own=Own(np.zeros(2), "first"))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            begun = state.step
+            while state.step < 5:
+                state.step += 1
+                state.x[...] += 1
+                state.own[...] += comm.rank
+                state.commit()
+                if begun == 0 and state.step == 3:
+                    comm.barrier()
+                    for number in range(3):
+                        job.kill(number)
+            return begun, state.x.tolist(), state.own.tolist()
+
+        return train
+
+    job = ThreadJob(3)
+    assert all("killed" in outcome for outcome in run_fleet(job, body))
+    again = run_fleet(ThreadJob(3), body)
+    assert [outcome["result"] for outcome in again] == [(3, [5.0] * 4, [5.0 * n] * 2) for n in range(3)]
+    assert not list(tmp_path.glob("slot*"))
+
+
+def test_device_arrays_come_back_in_place(device):
+    import cupy
+
+    def body(fleet):
+        cupy.cuda.Device(0).use()
+        x = cupy.zeros(5, np.float32)
+        state = State(x=x, step=0)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 6:
+                x.set(x.get() + 1)
+                state.step += 1
+                if fleet.me == 0 and state.step == 4:
+                    job.kill(0)
+                state.commit()
+            return x.get().tolist(), x is state.x
+
+        return train
+
+    job = ThreadJob(2)
+    outcome = run_fleet(job, body)[1]
+    assert outcome == {"result": ([6.0] * 5, True)}

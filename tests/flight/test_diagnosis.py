@@ -1,0 +1,245 @@
+"""The diagnosis: stories that are made up, and stories that ranks on threads have lived through."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from bagua_comm import CommError, Engine, GradientAllReduce, Plan, Point, TensorSpec
+from bagua_comm.flight import Entry, FlightRecorder, RankRecord, diagnose
+from bagua_comm.flight.entries import Failure
+from bagua_comm.testing import run_ranks
+
+SECOND = 10**9
+
+
+def calls(*names, group="world", start=0, open_last=False, number=1, size=4, **fields):
+    """Entries of calls that lasted a tenth of a second each, one after the other, a second apart."""
+    made = []
+    for i, name in enumerate(names):
+        begin = start + i * SECOND
+        end = None if open_last and i == len(names) - 1 else begin + SECOND // 10
+        made.append(
+            Entry(group, number + i, True, name, "float32", (size,), start_ns=begin, end_ns=end, **fields)
+        )
+    return made
+
+
+def record(rank, entries, *, size=3, failures=(), left=None, groups=None, at_s=20, queued=()):
+    groups = groups or {"world": tuple(range(size))}
+    return RankRecord(
+        "job", rank, size, "host", 1, at_s * SECOND, groups, tuple(entries), tuple(queued), tuple(failures), left
+    )
+
+
+def only(records):
+    """The one thing that was found."""
+    (finding,) = diagnose(records).findings
+    return finding
+
+
+def test_nothing_wrong_is_found_where_nothing_is():
+    same = [record(rank, calls("allreduce", "barrier")) for rank in range(3)]
+    diagnosis = diagnose(same)
+    assert diagnosis.findings == ()
+    assert str(diagnosis).startswith("Nothing wrong was found.")
+    assert diagnosis.ranks[1] == "rank 1: in no call; the last was barrier(float32[4]) #2"
+
+
+def test_no_records_have_no_story():
+    assert diagnose([]).findings == ()
+
+
+def test_a_rank_that_skipped_a_call_is_told_by_what_follows_in_earlier_steps():
+    step = ["allreduce", "allgather"]
+    others = calls(*step, *step, "allreduce", open_last=True)
+    skipped = calls(*step, *step, "allgather", open_last=True)
+    finding = only([record(0, others), record(1, skipped), record(2, others)])
+    assert (finding.kind, finding.ranks, finding.group, finding.number) == ("skipped", (1,), "world", 5)
+    assert "rank 1 left out allreduce" in finding.text
+
+
+def test_the_majority_may_have_skipped_a_call():
+    step = ["allreduce", "allgather"]
+    skipped = calls(*step, *step, "allgather", open_last=True)
+    right = calls(*step, *step, "allreduce", open_last=True)
+    finding = only([record(0, skipped), record(1, right), record(2, skipped)])
+    assert (finding.kind, finding.ranks) == ("skipped", (0, 2))
+    assert "ranks 0, 2 left out allreduce" in finding.text
+
+
+def test_a_rank_that_made_one_call_too_many():
+    usual = calls("allreduce", "allgather", open_last=True)
+    more = calls("allreduce", "barrier", "allgather", open_last=True)
+    finding = only([record(0, usual), record(1, more), record(2, usual)])
+    assert (finding.kind, finding.ranks, finding.number) == ("skipped", (1,), 2)
+    assert "rank 1 made one call too many" in finding.text
+
+
+def test_two_calls_in_the_other_order():
+    finding = only(
+        [
+            record(0, calls("reduce", "broadcast")),
+            record(1, calls("broadcast", "reduce")),
+            record(2, calls("reduce", "broadcast")),
+        ]
+    )
+    assert (finding.kind, finding.ranks, finding.number) == ("swapped", (1,), 1)
+    assert "in the other order" in finding.text
+
+
+def test_of_two_ranks_nobody_knows_who_is_right():
+    finding = only([record(0, calls("reduce"), size=2), record(1, calls("scan"), size=2)])
+    assert (finding.kind, finding.ranks) == ("different", (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"size": 5}, "sizes differ (4 and 5 elements)"),
+        ({"detail": {"root": 1}}, "root differs (None and 1)"),
+    ],
+)
+def test_calls_whose_arguments_differ(change, words):
+    usual, odd = calls("reduce"), calls("reduce", **change)
+    finding = only([record(0, usual), record(1, usual), record(2, odd)])
+    assert (finding.kind, finding.ranks) == ("unlike", (2,))
+    assert words in finding.text
+
+
+def test_calls_whose_arrays_may_differ_are_no_mismatch():
+    parts = [record(rank, calls("gatherv", size=rank)) for rank in range(3)]
+    assert diagnose(parts).findings == ()
+
+
+def test_a_rank_that_died_is_named_by_its_peers_and_so_is_its_last_call():
+    failure = Failure("RankFailed", "rank 2 died", (2,))
+    entries = calls("allreduce", "barrier", open_last=True)
+    finding = only([record(rank, entries, failures=[failure]) for rank in range(2)])
+    assert (finding.kind, finding.ranks) == ("died", (2,))
+    assert "allreduce(float32[4]) #1" in finding.text
+
+
+def test_a_rank_without_a_record_died_or_hangs():
+    entries = calls("allreduce", "barrier", open_last=True)
+    diagnosis = diagnose([record(rank, entries) for rank in (0, 2)])
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.ranks, finding.number) == ("behind", (1,), 2)
+    assert "ranks 0, 2 wait; it left no record: it died, or hangs outside of any call" in finding.text
+    assert diagnosis.ranks[1] == "rank 1: left no record"
+
+
+def test_a_rank_that_left_is_told_once():
+    entries = calls("allreduce", "barrier", open_last=True)
+    finding = only([record(0, entries), record(1, entries[:1], left="ValueError: no data"), record(2, entries)])
+    assert (finding.kind, finding.ranks) == ("left", (1,))
+    assert "rank 1 left: ValueError: no data; its last call was allreduce(float32[4]) #1" in finding.text
+
+
+def test_a_slow_rank_is_told_although_the_others_gave_up_and_it_went_on():
+    waited = calls("barrier", "allreduce", open_last=True)
+    late = [*calls("barrier"), *calls("allreduce", "barrier", start=6 * SECOND, number=2, open_last=True)]
+    finding = only([record(0, waited, at_s=4), record(1, late), record(2, waited, at_s=4)])
+    assert (finding.kind, finding.ranks, finding.number) == ("slow", (1,), 2)
+    assert "5.0 s after all others" in finding.text
+
+
+def test_clocks_that_differ_make_nobody_slow():
+    usual = calls("barrier", "barrier", "allreduce", open_last=True)
+    ahead = calls("barrier", "barrier", "allreduce", open_last=True, start=100 * SECOND)
+    assert diagnose([record(0, usual), record(1, ahead, at_s=120), record(2, usual)]).findings == ()
+
+
+def test_calls_of_two_communicators_in_another_order():
+    groups = {"world": (0, 1), "world.1": (0, 1)}
+    first, second = calls("barrier", open_last=True), calls("barrier", group="world.1", open_last=True)
+    finding = only([record(0, first, groups=groups, size=2), record(1, second, groups=groups, size=2)])
+    assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
+    assert "rank 0 is in barrier(float32[4]) #1, and rank 1 in barrier(float32[4]) #1 of world.1" in finding.text
+
+
+def test_what_a_rank_was_in_has_bucket_step_and_what_waits_on_its_lane():
+    entry = calls("allreduce", open_last=True, bucket=3, step=7)
+    waiting = Entry("world", 0, True, "exchange", bucket=4, step=7)
+    line = diagnose([record(0, entry, queued=[waiting], size=1)]).ranks[0]
+    assert "in allreduce(float32[4]) #1 (bucket 3, step 7), for 20.0 s" in line
+    assert "queued on a lane: exchange() (bucket 4, step 7)" in line
+
+
+# Stories of ranks on threads
+
+
+def lived(size, body, *, timeout_s=0.5):
+    """The records of ranks that ran `body`, each until its first error."""
+    hubs = [FlightRecorder(rank, size) for rank in range(size)]
+    done = threading.Barrier(size)
+
+    def run(comm):
+        comm.flight = hubs[comm.rank]
+        error = None
+        try:
+            body(comm)
+        except CommError as exc:
+            error = exc
+        finally:
+            comm.flight.failed(error or CommError("none"))
+            found = comm.flight.record()
+            done.wait(20)
+        return found
+
+    return run_ranks(size, run, timeout_s=timeout_s)
+
+
+def test_a_rank_on_a_thread_skips_a_call():
+    def body(comm):
+        for step in range(4):
+            if not (step == 3 and comm.rank == 1):
+                comm.allreduce(np.ones(8, np.float32), op="sum")
+            comm.allgather(np.ones(2))
+
+    finding = only(lived(3, body))
+    assert (finding.kind, finding.ranks, finding.number) == ("skipped", (1,), 7)
+    assert "rank 1 left out allreduce" in finding.text
+
+
+@pytest.mark.slow
+def test_a_rank_on_a_thread_comes_late():
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.2)
+        comm.allreduce(np.ones(8, np.float32))
+
+    finding = only(lived(2, body))
+    assert (finding.kind, finding.ranks, finding.number) == ("slow", (1,), 2)
+
+
+def test_ranks_on_threads_use_two_communicators_in_another_order():
+    def body(comm):
+        other = comm.dup()
+        for each in (comm, other) if comm.rank else (other, comm):
+            each.barrier()
+
+    finding = only(lived(2, body))
+    assert (finding.kind, finding.ranks) == ("crossed", (0, 1))
+
+
+def test_the_bucket_that_an_engine_exchanged_last_is_named():
+    specs = [TensorSpec("a", (4,), "float32"), TensorSpec("b", (4,), "float32")]
+
+    def body(comm):
+        plan = Plan.pack(specs, bucket_bytes=16)
+        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
+            for _ in range(2):
+                engine.at(Point.FORWARD)
+                engine.ready("a")
+                engine.ready("b")
+                engine.at(Point.BACKWARD)
+                engine.at(Point.STEP)
+        return comm.flight.entries()
+
+    entries = [entry for entry in run_ranks(2, body)[0] if entry.bucket is not None]
+    assert [(entry.bucket, entry.step) for entry in entries] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert {entry.group for entry in entries} == {"world.1"}
+    assert all(entry.state == "ended" and entry.name == "allreduce" for entry in entries)

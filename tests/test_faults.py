@@ -1,0 +1,217 @@
+"""Trainings that lose ranks at random moments; `python -m benchmarks.faults --trials 200` tries more."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.faults import plans, report
+from benchmarks.faults.__main__ import main, tried, write_digits
+from benchmarks.faults.events import Event, Listener, Teller
+from benchmarks.faults.leftovers import MARK, Place
+from benchmarks.faults.plans import Blow, Case, Trial
+from benchmarks.faults.trial import Seen, Stroke, timeline
+from benchmarks.faults.verdict import judge
+
+EXACT = Case("GradientAllReduce()")
+
+
+def of_kind(kind, case=EXACT, blow=None, **more):
+    blow = blow or Blow("commit", 20, 0.001, choices=(0.4,))
+    settings = {"spares": int(kind == "spare"), "min_ranks": 3 if kind == "too few" else 1, **more}
+    return Trial(
+        f"test-{kind.replace(' ', '-')}", kind, case, steps=60, commit_every=1, blows=(blow,), **settings
+    )
+
+
+@pytest.mark.needs("sklearn")
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("trial", "outcome"),
+    [
+        (of_kind("spare", plans.CASES[0]), "went on"),
+        (of_kind("fewer", Case("ByteGrad()"), Blow("construct", 0, 0.002)), "went on"),
+        (of_kind("too few"), "ended"),
+    ],
+    ids=["spare", "fewer", "too few"],
+)
+def test_a_training_that_loses_a_rank_goes_on_or_ends_as_it_must(tmp_path, trial, outcome):
+    row = tried(trial, write_digits(tmp_path / "digits.npz"), {"undisturbed": {}})
+    text = "\n".join([*row["problems"], *row["output"]])
+    assert row["outcome"] == outcome, text
+    assert row["left"] == [], text
+
+
+# What is planned --------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_the_same_trials_and_another_one_others():
+    first, again, other = (list(plans.kills(60, seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert [trial.blows for trial in first] != [trial.blows for trial in other]
+    assert {trial.kind for trial in first} == {"spare", "fewer", "too few"}
+    assert {trial.kind for trial in plans.kills(60, 1, regrow=True)} == {"spare", "spawn", "too few"}
+    assert {trial.case for trial in first} == set(plans.CASES)
+    assert {blow.phase for trial in first for blow in trial.blows} >= {"construct", "step", "commit", "recover"}
+    assert list(plans.kills(20, 1)) == first[:20]
+
+
+# How it is judged -------------------------------------------------------------------------------------------
+
+
+def a_recovery(**changes):
+    """Two of three ranks go on after a death in step 3, and end with the same bytes."""
+    alive, events = (11, 12), [Event(0.0, pid, "hello", {"host": "here"}) for pid in (10, 11, 12)]
+    for rank, pid in enumerate((10, 11, 12)):
+        events.append(Event(0.1, pid, "enter", {"rank": rank, "size": 3, "step": 0, "digest": "zero"}))
+    for pid in (10, 11, 12):
+        facts = {"step": 2, "digest": "two", "total": 3.0 * pid}
+        events.append(Event(0.3, pid, "commit", facts))
+        events.append(Event(0.3, pid, "committed", {"step": 2}))
+    for rank, pid in enumerate(alive):
+        facts = {"rank": rank, "size": 2, "step": 2, "digest": "two", "total": 0.0, **changes.get("enter", {})}
+        events.append(Event(1.2, pid, "enter", facts))
+        events.append(Event(1.3 + rank / 10, pid, "step", {"step": 3}))
+        facts = {
+            "rank": rank,
+            "size": 2,
+            "began": 2,
+            "digest": "end",
+            "replayed": "end",
+            **changes.get("done", {}),
+        }
+        events.append(Event(2.0, pid, changes.get("last", "done"), facts))
+    return Seen(0.0, events, [Stroke(1.0, 10, 0, 0, signal.SIGKILL)], exit_code=changes.get("exit_code", 0))
+
+
+def test_a_recovery_is_timed_to_the_first_step_of_the_last_rank():
+    verdict = judge(of_kind("fewer"), a_recovery())
+    assert (verdict.outcome, verdict.problems) == ("went on", [])
+    assert verdict.recovery_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"exit_code": 1}, "exit code 1"),
+        ({"exit_code": None}, "did not end in 60 s"),
+        ({"enter": {"digest": "other"}}, "bytes that nobody committed"),
+        ({"enter": {"step": 0, "digest": "zero"}}, "it had committed step 2"),
+        ({"done": {"replayed": "elsewhere"}}, "taken again end elsewhere"),
+        ({"done": {"size": 1}}, "1 ranks trained to the end, expected 2"),
+        ({"last": "step"}, "vanished after"),
+    ],
+)
+def test_what_went_wrong_is_told(changes, problem):
+    verdict = judge(of_kind("fewer"), a_recovery(**changes))
+    assert verdict.outcome == "failed"
+    assert any(problem in each for each in verdict.problems), verdict.problems
+
+
+def test_a_rank_that_was_stopped_and_came_back_in_time_counts_as_alive():
+    seen = a_recovery()
+    back = seen.of("hello", 11)[0].pid
+    seen.strokes = [Stroke(1.0, back, 0, 0, signal.SIGSTOP)]
+    assert seen.gone() == set()
+    seen.strokes = [Stroke(1.0, 10, 0, 0, signal.SIGSTOP)]
+    assert seen.gone() == {10}
+
+
+def test_a_mean_of_what_was_committed_will_do_on_another_number_of_ranks():
+    mean = 3.0 * (10 + 11 + 12) / 3
+    assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean})).outcome == "went on"
+    assert judge(of_kind("fewer"), a_recovery(enter={"digest": "mean", "total": mean + 1})).outcome == "failed"
+
+
+def test_bytes_must_be_those_of_a_training_that_nobody_disturbed_if_sums_are_reproducible():
+    trial = of_kind("fewer", Case("GradientAllReduce(Reproducible(addends=12))", reproducible=True))
+    assert judge(trial, a_recovery(), "end").outcome == "went on"
+    assert judge(trial, a_recovery(), "other").outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("message", "after_s", "problem"),
+    [
+        ("2 ranks are left; dead: process 0 (on here, pid 10) died", 1.0, None),
+        ("2 ranks are left; dead: process 0 (on here, pid 10) died", 6.0, "ended after 6.0 s"),
+        ("2 ranks are left", 1.0, "did not name [10]"),
+    ],
+)
+def test_an_end_names_the_dead_in_time(message, after_s, problem):
+    events = [Event(0.0, pid, "hello", {"host": "here"}) for pid in (10, 11)]
+    events.append(Event(1.0 + after_s, 11, "ended", {"error": "RankFailed", "message": message}))
+    seen = Seen(0.0, events, [Stroke(1.0, 10, 0, 0, signal.SIGKILL)], exit_code=1)
+    verdict = judge(of_kind("too few"), seen)
+    assert verdict.outcome == ("ended" if problem is None else "failed")
+    assert problem is None or problem in verdict.problems[0]
+
+
+def test_a_timeline_leaves_out_steps_that_went_well():
+    lines = timeline(a_recovery())
+    assert sum("STRUCK" in line for line in lines) == 1
+    assert len(lines) < len(a_recovery().events)
+
+
+# How it is heard, and what is left --------------------------------------------------------------------------
+
+
+def test_what_a_killed_process_said_is_heard(tmp_path):
+    with Listener(tmp_path / "pipe") as listener:
+        child = os.fork()
+        if not child:
+            Teller(tmp_path / "pipe")("step", step=3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(child, 0)
+        (event,) = listener.listen(1.0)
+        assert (event.pid, event.what, event.facts) == (child, "step", {"step": 3})
+        assert list(listener.listen(0.0)) == []
+
+
+def test_processes_and_files_that_are_left_are_found_and_removed(monkeypatch):
+    monkeypatch.setattr("benchmarks.faults.leftovers.GRACE_S", 0.1)
+    with Place("test") as place:
+        assert place.left() == []
+        command = place.inside(["sh", "-c", "touch /dev/shm/faults-test-left; exec sleep 60"])
+        process = subprocess.Popen(command, env=place.environment())
+        (place.temporary / "file").touch()
+        end = time.monotonic() + 20
+        while len(left := place.left()) < 3 and time.monotonic() < end:
+            pass
+        assert left == [f"process {process.pid}: sleep 60 ", "tmp/file", "/dev/shm/faults-test-left"]
+    assert process.wait(10) == -signal.SIGKILL
+    assert not place.folder.exists()
+    if not place.own_memory:
+        os.unlink("/dev/shm/faults-test-left")
+    assert not os.path.exists("/dev/shm/faults-test-left")
+    assert MARK not in os.environ
+
+
+# What is recorded -------------------------------------------------------------------------------------------
+
+
+def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
+    row = {"name": "kill-1-0", "group": "fewer", "algorithm": "ByteGrad()", "left": [], "problems": ["broke"]}
+    times = {"recovery_s": 0.05, "regrowth_s": None, "ended_s": None}
+    rows = [{**row, **times, "outcome": outcome} for outcome in ("went on", "went on", "failed")]
+    lines = report.lines(rows)
+    assert lines[4].split() == ["fewer", "3", "2", "1", "0", "0", "50.00", "50.00", "50.00", "50.00"]
+    assert lines[5].startswith("# kill-1-0 (ByteGrad()): broke")
+    machine = {"cpu": "one", "cores": 2, "cores_per_rank": 2}
+    record = {"machine": machine, "versions": {}, "ranks": 3, "seed": 1, "trials": rows}
+    assert "| fewer | 3 | 2 | 1 | 0 | 0 | 50.00 |" in report.markdown(record)
+
+
+def test_an_unknown_trial_is_refused():
+    with pytest.raises(SystemExit, match="there is no trial kill-9-9"):
+        main(["--trials", "1", "--only", "kill-9-9"])
+
+
+def test_the_program_explains_itself():
+    command = [sys.executable, "-m", "benchmarks.faults", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "--trials" in result.stdout

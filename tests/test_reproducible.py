@@ -1,0 +1,362 @@
+"""Reproducible sums, against the formula in exact arithmetic, and against themselves in another order."""
+
+import hashlib
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    Engine,
+    GradientAllReduce,
+    Hierarchical,
+    Plan,
+    Point,
+    Reproducible,
+    TensorSpec,
+    UnsupportedError,
+    kernels,
+    reproducible_allreduce,
+)
+from bagua_comm.arrays import dtype_named
+from bagua_comm.reproducible import MOST_ADDENDS
+from bagua_comm.testing import check_algorithm, run_ranks, whole_range
+from bagua_comm.topology import share
+
+CODED = ("float32", "float16", "bfloat16")
+GOLDEN = {"float32": "a6a064b35e06050a", "float16": "83930ea7af0b3630", "bfloat16": "6bd79d55429b6656"}
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), 2.0**-149
+
+
+def exactly(addends, block, op, sizes=None):
+    """The formula, in fractions. `sizes`: of the tensors that lie in an array."""
+    dtype, count = addends[0].dtype, len(addends)
+    rows = [x.reshape(-1).astype(np.float32) for x in addends]
+    ends = list(itertools.accumulate(sizes or [rows[0].size]))
+    starts = [at for end, begin in zip(ends, [0, *ends], strict=False) for at in range(begin, end, block)]
+    out = np.empty(ends[-1], np.float32)
+    for begin in starts:
+        end = min(begin + block, next(end for end in ends if end > begin))
+        values = [[float(x) for x in row[begin:end]] for row in rows]
+        if not all(math.isfinite(x) for row in values for x in row):
+            out[begin:end] = np.nan
+            continue
+        # 2^exponent is above all of them, but for subnormal numbers as little as possible.
+        exponent = max(-125, *(math.frexp(x)[1] for row in values for x in row))
+        bits = 31 - math.ceil(math.log2(count))
+        unit, limit = Fraction(2) ** (exponent - bits), 2**bits - 1
+        for i in range(end - begin):
+            total = sum(max(-limit, min(limit, round(Fraction(row[i]) / unit))) for row in values)
+            out[begin + i] = nearest(total * unit / (count if op == "avg" else 1))
+    with np.errstate(over="ignore"):
+        return out.astype(dtype).reshape(addends[0].shape)
+
+
+def nearest(x):
+    """The float32 nearest to a fraction, half to even."""
+    exponent = max(-149, math.floor(math.log2(abs(x))) - 25) if x else 0
+    while abs(x) / Fraction(2) ** exponent >= 2**24:
+        exponent += 1
+    with np.errstate(over="ignore"):
+        return np.float32(round(x / Fraction(2) ** exponent) * 2.0**exponent)
+
+
+def normal(rank, shape, dtype="float32", seed=0):
+    return np.random.default_rng([seed, rank]).standard_normal(shape).astype(dtype_named(dtype))
+
+
+def summed(xs, block=128, op="sum", **options):
+    """The bytes that every rank gets, if rank r has xs[r]."""
+    found = run_ranks(
+        len(xs), lambda comm: reproducible_allreduce(comm, xs[comm.rank], op=op, block=block), **options
+    )
+    assert len({x.tobytes() for x in found}) == 1
+    return found[0]
+
+
+def same(expected, actual):
+    assert (expected.dtype, expected.shape) == (actual.dtype, actual.shape)
+    if expected.tobytes() != actual.tobytes():
+        np.testing.assert_array_equal(expected.astype(np.float32), actual.astype(np.float32))
+        raise AssertionError("zeros of another sign, or another NaN")
+
+
+# The formula
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_it_is_the_formula_in_exact_arithmetic(p, dtype, op):
+    xs = [normal(rank, (5, 41), dtype, seed=p) for rank in range(p)]
+    same(exactly(xs, 16, op), summed(xs, 16, op))
+
+
+@pytest.mark.parametrize("dtype", CODED)
+@pytest.mark.parametrize("p", [2, 3])
+def test_also_on_numbers_of_all_sizes_with_nan_and_infinities(p, dtype):
+    xs = [whole_range(rank, (300,), dtype, seed=p) for rank in range(p)]
+    expected = exactly(xs, 3, "avg")
+    assert np.isnan(expected.astype(np.float32)).any()
+    assert not np.isnan(expected.astype(np.float32)).all()
+    same(expected, summed(xs, 3, "avg"))
+
+
+def any_bits(rank, count, dtype):
+    """Numbers of all sizes, by integer arithmetic alone: the same in every version of NumPy."""
+    kind = dtype_named(dtype)
+    bits = (np.arange(count, dtype=np.uint64) + 1000 * rank + 1) * np.uint64(0x9E3779B97F4A7C15)
+    return (bits >> np.uint64(64 - 8 * kind.itemsize)).astype(f"u{kind.itemsize}").view(kind)
+
+
+@pytest.mark.parametrize(("dtype", "digest"), GOLDEN.items())
+def test_golden_bytes(dtype, digest):
+    """What this version gives, later versions give: 3 addends, blocks of 4, the bytes of the mean."""
+    xs = [any_bits(rank, 400, dtype) for rank in range(3)]
+    mean = summed(xs, 4, "avg")
+    same(exactly(xs, 4, "avg"), mean)
+    assert hashlib.sha256(mean.tobytes()).hexdigest()[:16] == digest
+
+
+def of(*values):
+    return np.array(values, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("xs", "total", "mean"),
+    [
+        ([of(LARGEST)] * 3, of(np.inf), of(LARGEST)),
+        ([of(LARGEST), of(LARGEST), of(-LARGEST)], of(LARGEST), of(LARGEST / 3)),
+        ([of(SMALLEST)] * 3, of(3 * SMALLEST), of(SMALLEST)),
+        ([of(SMALLEST), of(0), of(0)], of(SMALLEST), of(0)),
+        ([of(-0.0)] * 3, of(0), of(0)),
+        ([of(0, 1), of(-0.0, 1), of(0, -2)], of(0, 0), of(0, 0)),
+        ([of(LARGEST, SMALLEST)] * 2, of(np.inf, 0), of(LARGEST, 0)),  # too far below the largest of its block
+        ([of(np.nan, 1), of(2, 3)], of(np.nan, np.nan), of(np.nan, np.nan)),
+        ([of(np.inf, 1), of(-np.inf, 3)], of(np.nan, np.nan), of(np.nan, np.nan)),
+    ],
+)
+def test_extremes(xs, total, mean):
+    same(total, summed(xs))
+    same(mean, summed(xs, op="avg"))
+
+
+@pytest.mark.parametrize("module", ["host", pytest.param("compiled", marks=pytest.mark.needs("numba"))])
+@pytest.mark.parametrize("addends", [1, 2, 3, 128, 129, 1000, MOST_ADDENDS])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sum_there_can_be_does_not_overflow(addends, sign, module):
+    """All addends are the largest number, whose q is the largest; it is multiplied, not added, to save time."""
+    with kernels.use(module):
+        run = kernels.on_host()
+    x, bounds, fields, total = of(sign * LARGEST), np.array([0, 1]), np.zeros(1, np.uint8), np.empty(1, np.int32)
+    bits = 31 - (addends - 1).bit_length()
+    run.fixed_exponents(x, bounds, fields)
+    run.fixed_add(x, bounds, fields, bits, total, first=True)
+    sum_of_all = int(total[0]) * addends
+    assert abs(sum_of_all) < 2**31
+    total[0] = sum_of_all
+    mean = np.empty(1, np.float32)
+    run.fixed_mean(total, bounds, fields, bits, addends, mean)
+    assert np.isfinite(mean).all()
+    np.testing.assert_allclose(mean, x, rtol=2.0**-bits)
+
+
+# What the bits do not depend on
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_ranks_does_not_show(seed):
+    xs = [normal(rank, 1000, seed=seed) * 10.0**rank for rank in range(4)]
+    xs = [x.astype(np.float32) for x in xs]
+    found = {summed([xs[i] for i in order]).tobytes() for order in itertools.permutations(range(4))}
+    floats = {sum(xs[i] for i in order).tobytes() for order in itertools.permutations(range(4))}
+    assert len(found) == 1
+    assert len(floats) > 1  # for which the order does show
+
+
+SPECS = [TensorSpec(name, shape, "float32") for name, shape in (("a", (7, 3)), ("b", (300,)), ("c", ()))]
+
+
+def trained(comm, algorithm, gradients, *, bucket_bytes=256, specs=SPECS):
+    """The means of one step, by tensor, on this rank; gradients(i, spec) are those of microbatch i."""
+    plan = Plan.pack(specs, bucket_bytes=bucket_bytes, alignment=8 * comm.size)
+    addends = algorithm.average.addends or comm.size
+    with Engine(comm, algorithm, plan, plan.allocate()) as engine:
+        for i in (mine := share(addends, comm.rank, comm.size)):
+            for bucket in engine.buckets:
+                for tensor in bucket.spec.tensors:
+                    bucket.views[tensor.name][...] = gradients(i, tensor)
+            if i != mine[-1]:
+                engine.hold()
+        for spec in specs:
+            engine.ready(spec.name)
+        engine.at(Point.BACKWARD)
+        views = plan.cut([bucket.flat for bucket in engine.buckets])
+        return {name: view.copy() for name, view in views.items()}
+
+
+def gradient(i, spec):
+    return normal(i, spec.shape, seed=ord(spec.name)) * np.float32(2.0) ** (5 * i)
+
+
+def bytes_of(means):
+    return sorted((name, x.tobytes()) for name, x in means.items())
+
+
+def test_nor_does_the_size_of_buckets_or_the_order_in_them():
+    algorithm = GradientAllReduce(Reproducible(block=64))
+    cases = [(1, SPECS), (256, SPECS), (10**6, SPECS), (10**6, SPECS[::-1])]
+
+    def body(comm, nbytes, specs):
+        return bytes_of(trained(comm, algorithm, gradient, bucket_bytes=nbytes, specs=specs))
+
+    found = [x for case in cases for x in run_ranks(3, lambda comm, case=case: body(comm, *case))]
+    assert [x for x in found if x != found[0]] == []
+
+
+def test_a_mean_of_gradients_is_the_formula_with_blocks_from_the_beginning_of_each_tensor():
+    found = run_ranks(3, lambda comm: trained(comm, GradientAllReduce(Reproducible(64)), gradient))
+    for spec in SPECS:
+        same(exactly([gradient(i, spec) for i in range(3)], 64, "avg"), found[0][spec.name])
+
+
+@pytest.mark.parametrize("addends", [5, 24])
+def test_nor_does_the_number_of_ranks_that_microbatches_are_dealt_to(addends):
+    algorithm = GradientAllReduce(Reproducible(addends=addends))
+    found = [
+        bytes_of(means)
+        for ranks in (1, 2, 3, 4, 5)
+        for means in run_ranks(ranks, lambda comm: trained(comm, algorithm, gradient))
+    ]
+    assert [x for x in found if x != found[0]] == []
+
+
+def test_held_addends_are_given_up_with_their_mean():
+    def body(comm):
+        bound = Reproducible(addends=3).bind(comm)
+        means = []
+        for _ in range(2):
+            for i in range(3):
+                x = of(i, 2 * i)
+                if i < 2:
+                    bound.hold(x)
+                    assert not x.any()
+            means.append(bound(x).tolist())
+        return means
+
+    assert run_ranks(1, body) == [[[1, 2]] * 2]
+
+
+@pytest.mark.parametrize("algorithm", [Reproducible(), Reproducible(7)], ids=repr)
+def test_conformance(algorithm):
+    check_algorithm(GradientAllReduce(algorithm), sizes=(1, 2, 3, 4))
+
+
+def test_what_float32_loses_is_kept():
+    xs = [of(1), of(2**-24), of(2**-24), of(-1)]
+    assert sum(xs) == 0
+    assert summed(xs) == 2.0**-23
+
+
+# Where the result goes, what it costs, what is refused
+
+
+def test_out_may_be_the_array_itself_or_another_of_any_strides():
+    xs = [normal(rank, (6, 5)) for rank in range(2)]
+    expected = exactly(xs, 128, "sum")
+
+    def body(comm):
+        x = xs[comm.rank].copy()
+        table = np.zeros((6, 10), np.float32)
+        assert reproducible_allreduce(comm, x, out=table[:, ::2]).base is table
+        turned = np.ascontiguousarray(x.T).T
+        mean = Reproducible().bind(comm)(turned)
+        assert reproducible_allreduce(comm, x, out=x) is x
+        return x, table[:, ::2].copy(), mean * 2
+
+    for x, strided, mean in run_ranks(2, body):
+        same(expected, x)
+        same(expected, strided)
+        np.testing.assert_allclose(mean, expected, rtol=1e-6)
+
+
+def test_the_wire_is_that_of_float32_and_a_byte_a_block():
+    def sent(comm, call):
+        before = comm.counters.total().wire_bytes
+        call()
+        return comm.counters.total().wire_bytes - before
+
+    def body(comm):
+        x = np.ones(128 * 120, np.float32)
+        return sent(comm, lambda: comm.allreduce(x)), sent(comm, lambda: reproducible_allreduce(comm, x))
+
+    for exact, reproducible in run_ranks(4, body):
+        assert reproducible == exact * (1 + 1 / 512)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
+def test_arrays_of_any_shape(shape):
+    xs = [np.full(shape, rank, np.float32) for rank in range(2)]
+    same(np.full(shape, 1, np.float32), summed(xs))
+
+
+def test_refusals_on_every_rank_alike():
+    def body(comm):
+        x = of(1, 2)
+        for error, message, call in (
+            (UnsupportedError, "x has dtype float64", lambda: reproducible_allreduce(comm, np.ones(2))),
+            (ArrayError, "op is 'max'", lambda: reproducible_allreduce(comm, x, op="max")),
+            (ArrayError, "block is 0", lambda: reproducible_allreduce(comm, x, block=0)),
+            (ArrayError, "out has shape", lambda: reproducible_allreduce(comm, x, out=of(1))),
+            (UnsupportedError, "cannot average float64", lambda: Reproducible().bind(comm)(np.ones(2))),
+            (ArrayError, "2 ranks and 1 addends", lambda: Reproducible(addends=1).bind(comm)),
+            (ArrayError, "has 3 of 6 addends, but has 1", lambda: Reproducible(addends=6).bind(comm)(x)),
+            (ArrayError, "0 to hold", lambda: Reproducible().bind(comm).hold(x)),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+        return comm.counters.total().calls
+
+    assert run_ranks(2, body) == [0, 0]
+
+
+@pytest.mark.parametrize("addends", [0, -1, 2.0, True, MOST_ADDENDS + 1])
+def test_settings_out_of_range(addends):
+    with pytest.raises(ArrayError, match="addends is"):
+        Reproducible(addends=addends)
+    with pytest.raises(ArrayError, match="block is"):
+        Reproducible(block=0)
+
+
+def test_hierarchical_refuses_it():
+    with pytest.raises(ArrayError, match="sums inside a node are not reproducible"):
+        Hierarchical(Reproducible())
+
+
+def test_an_engine_refuses_to_hold_where_nothing_is_kept():
+    plan = Plan.pack(SPECS)
+
+    def body(comm):
+        with Engine(comm, GradientAllReduce(), plan, plan.allocate()) as engine:
+            for _ in range(2):
+                with pytest.raises(ArrayError, match="keeps no addends"):
+                    engine.hold()
+
+    run_ranks(2, body)
+
+
+def test_hold_is_for_the_time_before_a_bucket_has_left():
+    plan = Plan.pack(SPECS)
+
+    def body(comm):
+        with Engine(comm, GradientAllReduce(Reproducible(addends=1)), plan, plan.allocate()) as engine:
+            for spec in SPECS:
+                engine.ready(spec.name)
+            with pytest.raises(ArrayError, match="buckets have left"):
+                engine.hold()
+            engine.at(Point.BACKWARD)
+
+    run_ranks(1, body)

@@ -1,0 +1,28 @@
+"""What ranks tell each other beside their calls."""
+
+import json
+from collections import deque
+from dataclasses import asdict
+
+from bagua_comm.transports.notices import GAVE_UP, LEFT, Notice, Notices
+
+
+def test_a_notice_that_is_repeated_counts_as_heard_again():
+    mail = deque()
+    notices = Notices(
+        lambda rank, message: mail.append((rank, message)), lambda: mail.popleft() if mail else None
+    )
+    left, gave_up = Notice(LEFT, "", "", {}), Notice(GAVE_UP, "CommTimeout", "it waited", {"world": 3})
+    notices.tell([1], left)
+    notices.listen()
+    ((heard, first_s),) = notices.from_rank(1)
+    assert heard == left
+    mail.append((1, json.dumps(asdict(left)).encode()))
+    notices.listen()
+    ((heard, second_s),) = notices.from_rank(1)
+    assert heard == left
+    assert second_s > first_s
+    notices.tell([1, 2], gave_up)
+    notices.listen()
+    assert [notice for notice, _ in notices.from_rank(1)] == [left, gave_up]
+    assert [notice for notice, _ in notices.from_rank(2)] == [gave_up]
