@@ -143,7 +143,10 @@ class MPIFleet(Fleet):
                 break
         self._crew.meetings += 1
         self._crew.dead = set(range(self._crew.size)) - set(cards)
-        reasons = {process: why for card in cards.values() for process, why in card.killed}
+        reasons: dict[int, str] = {}
+        for process, why in (each for card in cards.values() for each in card.killed):
+            # Several may have killed it; the first of them has seen most.
+            reasons[process] = max(why, reasons.get(process, ""), key=len)
         dead = [
             Death(self._process(each), reasons.get(each, "died")) for each in sorted(self._crew.dead - before)
         ]

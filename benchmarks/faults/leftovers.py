@@ -61,8 +61,11 @@ class Place:
 
     def environment(self) -> dict[str, str]:
         """The environment of the trial's processes."""
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor")}  # PyTorch keeps it for later runs
-        return {**os.environ, **caches, MARK: self.name, "TMPDIR": str(self.temporary)}
+        kept = {  # for later runs, by PyTorch; and for who wants to know what went wrong
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "BAGUA_FLIGHT_FOLDER": str(self.folder / "flights"),
+        }
+        return {**os.environ, **kept, MARK: self.name, "TMPDIR": str(self.temporary)}
 
     def inside(self, command: list[str]) -> list[str]:
         """The command that runs `command` here."""
