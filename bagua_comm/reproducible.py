@@ -184,10 +184,11 @@ def reproducible_allreduce(
     that the arrays are in. It costs a byte for each block more than `Communicator.allreduce` of float32, two
     passes over the array, and a second, small allreduce.
 
-    Every block of `block` elements has a unit, a power of two: with f, the exponent field of the largest |x| of
-    the block on all ranks, and bits = 31 - ceil(log2 p) on p ranks, it is 2^(max(f, 1) - 126 - bits). Elements
-    are rounded to multiples of it, half to even, which are added as int32; the sum is rounded to float32 and
-    then to the dtype. So an element is off by at most 2^-bits of the largest in its block, before the last
+    Every block of `block` elements has a unit, a power of two: with f, the exponent field of the largest
+    magnitude in the block on all ranks, and bits = 31 - ceil(log2 p) on p ranks, it is
+    2^(max(f, 1) - 126 - bits). Elements are rounded to multiples of it, half to even, which are added
+    as int32; the sum is rounded to float32 and then to the dtype. So an element is off by at most 2^-bits of the
+    largest in its block, before the last
     rounding. A block with an infinity or a NaN becomes NaN. The module has the proofs.
 
     Args:
