@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..checkpoint.engines import keep_engine, take_engine
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
@@ -18,6 +20,7 @@ from .committing import commit
 from .copies import Copy, Held, Layout, Side, left_in
 from .members import buddies
 from .restoring import Sources, restore
+from .slots import checksum
 from .state import State
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class Session:
         self._state, self._more_wait = state, more_wait
         self._parts: dict[str, parts.Part] = state.__dict__["_parts"]
         self._job = job or Job()
+        checksum(np.zeros(1))  # loads the kernel: after a death all would wait for a spare that does it
         folder = self._job.folder
         self._sides = [Side(name, folder, number) for name in "ab"]
         self._folder, self._number = folder, number

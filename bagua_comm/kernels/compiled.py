@@ -43,6 +43,7 @@ _SIGN, _INFINITY, _NAN = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32
 _NOTHING = np.float32(-0.0)
 """The identity of float addition: -0.0 + x == x, also for x = -0.0."""
 
+_UPPER = np.uint64(32)
 _ZERO, _LEVELS = np.float32(0), np.float32(255)
 _NOT_FINITE = 255
 """The exponent field of infinities and NaN."""
@@ -125,6 +126,11 @@ def _ints(where: int, count: int) -> Array:
 @_inner
 def _longs(where: int, count: int) -> Array:
     return numba.carray(_pointer(where, np.int64), (count,))
+
+
+@_inner
+def _words(where: int, count: int) -> Array:
+    return numba.carray(_pointer(where, np.uint64), (count,))
 
 
 @_inner
@@ -445,6 +451,40 @@ def _mean_of_fixed(
 def _power_of_2(power: Any) -> Any:
     """2^power in float32, by its bits; it is a normal number."""
     return _float(np.uint32(power + 127) << 23)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Checksums
+# ---------------------------------------------------------------------------------------------------
+
+
+def weigh_blocks(words: Array, weights: Array, sums: Array, out: Array | None = None) -> None:
+    """See `host.weigh_blocks`."""
+    source, target = address(words), 0 if out is None else address(out)
+    if (source | target) % words.itemsize:
+        return host.weigh_blocks(words, weights, sums, out)
+    return _weigh_blocks(source, len(words), address(weights), weights.shape[1], address(sums), target)
+
+
+@_kernel
+def _weigh_blocks(words: int, count: int, weights: int, size: int, sums: int, out: int) -> None:
+    blocks = -(-count // size)
+    pair, found = _words(weights, 2 * size), _words(sums, blocks)
+    v, w = pair[:size], pair[size:]
+    for block in range(blocks):
+        begin = block * size
+        part = _words(words + begin * 8, min(size, count - begin))
+        total = np.uint64(0)
+        if out == 0:
+            for i in range(len(part)):
+                total += v[i] * part[i] + w[i] * (part[i] >> _UPPER)
+        else:
+            copied = _words(out + begin * 8, len(part))
+            for i in range(len(part)):
+                word = part[i]
+                copied[i] = word
+                total += v[i] * word + w[i] * (word >> _UPPER)
+        found[block] = total
 
 
 # ---------------------------------------------------------------------------------------------------

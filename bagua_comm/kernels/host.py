@@ -388,6 +388,34 @@ def _blocks_of(bounds: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
 
 
 # ---------------------------------------------------------------------------------------------------
+# Checksums
+# ---------------------------------------------------------------------------------------------------
+
+
+_UPPER = np.uint64(32)
+
+
+def weigh_blocks(words: Array, weights: Array, sums: Array, out: Array | None = None) -> None:
+    """sums[b] = sum_i (v_i x_i + w_i floor(x_i / 2^32)) over the words x of block b; sums wrap.
+
+    Args:
+        words: A row of uint64.
+        weights: v and w, uint64 of shape (2, words of a block). The last block may be shorter.
+        sums: A row of uint64 with a place for each block.
+        out: Gets a copy of `words`, of which each block is read from memory only once.
+    """
+    size = weights.shape[1]
+    for block in range(len(sums)):
+        part = words[block * size : (block + 1) * size]
+        if out is not None:
+            copied = out[block * size : (block + 1) * size]
+            copied[...] = part
+            part = copied
+        v, w = weights[:, : len(part)]
+        np.add(np.dot(part, v), np.dot(part >> _UPPER, w), out=sums[block : block + 1])  # silent, as arrays wrap
+
+
+# ---------------------------------------------------------------------------------------------------
 # MinMaxUInt8
 # ---------------------------------------------------------------------------------------------------
 

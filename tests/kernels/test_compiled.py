@@ -88,6 +88,26 @@ def test_block_fixed_point(dtype, lengths):
             assert found[0] == found[1], (first, bits)
 
 
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
+@pytest.mark.parametrize("offset", [0, 4])
+def test_weighed_blocks_and_their_copies(count, offset):
+    random = np.random.default_rng(count)
+    data, weights = random.bytes(8 * count + offset), random.integers(0, 1 << 64, (2, 64), np.uint64)
+    words = np.frombuffer(data, np.uint64, offset=offset)
+    for copied in (False, True):
+        found = []
+        for module in (host, compiled):
+            sums, out = np.zeros(-(-count // 64), np.uint64), np.zeros(count, np.uint64)
+            module.weigh_blocks(words, weights, sums, out if copied else None)
+            found.append([sums.tolist(), out.tolist()])
+        assert found[0] == found[1]
+        assert found[0][1] == (words.tolist() if copied else [0] * count)
+        (v, w), total = weights.tolist(), 0
+        for i, x in enumerate(words.tolist()[:64]):
+            total += v[i] * x + w[i] * (x >> 32)
+        assert found[0][0][:1] == [total % (1 << 64)] * (count > 0)
+
+
 def test_kernels_of_host_arrays_are_compiled_where_numba_is():
     assert kernels.of(np.empty(1)) is compiled
     assert compiled.add is host.add  # what is not compiled
