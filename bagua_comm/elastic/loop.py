@@ -196,6 +196,7 @@ class _Loop:
             raise exc.error from None
         finally:
             self._session.leave()
+            self._session.settle()
             own["_session"] = None
 
     def _once(self, train: Callable[[Communicator], Any], failure: _Failure | None) -> _Outcome:
@@ -203,6 +204,7 @@ class _Loop:
         fleet = self._fleet
         meeting = self._meet(failure)
         everyone = fleet.connect([process.number for process in meeting.alive])
+        self._session.record_later(everyone)
         held = self._session.held()
         report = Report(held, self._members, self._entered, self._trained, self._finished)
         rows = everyone.allgather_object(report)
@@ -223,6 +225,7 @@ class _Loop:
             self._dead = []
             return _Outcome(over=not fleet.stand_by())
         comm = fleet.connect([process.number for process in members])
+        self._session.record_later(comm)
         if known.entered:
             self._changed(comm, meeting, failure, before, commit)
         self._dead = []

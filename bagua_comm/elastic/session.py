@@ -14,6 +14,7 @@ from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..engine import Engine
 from ..errors import ArrayError, CommAborted
+from ..flight import FlightRecorder
 from ..job import Job
 from . import parts
 from .committing import commit
@@ -62,6 +63,8 @@ class Session:
         """Those that were made since training was entered, in order."""
         self._kept: list[Any] = []
         """What the last commit kept of engines, in the same order."""
+        self._flights: list[FlightRecorder] = []
+        """Those whose records are written once training goes on."""
 
     # Copies -----------------------------------------------------------------------------------------
 
@@ -175,6 +178,17 @@ class Session:
         if done.flag:
             raise RanksChange("other processes wait to be let in")
 
+    def record_later(self, comm: Communicator) -> None:
+        """Have `settle` write what the flight recorder of `comm` holds when a call fails."""
+        comm.flight.later = True
+        self._flights.append(comm.flight)
+
+    def settle(self) -> None:
+        """Write the records that were put off: training goes on, or it has ended."""
+        for flight in self._flights:
+            flight.settle()
+        self._flights = [] if self._comm is None else [self._comm.flight]
+
     def note_recovery(self) -> None:
         """Training goes on: note how long that took, if it is news."""
         now_s = time.time()
@@ -185,6 +199,7 @@ class Session:
             end_ns = time.perf_counter_ns()
             begin_ns = end_ns - int(change.recovery_s * 1e9)
             self._comm.tracer.add("recovery", begin_ns, end_ns, {"meeting": change.number, "change": str(change)})
+        self.settle()
 
     def _commit(self, *, flag: bool) -> Any:
         assert self._comm is not None

@@ -82,6 +82,9 @@ class FlightRecorder:
         self.groups: dict[str, tuple[int, ...]] = {WORLD: tuple(range(size))}
         """The members of each communicator, as ranks of the world."""
         self.lanes: WeakSet[Queue] = WeakSet()
+        self.later = False
+        """Whether the record of a call that failed is written by `settle`: all who recover would wait for it."""
+        self._owed = False
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._failures: list[Failure] = []
         self._writing = threading.Lock()
@@ -108,7 +111,7 @@ class FlightRecorder:
         )
 
     def failed(self, error: BaseException) -> Path | None:
-        """A call has failed: write the record. Never raises.
+        """A call has failed: write the record, unless that is for `later`. Never raises.
 
         Returns:
             The folder with the record, if it is worth a word in the message of the error.
@@ -117,7 +120,18 @@ class FlightRecorder:
         if not repeated and len(self._failures) < FAILURES:
             ranks = tuple(error.ranks) if isinstance(error, RankFailed) else ()
             self._failures.append(Failure(type(error).__name__, str(error), ranks))
-        return None if repeated else self.write()
+        if repeated:
+            return None
+        if self.later:
+            self._owed = True
+            return self.folder
+        return self.write()
+
+    def settle(self) -> None:
+        """Write the record if a call has failed and it was left for `later`. Never raises."""
+        if self._owed:
+            self._owed = False
+            self.write()
 
     def write(self, left: str | None = None) -> Path | None:
         """Write the record to this rank's file, atomically; returns the folder. Never raises.

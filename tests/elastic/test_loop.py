@@ -7,6 +7,7 @@ import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, RankFailed
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.loop import _without_frames
+from bagua_comm.flight import read_folder
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 STEPS = 6
@@ -47,6 +48,28 @@ def test_a_rank_dies_and_the_others_end_with_the_values_of_an_undisturbed_run():
         assert change.commit == 4  # the first commit is that of the start
         assert [death.process.number for death in change.dead] == [1]
         assert change.recovery_s > 0
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_record_of_the_last_calls_is_written_when_training_goes_on_or_ends(tmp_path, goes_on):
+    seen = []
+
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, min_ranks=1 if goes_on else 3, fleet=fleet)
+        def train(comm):
+            comm.flight.folder = tmp_path / str(comm.size)
+            if comm.size == 3 and comm.rank == 1:
+                job.kill(fleet.me)
+            seen.extend(tmp_path.glob("3/rank_[02].json"))
+            comm.barrier()
+            state.commit()
+
+    job = ThreadJob(3)
+    run_fleet(job, body)
+    assert seen == []  # not while the others wait
+    assert {0, 2} <= {record.rank for record in read_folder(tmp_path / "3")}
 
 
 def test_a_spare_takes_the_place_of_the_dead():

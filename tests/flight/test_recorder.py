@@ -116,6 +116,19 @@ def test_errors_that_follow_from_others_are_not_written_and_a_rank_does_not_writ
     assert written.count(tmp_path) == WRITES - 1
 
 
+def test_a_record_that_is_put_off_is_written_once_and_only_after_an_error(tmp_path):
+    flight = FlightRecorder(folder=tmp_path)
+    flight.later = True
+    flight.settle()
+    assert flight.failed(RankFailed("rank 1 died", [1])) == tmp_path
+    assert list(tmp_path.iterdir()) == []
+    flight.settle()
+    assert read_folder(tmp_path)[0].failures[0].ranks == (1,)
+    (tmp_path / "rank_0.json").unlink()
+    flight.settle()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_to_raises_no_second_error(tmp_path):
     (tmp_path / "file").write_text("")
     flight = FlightRecorder(folder=tmp_path / "file" / "folder")
