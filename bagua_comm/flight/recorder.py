@@ -10,7 +10,6 @@ import functools
 import os
 import shutil
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 from ..errors import CommAborted, RankFailed
-from ..files import is_private, write_at_once
+from ..files import make_own_folder, write_at_once
 from .entries import WORLD, Entry, Failure, RankRecord, file_name
 
 CAPACITY = 1000
@@ -178,9 +177,7 @@ def default_folder() -> Path | None:
     """
     with suppress(OSError):
         folder = Path(tempfile.gettempdir()) / f"bagua_comm-flights-{os.geteuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and is_private(found):
+        if make_own_folder(folder):
             return folder
     return None
 
