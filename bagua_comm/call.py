@@ -199,7 +199,8 @@ class Call:
         dtype = None if x is NOTHING else x.dtype
         place, detail = comm.work.place, self.detail
         self._record = record = [
-            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None, False, None
+            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None,
+            self.transport.enqueues, None,
         ]  # fmt: skip
         comm.flight.ring.append(record)
         try:

@@ -39,10 +39,10 @@ JOBS = 16
 Record: TypeAlias = list[Any]
 """A call in the ring; its fields are those of `Entry`, in another form."""
 
-GROUP, NUMBER, COLLECTIVE, NAME, DTYPE, SHAPE, DETAIL, WITHIN, START, END, IN_FLIGHT, ERROR = range(12)
+GROUP, NUMBER, COLLECTIVE, NAME, DTYPE, SHAPE, DETAIL, WITHIN, START, END, ENQUEUED, ERROR = range(12)
 """The fields of a `Record`. DTYPE is None for a call without an array; WITHIN is a bucket and a step, or None;
-START and END are times by `time.perf_counter_ns`, END None before the end; IN_FLIGHT is whether a device still
-has to do the work."""
+START and END are times by `time.perf_counter_ns`, END None before the end; ENQUEUED is whether the work is only
+enqueued on a device when the call ends."""
 
 _RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
 """What a call adds to its detail when it ends."""
@@ -150,7 +150,7 @@ class FlightRecorder:
             step,
             record[START] + shift,
             None if record[END] is None else record[END] + shift,
-            record[IN_FLIGHT],
+            record[ENQUEUED],
             record[ERROR],
         )
 
