@@ -326,9 +326,7 @@ def torchrun_local_rank() -> int:
     Raises:
         BootstrapError: LOCAL_RANK is not a number.
     """
-    if "LOCAL_RANK" not in os.environ:
-        return 0
-    return launchers.checked_number(os.environ, "LOCAL_RANK", "a number from 0 on", 0)
+    return _number_from_torchrun("LOCAL_RANK")
 
 
 def torchrun_restarts() -> int:
@@ -337,9 +335,13 @@ def torchrun_restarts() -> int:
     Raises:
         BootstrapError: TORCHELASTIC_MAX_RESTARTS is not a number.
     """
-    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
+    return _number_from_torchrun("TORCHELASTIC_MAX_RESTARTS")
+
+
+def _number_from_torchrun(name: str) -> int:
+    if name not in os.environ:
         return 0
-    return launchers.checked_number(os.environ, "TORCHELASTIC_MAX_RESTARTS", "a number from 0 on", 0)
+    return launchers.checked_number(os.environ, name, "a number from 0 on", 0)
 
 
 class _World(Communicator):
@@ -421,13 +423,12 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
     from mpi4py import MPI
 
     from .transports.mpi import MPITransport
+    from .transports.mpi.world import first_beside
 
     try:
         with ending.limit(Wait(roll, timeout_s + LOOK_S)):
             duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
-            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
-            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
-            here.Free()
+            first = first_beside(duplicate)
             transport = MPITransport(duplicate, timeout_s=timeout_s)
             facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
     except CommTimeout:
