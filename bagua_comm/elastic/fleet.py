@@ -38,6 +38,9 @@ class Death:
     reason: str
     """For example "died", or "did not answer for 30 s, and was killed"."""
 
+    def __str__(self) -> str:
+        return f"{self.process} {self.reason}"
+
 
 @dataclass(frozen=True)
 class Meeting:
