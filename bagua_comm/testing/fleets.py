@@ -76,6 +76,18 @@ class ThreadJob:
                     self.dead.append(Death(self.processes[number], "died"))
         self.wake()
 
+    def kill_at(self, moments: Sequence[tuple[int, int]]) -> None:
+        """Have process n die when it does something for the k-th time, for every (n, k)."""
+        due, counts = dict(moments), dict.fromkeys(dict(moments), 0)
+
+        def watch(number: int, what: str) -> None:
+            if number in due:
+                counts[number] += 1
+                if counts[number] == due[number]:
+                    self.kill(number)
+
+        self.watch = watch
+
     def wake(self) -> None:
         """Have all who wait look again."""
         with self.changed:
