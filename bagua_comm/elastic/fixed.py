@@ -41,7 +41,7 @@ class FixedFleet(Fleet):
         rows = self._world.allgather_object((socket.gethostname(), os.getpid()))
         return Meeting(1, tuple(Process(rank, host, pid) for rank, (host, pid) in enumerate(rows)), ())
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`; all processes are members."""
         if list(members) != list(range(self._world.size)):
             raise UnsupportedError(

@@ -84,12 +84,17 @@ class Fleet(ABC):
         """
 
     @abstractmethod
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """A communicator of the processes with these numbers, in this order; they alone call this.
 
         Collective among `members`, directly after a meeting, in the same order on all of them. A death in the
         middle of it is a `CommError`, also in every later call of the communicator, and its close waits for
         nobody.
+
+        Args:
+            members: The numbers of the processes, by rank.
+            control: Whether it is for what a meeting has to say and bring, before anybody trains: host arrays
+                alone, without what makes large reductions fast. It may be ready much sooner.
         """
 
     @abstractmethod

@@ -202,7 +202,7 @@ class _Loop:
         """From one meeting to the next."""
         fleet = self._fleet
         meeting = self._meet(failure)
-        everyone = fleet.connect([process.number for process in meeting.alive])
+        everyone = fleet.connect([process.number for process in meeting.alive], control=True)
         held = self._session.held()
         report = Report(held, self._members, self._entered, self._trained, self._finished)
         rows = everyone.allgather_object(report)

@@ -362,11 +362,14 @@ class MPIFleet(Fleet):
 
     # Communicators ----------------------------------------------------------------------------------
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         numbers = list(members)
-        transport = ChannelTransport(self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s)
-        comm = bootstrap.open_world(transport, [self._cards[each].host for each in numbers])
+        transport = ChannelTransport(
+            self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s, with_window=not control
+        )
+        hosts = [self._cards[each].host for each in numbers]
+        comm = bootstrap.open_world(transport, hosts, gpu="none" if control else "auto")
         self._comms.append(comm)
         return comm
 

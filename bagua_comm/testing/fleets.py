@@ -190,7 +190,7 @@ class ThreadFleet(Fleet):
         job.met = number
         job.meetings.append(Meeting(number, tuple(job.processes[n] for n in alive), told))
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         job = self._job
         job.check(self.me, "connect")

@@ -237,7 +237,7 @@ class TorchrunFleet(Fleet):
 
     # Communicators ----------------------------------------------------------------------------------
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         numbers = tuple(members)
         if len(set(numbers)) < len(numbers) or self.me not in numbers or not set(numbers) <= set(self._alive):
@@ -254,7 +254,8 @@ class TorchrunFleet(Fleet):
         )
         with self._lock:
             self._transports.append(opened)
-        comm = bootstrap.open_world(opened, [self._cards[each].host for each in numbers])
+        hosts = [self._cards[each].host for each in numbers]
+        comm = bootstrap.open_world(opened, hosts, gpu="none" if control else "auto")
         use_device(comm)
         with self._lock:
             self._transports += comm.transports[1:]
