@@ -54,14 +54,6 @@ class FixedFleet(Fleet):
         """See `Fleet.stand_by`; nobody stands by here."""
         return False
 
-    def ask_to_meet(self) -> None:
-        """Refuse.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(f"this job meets only once; {ADVICE}")
-
     def recruit(self, count: int) -> None:
         """See `Fleet.recruit`.
 

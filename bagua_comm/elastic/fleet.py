@@ -102,10 +102,6 @@ class Fleet(ABC):
         """Wait without training; True when a meeting was called, False when the job has ended."""
 
     @abstractmethod
-    def ask_to_meet(self) -> None:
-        """Have all processes meet, for another reason than a death; the caller goes to the meeting itself."""
-
-    @abstractmethod
     def recruit(self, count: int) -> None:
         """Start so many processes in the place of dead ones, in the background; a later meeting has them.
 

@@ -152,10 +152,6 @@ class MPIFleet(Fleet):
         ]
         return Meeting(self._crew.meetings, tuple(map(self._process, sorted(cards))), tuple(dead))
 
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        self._crew.say(MEETS, None)
-
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`."""
         crew = self._crew

@@ -208,14 +208,6 @@ class ThreadFleet(Fleet):
         job.check(self.me, "stand_by")
         return job.called > met or not job.over
 
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        job = self._job
-        with job.changed:
-            if job.called == job.met:
-                job.called += 1
-        job.wake()
-
     def recruit(self, count: int) -> None:
         """See `Fleet.recruit`."""
         job = self._job

@@ -209,10 +209,6 @@ class TorchrunFleet(Fleet):
     def _process(self, number: int) -> Process:
         return self._cards[number].process(number)
 
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        self._board.put(f"call/{self._met + 1}")
-
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`."""
         others = [each for each in self._alive if each != self.me]

@@ -233,9 +233,7 @@ def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
         comm = connect_all(fleet, fleet.meet())
         total(comm)
         if fleet.me == 1:
-            fleet.ask_to_meet()
-            time.sleep(0.2)  # in no call: rank 0 waits for this rank, which lives
-            meeting = fleet.meet()
+            meeting = fleet.meet()  # in no call: rank 0 waits for this rank, which lives
         else:
             with pytest.raises(CommError) as error:
                 total(comm)
