@@ -12,7 +12,7 @@ import pytest
 from _pytest.doctest import DoctestModule
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
-from support import needs, selection
+from support import needs, selection, tidy
 
 from bagua_comm import Float16, MinMaxUInt8
 
@@ -23,6 +23,8 @@ PROCESSES = 2
 
 def pytest_configure(config):
     config.pluginmanager.register(needs)  # here, so that it also sees the doctests of the packages
+    if not config.getoption("--with-mpi", False):  # under mpirun the ranks have one communicator for all tests
+        config.pluginmanager.register(tidy)
 
 
 @pytest.hookimpl(tryfirst=True)
