@@ -4,9 +4,9 @@ import os
 import threading
 
 import pytest
-from support import tidy
 
 import bagua_comm
+from support import tidy
 
 
 def test_a_default_communicator_is_found_and_closed():

@@ -73,7 +73,7 @@ def has_process_group():
 
 
 def differences(before):
-    """What is there now and was not `before`, in words. Communicators and groups are closed, the rest is mended."""
+    """What was not so `before`, in words; all but threads is put right."""
     left = []
     after = state()
     if after["communicator"] not in (None, before["communicator"]):
