@@ -5,6 +5,7 @@ well), PyTorch's default process group, environment variables, the working direc
 the process would wait for. A doctest has no place to close what it shows, so its communicator is closed here.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -105,6 +106,8 @@ def differences(before):
 def still_running(threads):
     """Those of `threads` that the end of the process would wait for, after a while in which they may end."""
     threads = [thread for thread in threads if not thread.daemon]
+    if threads:
+        gc.collect()  # a pool that nobody holds ends its threads
     end = time.monotonic() + ENDING_S
     while threads and time.monotonic() < end:
         time.sleep(0.001)
