@@ -78,6 +78,7 @@ class Fleet(ABC):
 
         Raises:
             RankFailed: This process has been fenced, or the meeting cannot be held.
+            CommAborted: The program has failed on another process; see `fail`.
         """
 
     @abstractmethod
@@ -110,6 +111,15 @@ class Fleet(ABC):
     @abstractmethod
     def recruits_wait(self) -> bool:
         """Whether processes that were recruited wait to be let in at a meeting. Any process may ask, at once."""
+
+    def fail(self, reason: str) -> None:  # noqa: B027 - there may be nobody to tell
+        """The program has failed on this process: the others learn of it, and their meeting raises `CommAborted`.
+
+        Waits for nobody. Where another launcher ends the others, nothing needs to be done.
+
+        Args:
+            reason: The error, in words.
+        """
 
     @abstractmethod
     def end(self) -> None:

@@ -194,6 +194,9 @@ class _Loop:
                     failure = _Failure(None, time.time())
         except _GivenUpError as exc:
             raise exc.error from None
+        except BaseException as exc:
+            self._fleet.fail(f"{type(exc).__name__}: {exc}")
+            raise
         finally:
             self._session.leave()
             own["_session"] = None
