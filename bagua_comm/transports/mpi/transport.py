@@ -837,15 +837,23 @@ class MPITransport(Transport):
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
             return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
-        # Ranks that notice a death revoke the communicator; this may become known before the name of the dead
-        # rank. And if a rank dies in the middle of a collective, Open MPI sometimes gives an unspecific error.
-        until = time.monotonic() + _OBITUARY_S
-        while not (dead := self._failed()) and time.monotonic() < until:
-            time.sleep(0.01)
+        dead = self._obituary()
         by_death = code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
         if dead or by_death or self._is_revoked():
             return self._rank_failed(dead)
         return CommError(f"rank {self.rank}: MPI failed: {text}")
+
+    def _obituary(self) -> list[int]:
+        """The ranks known to be dead, once there are some, or after `_OBITUARY_S`.
+
+        Ranks that notice a death revoke the communicator; this may become known before the name of the dead rank.
+        And if a rank dies in the middle of a collective, Open MPI sometimes gives an unspecific error.
+        """
+        until = time.monotonic() + _OBITUARY_S
+        while not (dead := self._failed()) and time.monotonic() < until:
+            MPI.COMM_SELF.Iprobe()  # MPI learns of deaths in those of its calls that look for messages
+            time.sleep(0.01)
+        return dead
 
     def _rank_failed(self, dead: Sequence[int]) -> RankFailed:
         if self._world_is_new():
