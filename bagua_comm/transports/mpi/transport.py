@@ -624,7 +624,8 @@ class MPITransport(Transport):
                 if notice.kind == GAVE_UP and not notice.completed.keys().isdisjoint(groups):
                     who = f"rank {self.rank} of {self.size}: {self._name_rank(rank)}"
                     return given_up(who, notice.error, notice.reason)
-        return None
+        dead = self._failed()
+        return self._rank_failed(dead) if dead else None
 
     def _somebody_failed(self) -> bool:
         """Whether a rank has said that it leaves because of an error, or has given up this communicator."""
