@@ -132,6 +132,16 @@ def test_the_others_go_on_with_fewer_down_to_one(device, kind):
 
 
 @one_policy
+def test_ranks_that_all_wait_for_their_devices_learn_of_a_death(device):
+    def wait(comm, step):
+        import cupy
+
+        comm.allreduce(cupy.zeros(3)).get()
+
+    assert trained(device, "nccl", 3, GradientAllReduce(), [(1, 3)], wait, wanted=2).keys() == {0, 1}
+
+
+@one_policy
 def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch):
     from bagua_comm.transports.nccl import watchdog
 

@@ -31,6 +31,7 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, DType, as_bytes, dtype_name, parts, rows, same_memory
 from ...errors import (
+    WHICH_CALLS,
     CommAborted,
     CommError,
     CommMismatch,
@@ -271,7 +272,8 @@ class MPITransport(Transport):
                 # Receive it anyway, so that the next receive gets the next message.
                 self._poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
                 raise CommMismatch(
-                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
+                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}; "
+                    f"{WHICH_CALLS}"
                 )
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
@@ -837,7 +839,7 @@ class MPITransport(Transport):
     def _translate(self, exc: MPI.Exception) -> CommError:
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
-            return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
+            return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text}); {WHICH_CALLS}")
         dead = self._obituary()
         by_death = code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
         if dead or by_death or self._is_revoked():
