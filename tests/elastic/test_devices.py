@@ -147,8 +147,12 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
 
     made, watchdogs = [], []
     enter, begin = fake_nccl.NcclCommunicator._enter, watchdog.Watchdog.__init__
-    monkeypatch.setattr(fake_nccl.NcclCommunicator, "_enter", lambda *given: (made.append(given[0]), enter(*given)))
-    monkeypatch.setattr(watchdog.Watchdog, "__init__", lambda *given: (watchdogs.append(given[0]), begin(*given))[1])
+    monkeypatch.setattr(
+        fake_nccl.NcclCommunicator, "_enter", lambda *given: (made.append(given[0]), enter(*given))
+    )
+    monkeypatch.setattr(
+        watchdog.Watchdog, "__init__", lambda *given: (watchdogs.append(given[0]), begin(*given))[1]
+    )
 
     def also_elsewhere(comm, step):
         """What a program makes beside the engine, and never closes."""

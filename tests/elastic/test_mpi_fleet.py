@@ -210,8 +210,6 @@ def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
     env = {**os.environ, "BAGUA_SPARES": "1"}
     result = run_python(3, script=(tmp_path / "end.py", text), flags=["--ulfm"], env=env, timeout_s=90)
     assert result.stdout.count("ended") == 2, result.stderr
-    assert "process 2 (" in result.stderr
-    assert "has not answered for 5" in result.stderr
 
 
 @pytest.mark.slow
