@@ -1,4 +1,4 @@
-"""DistributedDataParallel with microbatches over processes: the number of processes does not show in the weights."""
+"""DistributedDataParallel with microbatches over MPI: the number of ranks does not show in the weights."""
 
 import pytest
 from support.launch import run_python

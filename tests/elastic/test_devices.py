@@ -25,7 +25,7 @@ PLAN = Plan.pack(SPECS, bucket_bytes=512, alignment=24)
 
 
 class Model:
-    """Weights and gradients on this process's device; the gradient does not depend on how many ranks there are."""
+    """Weights and gradients on this device; the mean gradient does not depend on how many ranks there are."""
 
     def __init__(self):
         import cupy
