@@ -61,7 +61,7 @@ CASES = {
     "asynchronous": (AsyncModelAverage(interval_s=0.005, warmup_steps=2), SGD, set()),
 }
 MOVING = {"asynchronous"}
-ALIKE = {
+ALIKE = {each for each in CASES if each.startswith(("exact, fused", "ByteGrad", "hier", "QAdam", "repro"))}
     name
     for name in CASES
     if name.startswith(("exact, fused", "ByteGrad", "hierarchical", "QAdam", "reproducible"))

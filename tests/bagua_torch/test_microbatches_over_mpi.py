@@ -37,7 +37,7 @@ TRAINING = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_three_processes_with_eight_microbatches_train_as_four_with_six(tmp_path):
     script = tmp_path / "training.py", TRAINING.replace("MICROBATCHES", str(MICROBATCHES))
     said = {}
