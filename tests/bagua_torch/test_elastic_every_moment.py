@@ -62,11 +62,7 @@ CASES = {
 }
 MOVING = {"asynchronous"}
 ALIKE = {each for each in CASES if each.startswith(("exact, fused", "ByteGrad", "hier", "QAdam", "repro"))}
-    name
-    for name in CASES
-    if name.startswith(("exact, fused", "ByteGrad", "hierarchical", "QAdam", "reproducible"))
-}
-"""Where no rank has anything of its own. Elsewhere that is lost if a rank and its buddy die before the next commit."""
+"""Where no rank has anything of its own. Elsewhere it is lost if a rank and its buddy die before the next commit."""
 
 
 class Training:
