@@ -62,7 +62,7 @@ CASES = {
 }
 MOVING = {"asynchronous"}
 ALIKE = {each for each in CASES if each.startswith(("exact, fused", "ByteGrad", "hier", "QAdam", "repro"))}
-"""Where no rank has anything of its own. Elsewhere it is lost if a rank and its buddy die before the next commit."""
+"""Where no rank has anything of its own. Elsewhere that is lost if a rank and its buddy die at about one time."""
 
 
 class Training:
