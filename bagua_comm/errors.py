@@ -51,6 +51,10 @@ class CommMismatch(CommError):  # noqa: N818
     """Ranks made calls that do not fit together."""
 
 
+WHICH_CALLS = "connect(check=True) names the calls that differ"
+"""What to do about a mismatch of bytes, which does not say whose call is the wrong one."""
+
+
 class ArrayError(BaguaError, ValueError):
     """An argument has a wrong value; the message names the argument, its value, and what was expected."""
 

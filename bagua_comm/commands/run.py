@@ -136,6 +136,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("args", nargs=argparse.REMAINDER)
 
 
+def _is_python(script: str) -> bool:
+    """Whether somebody has written a command for Python where the script belongs: python, python3.11."""
+    return Path(script).name.rstrip("0123456789.") == "python"
+
+
 def run(options: argparse.Namespace) -> int:
     """Start the ranks; returns only for `--dry-run` and `--write`.
 
@@ -143,7 +148,8 @@ def run(options: argparse.Namespace) -> int:
         CommandError: The arguments do not go together, or there is no mpirun.
     """
     if not options.module and not Path(options.script).is_file():
-        raise CommandError(f"there is no file {options.script}")
+        advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
+        raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
     if options.write:
         return write.run(options)

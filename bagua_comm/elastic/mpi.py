@@ -118,7 +118,7 @@ class MPIFleet(Fleet):
         self._cause: CommError | None = None
         self._kind = MEETS
         self._beat_s = self._called_s = 0.0
-        """When this process last told the others that it waits, and since when it knows that all should come."""
+        """When this process last told the others that it waits, and since when all should come."""
 
     # Meetings ---------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class MPIFleet(Fleet):
         """The cards of all living processes, by number, once all have come and agree; the same on all."""
         crew = self._crew
         self._cause, self._kind = cause, MEETS if wants == MEET else ENDS
-        self._beat_s, self._called_s = 0.0, time.monotonic() if wants == MEET else float("inf")
+        self._beat_s, self._called_s = 0.0, time.monotonic()
         crew.watch = self._keep_watch
         try:
             self._come()
@@ -237,7 +237,6 @@ class MPIFleet(Fleet):
         """Wait until all living processes have come."""
         crew = self._crew
         self._wait(lambda: all(crew.waits(process) is not None for process in crew.living()))
-        self._called_s = min(self._called_s, time.monotonic())
 
     def _hold_round(self, wants: str) -> dict[int, _Card] | None:
         """The cards of all, or None if a process has died meanwhile; the same on all."""
@@ -323,8 +322,6 @@ class MPIFleet(Fleet):
         if failure := crew.failure():
             crew.over = True
             raise CommAborted(f"process {self.me} ends: {failure}")
-        if any(notice.kind == MEETS for _, notice in crew.calls()):
-            self._called_s = min(self._called_s, now)
         self._fence_off_the_silent(now)
 
     def _fence_off_the_silent(self, now: float) -> None:

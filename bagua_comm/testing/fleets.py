@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ..comm import Communicator
@@ -65,6 +65,8 @@ class ThreadJob:
         self.watch: Callable[[int, str], None] = _watch_nothing
         """Called with the number of a process and the name of what it does, before it does it; may kill."""
         self.threads: list[threading.Thread] = []
+        self.fleet: Callable[[ThreadJob, int], ThreadFleet] = ThreadFleet
+        """Makes the fleet of the process with this number."""
 
     def kill(self, number: int) -> None:
         """Have a process die in its next call; the others learn of it at once."""
@@ -116,7 +118,7 @@ class ThreadJob:
 
         def process() -> None:
             try:
-                outcome["result"] = body(ThreadFleet(self, number))
+                outcome["result"] = body(self.fleet(self, number))
             except Killed as exc:
                 outcome["killed"] = exc
             except BaseException as exc:
@@ -253,6 +255,16 @@ class _Mortal(LocalTransport):
         numbers = tuple(self._members_of[rank] for rank in members)
         hub = self._job.hub(name, len(members))
         return _Mortal(self._job, hub, members.index(self.rank), numbers, self._epoch, name)
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.heard`. Deaths and meetings end the calls that wait on a device, too."""
+        try:
+            self._check_alive()
+        except CommError as exc:
+            return exc
+        except Killed as exc:
+            return CommAborted(str(exc))
+        return super().heard(groups)
 
     def _check_alive(self) -> None:
         job = self._job

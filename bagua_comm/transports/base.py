@@ -336,7 +336,7 @@ class Transport(ABC):
         """
 
     def heard(self, groups: Collection[str]) -> CommError | None:
-        """The error to raise if another rank has given up one of these groups by `tell`; None if none has."""
+        """The error to raise if a rank has given up one of these groups by `tell`, or has died; else None."""
         return None
 
     def close(self) -> None:

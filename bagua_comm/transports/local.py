@@ -20,7 +20,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..cuda import after, mark, passed
-from ..errors import CommAborted, CommError, CommMismatch, CommTimeout
+from ..errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout
 from .base import POINT_TO_POINT, Message, Transport
 from .notices import given_up
 
@@ -123,7 +123,8 @@ class LocalTransport(Transport):
             raise CommMismatch(f"rank {self.rank} called {signature}, but rank {peer} called {other}")
         if message.nbytes != out.nbytes:
             raise CommMismatch(
-                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}"
+                f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {message.nbytes}; "
+                f"{WHICH_CALLS}"
             )
         after(copied)
         out.reshape(-1).view(np.uint8)[...] = message.reshape(-1).view(np.uint8)

@@ -45,6 +45,7 @@ from bagua_comm import (
     kernels,
 )
 from bagua_comm.arrays import Array, as_bytes
+from bagua_comm.errors import WHICH_CALLS
 from bagua_comm.transports import Transport
 from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
 
@@ -306,7 +307,9 @@ class ProcessGroupTransport(Transport):
             raise CommTimeout(f"rank {self.rank} would wait for ever for {out.nbytes} bytes from itself")
         x = messages.popleft()
         if x.nbytes != out.nbytes:
-            raise CommMismatch(f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}")
+            raise CommMismatch(
+                f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}; {WHICH_CALLS}"
+            )
         as_bytes(out)[...] = as_bytes(x)
 
     def _mismatch(self, peer: int, tag: int, frame: _Frame, expected: list[int], last: bool) -> CommMismatch:
@@ -329,7 +332,7 @@ class ProcessGroupTransport(Transport):
                 text = (
                     f"rank {self.rank} called {self.signature()}, but rank {peer} another call, dtype, op or root"
                 )
-        return CommMismatch(text)
+        return CommMismatch(f"{text}; {WHICH_CALLS}")
 
     # Collectives that are faster than those derived from `exchange` ---------------------------------
 

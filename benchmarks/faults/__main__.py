@@ -65,6 +65,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=at_least(0), default=15, help="trainings whose ranks are killed (15)")
+    parser.add_argument("--torch", type=at_least(0), default=0, help="the same with DistributedDataParallel (0)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
     parser.add_argument("--commits", action="store_true", help="what it costs to commit 100 MB; needs root")
@@ -83,6 +84,7 @@ def planned(options: argparse.Namespace) -> list[Trial]:
     """The trials that are asked for."""
     trials = [
         *plans.kills(options.trials, options.seed, regrow=options.regrow),
+        *plans.torch_kills(options.torch, options.seed),
         *plans.stops(options.stops, options.seed),
     ]
     trials += hosts.deaths(options.hosts, options.seed)
@@ -107,15 +109,15 @@ def _record(options: argparse.Namespace) -> dict[str, Any]:
 
 def tried(trial: Trial, data: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Run a trial; its row of the record."""
-    undisturbed = record["undisturbed"]
-    if trial.case.reproducible and not undisturbed.get(trial.case.framework):
-        undisturbed[trial.case.framework] = digest_undisturbed(trial.case, data)
+    undisturbed, case = record["undisturbed"], f"{trial.case.framework}: {trial.case.name}"
+    if trial.case.reproducible and not undisturbed.get(case):
+        undisturbed[case] = digest_undisturbed(trial.case, data)
     seen = hosts.run_on_hosts(trial, data) if trial.kind == "host" else run_trial(trial, data)
-    verdict = judge(trial, seen, undisturbed.get(trial.case.framework))
+    verdict = judge(trial, seen, undisturbed.get(case))
     return {
         "name": trial.name,
         "group": group_of(trial),
-        "algorithm": trial.case.text,
+        "algorithm": trial.case.name,
         "framework": trial.case.framework,
         "blows": [f"{blow.phase}+{blow.delay_s * 1e3:.1f}ms" for blow in trial.blows],
         "struck": [(round(s.t - seen.began, 4), s.pid, s.rank) for s in seen.strokes],

@@ -42,6 +42,10 @@ class NumpyModel(Model):
         """See `Model.weights`."""
         return self.flats
 
+    def parts(self) -> dict[str, Any]:
+        """See `Model.parts`."""
+        return {"model": self}
+
     def state_dict(self) -> dict[str, Any]:
         """See `Model.state_dict`."""
         return {"weights": list(self.flats), "optimizer": [dict(vars(kept)) for kept in self.kept]}
@@ -57,7 +61,7 @@ class NumpyModel(Model):
                 else:
                     setattr(kept, name, value)
 
-    def connect(self, comm: Any) -> Steps:
+    def connect(self, comm: Any, *, init_sync: bool = True) -> Steps:
         """See `Model.connect`."""
         return NumpySteps(self, comm)
 

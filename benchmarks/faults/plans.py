@@ -32,7 +32,10 @@ class Case:
         alike: Whether all ranks have the same weights after each step.
         repeats: Whether a step depends on nothing but the state before it, so that it can be taken again.
         reproducible: Whether the bytes are those of a training that nobody disturbed.
-        frameworks: What it is tried in.
+        framework: What it is tried in.
+        optimizer: In PyTorch, one of `torch_model.OPTIMIZERS`.
+        extras: In PyTorch, what the training has besides: "batchnorm" (statistics of each rank's own), "syncbn",
+            "scaler" (a GradScaler), "sampler" (batches come from one, and depend on how many ranks there are).
     """
 
     text: str
@@ -40,6 +43,15 @@ class Case:
     repeats: bool = True
     reproducible: bool = False
     framework: Literal["numpy", "torch"] = "numpy"
+    optimizer: str = "sgd"
+    extras: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """It in a table."""
+        if self.framework == "numpy":
+            return self.text
+        return ", ".join([self.text, *([self.optimizer] if self.optimizer != "sgd" else []), *self.extras])
 
 
 CASES = [
@@ -59,6 +71,35 @@ CASES = [
     Case("after(20, GradientAllReduce(), DiLoCo(local_steps=10))", alike=False),
     Case("GradientAllReduce(Reproducible(addends=12))", reproducible=True, framework="torch"),
 ]
+
+"""Trials take these in turn."""
+
+
+def _torch(text: str, optimizer: str = "sgd", *extras: str, **facts: bool) -> Case:
+    return Case(text, framework="torch", optimizer=optimizer, extras=extras, **facts)
+
+
+TORCH_CASES = [
+    _torch("GradientAllReduce(Reproducible(addends=12))", reproducible=True),
+    _torch("GradientAllReduce(Reproducible(addends=12))", "fused adam", "scaler", reproducible=True),
+    _torch("GradientAllReduce()", "fused adam", "scaler", "sampler"),
+    _torch("GradientAllReduce()", "sgd", "batchnorm", alike=False),
+    _torch("ByteGrad()", "fused sgd", "syncbn", "scaler"),
+    _torch("GradientAllReduce(ErrorFeedback(Quantized()))", "adam", "syncbn"),
+    _torch("GradientAllReduce(Hierarchical(Quantized()))", "fused sgd", "sampler"),
+    _torch("QAdam(warmup_steps=20)", "qadam"),
+    _torch("QAdam(warmup_steps=20)", "fused qadam", "sampler"),
+    _torch("Decentralized()", alike=False),
+    _torch("Decentralized('one_peer_exponential')", "fused adam", "sampler", alike=False),
+    _torch("every(4, Decentralized())", "adam", alike=False),
+    _torch("LowPrecisionDecentralized()", "sgd", "sampler", alike=False),
+    _torch("LowPrecisionDecentralized()", "fused adam", alike=False),
+    _torch("LowPrecisionOnePeer()", alike=False),
+    _torch("AsyncModelAverage(interval_s=0.01, warmup_steps=20)", "fused sgd", alike=False, repeats=False),
+    _torch("DiLoCo(local_steps=10)", "adam", "scaler", alike=False),
+    _torch("after(20, GradientAllReduce(), DiLoCo(local_steps=10))", "fused sgd", "sampler", alike=False),
+]
+"""Trials of DistributedDataParallel take these in turn."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +159,12 @@ def kills(count: int, seed: int, *, regrow: bool = False) -> Iterator[Trial]:
     """Trials with SIGKILL; with `regrow`, processes are started in the place of dead ones in some of them."""
     for number in range(count):
         yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)], regrow=regrow)
+
+
+def torch_kills(count: int, seed: int) -> Iterator[Trial]:
+    """Trials of DistributedDataParallel with SIGKILL."""
+    for number in range(count):
+        yield draw(f"torch-{seed}-{number}", TORCH_CASES[number % len(TORCH_CASES)])
 
 
 def stops(count: int, seed: int) -> Iterator[Trial]:

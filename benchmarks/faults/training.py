@@ -52,7 +52,7 @@ class Data:
 
 
 class Model(ABC):
-    """Weights, and what the optimizer keeps: what a `State` takes.
+    """Weights, and what the optimizer keeps.
 
     Args:
         data: What it learns.
@@ -70,6 +70,10 @@ class Model(ABC):
         """All weights, sharing memory with the model."""
 
     @abstractmethod
+    def parts(self) -> dict[str, Any]:
+        """What a `State` takes, by name."""
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that must come back after a failure."""
 
@@ -78,8 +82,11 @@ class Model(ABC):
         """Take back what `state_dict` gave."""
 
     @abstractmethod
-    def connect(self, comm: Any) -> Steps:
-        """Make what takes steps on these ranks. Collective."""
+    def connect(self, comm: Any, *, init_sync: bool = True) -> Steps:
+        """Make what takes steps on these ranks; with `init_sync`, all begin with rank 0's, unless a state has it.
+
+        Collective.
+        """
 
     def digest(self) -> str:
         """A short name of the weights' bytes."""
@@ -95,7 +102,7 @@ class Model(ABC):
     def average(self, comm: Any) -> None:
         """Give all ranks the same weights, where an algorithm leaves them with different ones. Collective."""
         if not self.alike:
-            for weight in self.weights():
+            for weight in (each for each in self.weights() if each.dtype.kind == "f"):
                 weight[...] = comm.allreduce(weight, op="avg")
 
 
@@ -145,7 +152,7 @@ def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> s
     """Take these steps again, from what was restored; the digest of the weights. Collective."""
     model.load_state_dict(restored["model"])
     with comm.dup() as again:
-        taken = model.connect(again)
+        taken = model.connect(again, init_sync=False)
         taken.engine.load_state_dict(restored["engine"])
         for step in steps:
             taken.take(step)
@@ -172,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     algorithm = eval(options.algorithm, vars(bagua_comm))
     model = make_model(options, algorithm)
-    state = elastic.State(model=model, step=0)
+    state = elastic.State(**model.parts(), step=0)
 
     def body(comm: Any) -> dict[str, Any]:
         faulthandler.cancel_dump_traceback_later()
@@ -200,7 +207,8 @@ def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
     if options.framework == "torch":
         from .torch_model import TorchModel
 
-        return TorchModel(data, algorithm, alike=options.alike)
+        extras = frozenset(filter(None, options.extras.split(",")))
+        return TorchModel(data, algorithm, alike=options.alike, optimizer=options.optimizer, extras=extras)
     from .numpy_model import NumpyModel
 
     return NumpyModel(data, algorithm, alike=options.alike)
@@ -213,6 +221,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="an npz file with images and labels")
     parser.add_argument("--algorithm", required=True, help="in Python")
     parser.add_argument("--framework", choices=["numpy", "torch"], default="numpy")
+    parser.add_argument("--optimizer", default="sgd", help="one of `torch_model.OPTIMIZERS`")
+    parser.add_argument("--extras", default="", help="in PyTorch; names with commas between, see `plans.Case`")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--commit-every", type=int, default=1)
     parser.add_argument("--min-ranks", type=int, default=1)

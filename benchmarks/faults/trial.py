@@ -19,7 +19,10 @@ from .leftovers import Place
 from .plans import Blow, Trial
 
 LIMIT_S = 60.0
-"""How long a trial may take."""
+"""How long a trial may take once training has begun."""
+
+START_S = 180.0
+"""How long it may take before that: to import PyTorch lasts, on a busy machine."""
 
 BEGINS = {"construct": "enter", "step": "step", "commit": "commit", "recover": "failed", "leave": "trained"}
 BEGINS |= {"dead host": "step", "cut host": "step"}
@@ -84,6 +87,7 @@ def training_of(trial: Trial, place: Place, data: Path) -> list[str]:
     """The module that trains, and its arguments, as `run` takes them."""
     arguments = ["--pipe", place.folder / "events", "--data", data, "--algorithm", trial.case.text]
     arguments += ["--framework", trial.case.framework, "--steps", trial.steps]
+    arguments += ["--optimizer", trial.case.optimizer, "--extras", ",".join(trial.case.extras)]
     arguments += ["--commit-every", trial.commit_every, "--min-ranks", trial.min_ranks]
     arguments += ["--timeout-s", trial.timeout_s]
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
@@ -144,14 +148,16 @@ def _watch(
     seen = Seen(time.monotonic())
     due: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, which, what
     waiting = list(enumerate(trial.blows))
-    ended = False
+    ended, until = False, seen.began + START_S
     while not ended:
         now = time.monotonic()
-        if now > seen.began + LIMIT_S:
+        if now > until:
             seen.seconds = now - seen.began
             return seen
         ended = process.poll() is not None  # before listening, so that nothing it said last is missed
         for event in listener.listen(0.0 if ended else min(0.05, due[0][0] - now if due else 0.05)):
+            if event.what == "enter" and not seen.of("enter"):
+                until = event.t + LIMIT_S
             seen.events.append(event)
             if waiting and not due and _comes(event, waiting[0][1], seen):
                 number, blow = waiting.pop(0)

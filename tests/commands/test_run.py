@@ -84,6 +84,12 @@ def test_run_needs_a_script_that_exists(capsys):
     assert "there is no file no_such_file.py" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["python", "python3.11", "/usr/bin/no-such-folder/python3"])
+def test_run_says_that_it_starts_python_itself(command, capsys):
+    assert cli.main(["run", "-n", "2", command, __file__]) == 2
+    assert f"there is no file {command}; leave it out: run itself starts Python" in capsys.readouterr().err
+
+
 def test_run_without_mpirun_says_what_brings_one(monkeypatch, capsys):
     monkeypatch.setattr(run, "find_mpirun", lambda: None)
     assert cli.main(["run", __file__]) == 127

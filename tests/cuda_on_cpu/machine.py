@@ -557,6 +557,8 @@ class Machine:
             for each in operations:
                 for block in each.blocks:
                     assert not block.freed, f"graph: {each.name} uses memory that was freed since it was captured"
+                for call in each.calls:
+                    assert call.comm.comm, f"graph: {each.name} uses a communicator that was given up"
                 waits = [*first, *(copies[wait] for wait in each.waits)]
                 # Any branch of a graph may go first, as any stream may.
                 copy = Operation(queue, each.name, each.run, waits if self.side == "lazy" else reversed(waits))

@@ -187,3 +187,55 @@ def test_a_process_is_killed_only_if_it_is_the_one_that_is_meant():
         assert child.wait() == -9
     assert not kill(child.pid, began)
     assert start_of(child.pid) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
+    text = """
+        import os
+        import signal
+
+        from bagua_comm.elastic.start import start
+
+        fleet = start(timeout_s=5)
+        fleet.meet()
+        if fleet.me == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        fleet.connect([0, 1]).barrier()
+        fleet.end()
+        print("ended", flush=True)
+    """
+    env = {**os.environ, "BAGUA_SPARES": "1"}
+    result = run_python(3, script=(tmp_path / "end.py", text), flags=["--ulfm"], env=env, timeout_s=90)
+    assert result.stdout.count("ended") == 2, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_what_waits_on_a_device_hears_of_a_death_and_of_a_meeting(tmp_path):
+    text = """
+        import os
+        import signal
+        import time
+
+        from bagua_comm.elastic.start import start
+
+        fleet = start(timeout_s=20)
+        comm = fleet.connect([process.number for process in fleet.meet().alive])
+        comm.barrier()
+        if fleet.me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until = time.monotonic() + 20
+        while (error := comm.transports[0].heard(["a communicator of a device"])) is None:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        print(f"{type(error).__name__}: {error}", flush=True)
+        fleet.meet(error)
+        fleet.end()
+    """
+    result = run_python(3, script=(tmp_path / "hear.py", text), flags=["--ulfm"], timeout_s=90)
+    heard = result.stdout.splitlines()
+    assert len(heard) == 2, result.stderr
+    for line in heard:  # the one that notices the death calls a meeting, which the other may hear of first
+        assert re.match(r"(RankFailed|CommAborted): .*process 1 \(.*\) died", line), line

@@ -9,6 +9,7 @@ from cuda_on_cpu import machine
 
 from bagua_comm import Communicator
 from bagua_comm.testing import Recording, run_ranks
+from bagua_comm.testing.fleets import ThreadFleet, ThreadJob
 
 
 class HostOnly(Recording):
@@ -45,6 +46,37 @@ def run_on_devices(machine, ranks, kind, body, *, nodes=None, **options):
 
     machine.count = 1 if kind == "local" else ranks
     return run_ranks(ranks, run, wrap=Recording if kind == "local" else HostOnly)
+
+
+class DeviceFleet(ThreadFleet):
+    """A process whose communicators carry device arrays over `kind`, as those of `MPIFleet` do."""
+
+    def __init__(self, job, number, kind):
+        super().__init__(job, number)
+        self._kind, self._comms = kind, []
+
+    def meet(self, cause=None):
+        for comm in self._comms:
+            for beside in comm.transports[1:]:
+                beside.leave(f"the processes meet after {cause}")
+        self._comms.clear()
+        return super().meet(cause)
+
+    def connect(self, members):
+        comm = super().connect(members)
+        host = HostOnly(comm.transports[0])
+        nodes = ["host"] * len(members)
+        on_device = Communicator([host, over(self._kind, host)], device=self.me, nodes=nodes)
+        self._comms.append(on_device)
+        return on_device
+
+
+def device_job(machine, kind, size, **options):
+    """A job of processes that each have a device of their own."""
+    machine.count = size
+    job = ThreadJob(size, **options)
+    job.fleet = functools.partial(DeviceFleet, kind=kind)
+    return job
 
 
 run_over_nccl = functools.partial(run_on_devices, kind="nccl")

@@ -300,6 +300,45 @@ def test_a_call_that_a_peer_never_makes_is_given_up(device, connects):
     assert in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.5)) == [0, 1]
 
 
+@one_policy
+@pytest.mark.parametrize("connects", [True, False], ids=["in NCCL", "on its stream"])
+def test_a_call_may_have_a_time_limit_of_its_own(device, connects):
+    import cupy
+
+    device.nccl_connects = connects
+
+    def body(comm):
+        x = cupy.asarray(np.ones(3))
+
+        def call():
+            comm.allreduce(x, timeout_s=0.3)
+            call_once_it_fails(comm)
+
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"allreduce of 24 bytes is not done after 0\.\d s"):
+                call()
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=20.0), seconds=10)
+
+
+@one_policy
+def test_the_time_limit_of_a_call_is_no_limit_of_the_next_one(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.asarray(np.ones(3))
+        comm.allreduce(x, timeout_s=5.0)
+        watch, limits = comm.transports[1]._watch, []
+        begin = watch.begin
+        watch.begin = lambda name, nbytes, limit_s: (limits.append(limit_s), begin(name, nbytes, limit_s))[1]
+        for limit_s in (0.7, None):
+            comm.allreduce(x, timeout_s=limit_s)
+        return limits
+
+    assert run_over_nccl(device, 2, body=body) == [[0.7, None]] * 2
+
+
 def test_close_raises_what_no_call_has(device):
     import cupy
 

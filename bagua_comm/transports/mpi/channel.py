@@ -24,7 +24,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Array, as_bytes, rows
-from ...errors import CommAborted, UnsupportedError
+from ...errors import CommAborted, CommError, UnsupportedError
 from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, chunk_bounds
 from ..pipeline import cut
 from .crew import Crew
@@ -225,6 +225,18 @@ class ChannelTransport(MPITransport):
         self._crew.look_for_deaths(self)
         super()._listen(peers)
         self._crew.look_for_calls()
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.heard`. What waits on a device ends for any death, and for a meeting that is called."""
+        error = super().heard(groups)
+        if error is not None or not self.concurrent or self._crew.watch is not None:
+            return error
+        try:
+            self._crew.look_for_deaths(self)
+            self._crew.look_for_calls()
+        except CommError as exc:
+            return exc
+        return None
 
     def _wait(self, done: Callable[[], bool]) -> None:
         self._poll(done)  # which looks for deaths itself

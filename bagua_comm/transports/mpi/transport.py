@@ -31,6 +31,7 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, DType, as_bytes, dtype_name, parts, rows, same_memory
 from ...errors import (
+    WHICH_CALLS,
     CommAborted,
     CommError,
     CommMismatch,
@@ -271,7 +272,8 @@ class MPITransport(Transport):
                 # Receive it anyway, so that the next receive gets the next message.
                 self._poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
                 raise CommMismatch(
-                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}"
+                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}; "
+                    f"{WHICH_CALLS}"
                 )
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
@@ -624,7 +626,8 @@ class MPITransport(Transport):
                 if notice.kind == GAVE_UP and not notice.completed.keys().isdisjoint(groups):
                     who = f"rank {self.rank} of {self.size}: {self._name_rank(rank)}"
                     return given_up(who, notice.error, notice.reason)
-        return None
+        dead = self._failed()
+        return self._rank_failed(dead) if dead else None
 
     def _somebody_failed(self) -> bool:
         """Whether a rank has said that it leaves because of an error, or has given up this communicator."""
@@ -836,16 +839,24 @@ class MPITransport(Transport):
     def _translate(self, exc: MPI.Exception) -> CommError:
         code, text = exc.Get_error_class(), exc.Get_error_string()
         if code == MPI.ERR_TRUNCATE:
-            return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text})")
-        # Ranks that notice a death revoke the communicator; this may become known before the name of the dead
-        # rank. And if a rank dies in the middle of a collective, Open MPI sometimes gives an unspecific error.
-        until = time.monotonic() + _OBITUARY_S
-        while not (dead := self._failed()) and time.monotonic() < until:
-            time.sleep(0.01)
+            return CommMismatch(f"rank {self.rank}: a peer sent more than was expected ({text}); {WHICH_CALLS}")
+        dead = self._obituary()
         by_death = code in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED)
         if dead or by_death or self._is_revoked():
             return self._rank_failed(dead)
         return CommError(f"rank {self.rank}: MPI failed: {text}")
+
+    def _obituary(self) -> list[int]:
+        """The ranks known to be dead, once there are some, or after `_OBITUARY_S`.
+
+        Ranks that notice a death revoke the communicator; this may become known before the name of the dead rank.
+        And if a rank dies in the middle of a collective, Open MPI sometimes gives an unspecific error.
+        """
+        until = time.monotonic() + _OBITUARY_S
+        while not (dead := self._failed()) and time.monotonic() < until:
+            MPI.COMM_SELF.Iprobe()  # MPI learns of deaths in those of its calls that look for messages
+            time.sleep(0.01)
+        return dead
 
     def _rank_failed(self, dead: Sequence[int]) -> RankFailed:
         if self._world_is_new():

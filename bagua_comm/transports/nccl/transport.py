@@ -345,12 +345,15 @@ class NcclTransport(Transport):
         self._watch.abort()
 
     def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`; with a `reason`, the calls in flight on this rank end at once."""
+        """See `Transport.leave`; with a `reason`, the calls in flight on this rank end at once.
+
+        That is so in all communicators that were split off from this one as well, those of lanes among them.
+        """
         if reason is not None:
             self._others_know = True
             for family in self._names.joined:
                 self._host.tell(family, CommAborted(reason))
-            self._watch.abort()
+            self._watchdog.give_up(reason)
         return True
 
     def close(self) -> None:

@@ -150,6 +150,18 @@ class Watch:
         self.fail(CommAborted, f"{self.who}: this communicator was aborted")
         self._told = True
 
+    def give_up(self, reason: str) -> None:
+        """Free the communicator in the background, and end its calls in flight; tells and waits for nobody."""
+        self._told = True
+        if self._closed:
+            return
+        if self._failure is None:
+            self._failure = CommAborted, f"{self.who}: {reason}"
+        self._closed = True
+        atexit.unregister(self.leave)
+        self._watchdog.discard(self)
+        self._over.set()
+
     def close(self, limit_s: float) -> None:
         """Free the communicator, once its calls have ended; raises the first failure that no call has raised."""
         self.leave(limit_s)
@@ -213,6 +225,11 @@ class Watchdog:
         """Watch a communicator no longer."""
         self._watches.remove(watch)
         self._busy.set()
+
+    def give_up(self, reason: str) -> None:
+        """Give up all communicators; see `Watch.give_up`."""
+        for watch in tuple(self._watches):
+            watch.give_up(reason)
 
     def wake(self) -> None:
         """Tell the thread that something is in flight."""
