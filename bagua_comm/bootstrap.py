@@ -310,6 +310,15 @@ def job() -> Job:
     return Job.of(os.environ)
 
 
+def variables_of_the_job() -> dict[str, str]:
+    """This process's environment variables, without those that a launcher has given to this process alone."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BAGUA_RECRUITER", "PWD", "OLDPWD"}
+    prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+    return {
+        name: value for name, value in os.environ.items() if name not in own and not name.startswith(prefixes)
+    }
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)
@@ -459,6 +468,8 @@ def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
         RankFailed: A process died before the others could go on without it.
     """
     ending, roll = _start_mpi(timeout_s, None)
+    if job().recruiter:
+        return first()  # it waits until the others let it in
     with ending.limit(Wait(roll, timeout_s + LOOK_S)):
         try:
             return first()

@@ -157,7 +157,7 @@ class ChannelTransport(MPITransport):
     ) -> None:
         self._crew = crew
         super().__init__(
-            cast(MPI.Comm, Channel(crew.comm, members, channel)),
+            cast(MPI.Comm, Channel(crew.comm, [crew.rank_of(each) for each in members], channel)),
             timeout_s=timeout_s,
             world=crew,
             group=f"channel {channel}",
