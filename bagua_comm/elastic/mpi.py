@@ -40,7 +40,8 @@ from ..transports.mpi.crew import ENDS, MEETINGS, MEETS, Crew
 from ..transports.mpi.world import Place
 from . import recruits
 from .fleet import Death, Fleet, Meeting, Process
-from .recruits import Origin, Recruit, Recruiter, Welcome
+from .origin import Origin
+from .recruits import Recruit, Recruiter, Welcome
 
 BITS = 30
 """How many processes an agreement of MPI is about; it agrees on an int."""
@@ -107,7 +108,6 @@ def gather(timeout_s: float) -> MPIFleet:
 
 def _joined(origin: Origin, timeout_s: float) -> MPIFleet:
     """The fleet that this process is let into, as a newcomer."""
-    kernels.on_host()
     comm, welcome = recruits.join(origin)
     fleet = MPIFleet(comm, timeout_s=timeout_s, wanted=welcome.wanted, welcome=welcome)
     fleet.begin()

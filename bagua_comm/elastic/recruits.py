@@ -20,13 +20,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from mpi4py import MPI
 
 from ..errors import RankFailed
 from ..processes import kill, start_of, started_with, state_of, this_host
+from .origin import VARIABLE, Origin
 
 START_S = 60.0
 """How long newcomers may take until they are ready; those that take longer are killed, and others are started."""
@@ -42,9 +42,6 @@ LOOK_S = 0.5
 
 NAP_S = 0.001
 """How long newcomers, and those who let them in, sleep between two looks."""
-
-VARIABLE = "BAGUA_RECRUITER"
-"""The environment variable by which a newcomer learns who has started it."""
 
 _READY, _VERDICT, _LET_IN = 1, 2, 3
 """Tags of messages between the recruiter and the newcomers."""
@@ -64,34 +61,6 @@ class Recruit(NamedTuple):
     pid: int
     start: int
     """See `processes.start_of`."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Who has started a newcomer, and with whom."""
-
-    name: str
-    """That of the newcomers that were started together."""
-    pid: int
-    start: int
-    host: str
-
-    @classmethod
-    def parse(cls, text: str) -> Origin:
-        """What `str` has written.
-
-        >>> str(Origin.parse("a 1 2 b c"))
-        'a 1 2 b c'
-        """
-        name, pid, start, host = text.split(" ", 3)
-        return cls(name, int(pid), int(start), host)
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.pid} {self.start} {self.host}"
-
-    def is_gone(self) -> bool:
-        """Whether the recruiter has ended, as far as this host can tell."""
-        return self.host == this_host() and start_of(self.pid) != self.start
 
 
 class Welcome(NamedTuple):
@@ -173,7 +142,7 @@ class Group:
     def __init__(self, count: int, variables: dict[str, str]) -> None:
         me = os.getpid()
         self._origin = Origin(secrets.token_hex(8), me, start_of(me), this_host())
-        self._count, self._variables = count, variables | {VARIABLE: str(self._origin)}
+        self._count, self._variables = count, variables | {VARIABLE: self._origin.text()}
         self._begun_s = self._looked_s = time.monotonic()
         self._seen = self._given_up = False
         self._error: Exception | None = None
@@ -214,14 +183,14 @@ class Group:
         self._looked_s = now
         if now - self._begun_s > START_S:
             return f"were not ready in {START_S:.3g} s"
-        living = len(started_with(VARIABLE, str(self._origin)))
+        living = len(started_with(VARIABLE, self._origin.text()))
         self._seen = self._seen or living >= self._count
         return "died before they were ready" if self._seen and living < self._count and not self.recruits else None
 
     def give_up(self) -> None:
         """End them."""
         self._given_up = True
-        for process in started_with(VARIABLE, str(self._origin)):
+        for process in started_with(VARIABLE, self._origin.text()):
             kill(process, start_of(process))
 
     def tell(self, what: object) -> None:
@@ -325,17 +294,15 @@ def join(origin: Origin) -> tuple[MPI.Intracomm, Welcome]:
 
 def _hear(pair: MPI.Comm, origin: Origin, limit_s: float) -> Any:
     """What the recruiter says next."""
-    until, look_s = time.monotonic() + limit_s, 0.0
+    until = time.monotonic() + limit_s
     while True:
         try:
             if pair.Iprobe(0, _VERDICT):
                 return pair.recv(None, 0, _VERDICT)
         except MPI.Exception as exc:
-            raise RankFailed(f"the process that has started this one is gone: {exc}") from exc
-        now = time.monotonic()
-        if now > until or (now > look_s and origin.is_gone()):
-            raise RankFailed("the process that has started this one did not let it in")
-        look_s = now + LOOK_S if now > look_s else look_s
+            raise RankFailed(f"{origin}, which has started this process, is gone: {exc}") from exc
+        if time.monotonic() > until:
+            raise RankFailed(f"{origin}, which has started this process, did not let it in")
         time.sleep(NAP_S)
 
 
