@@ -124,9 +124,7 @@ class MPIFleet(Fleet):
         welcome: What this process was told, if it is a newcomer.
     """
 
-    def __init__(
-        self, comm: MPI.Comm, *, timeout_s: float, wanted: int, welcome: Welcome | None = None
-    ) -> None:
+    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, welcome: Welcome | None = None) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._crew = Crew(comm, None if welcome is None else welcome.numbers)
         self._started = self._crew.size

@@ -111,7 +111,7 @@ class Recruiter:
             self._group = Group(self._count, self._variables)
         else:
             _log.warning(
-                "processes were started %d times in the place of dead ones, and %s; training goes on without them",
+                "%d times processes were started in the place of dead ones, and %s; training goes on with fewer",
                 self._tries,
                 trouble,
             )
@@ -185,7 +185,8 @@ class Group:
             return f"were not ready in {START_S:.3g} s"
         living = len(started_with(VARIABLE, self._origin.text()))
         self._seen = self._seen or living >= self._count
-        return "died before they were ready" if self._seen and living < self._count and not self.recruits else None
+        some_died = self._seen and living < self._count and not self.recruits
+        return "died before they were ready" if some_died else None
 
     def give_up(self) -> None:
         """End them."""
@@ -241,8 +242,17 @@ def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
 
 
 def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Comm, peer: int, *, behind: bool) -> MPI.Intracomm:
-    """A communicator of two groups. `pair` is one of rank `first` of this group, and of rank `peer` of it, which
-    is in the other group. Collective."""
+    """A communicator of this group and of another one.
+
+    Collective.
+
+    Args:
+        mine: The communicator of this group.
+        first: The rank there of the process that is in `pair`.
+        pair: One with somebody of the other group; only that process needs it.
+        peer: The rank of the other group's process in `pair`.
+        behind: Whether this group's ranks come last.
+    """
     between = mine.Create_intercomm(first, cast(MPI.Intracomm, pair), peer, _LET_IN)
     between.Set_errhandler(MPI.ERRORS_RETURN)
     everyone = between.Merge(behind)

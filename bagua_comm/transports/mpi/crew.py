@@ -1,8 +1,9 @@
 """The processes of a job over MPI that goes on when some of them die: who is dead, and who calls a meeting.
 
-All of them are ranks of one communicator, which is never revoked, and beside which none is made, but for one that
-takes its place when newcomers are let in (`Crew.move`). A process learns of a death from MPI, or from another process, which calls a meeting when it learns of one. A process that
-waits at a meeting says so again and again, so that it can be told from one that hangs.
+All of them are ranks of one communicator, which is never revoked. None is made beside it; when newcomers are let
+in, one with them takes its place (`Crew.move`). A process learns of a death from MPI, or from another process,
+which calls a meeting when it learns of one. A process that waits at a meeting says so again and again, so that it
+can be told from one that hangs.
 """
 
 from __future__ import annotations
