@@ -477,6 +477,11 @@ def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
             raise _lost_at_the_start(roll, exc) from exc
 
 
+def ends_with(everyone: MPI.Comm) -> None:
+    """An error of this process that nobody catches ends all in this communicator, and not MPI's world alone."""
+    _this_process().everyone = everyone
+
+
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
     """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
     for name, value in MPI_SETTINGS.items():
@@ -586,6 +591,8 @@ class _Ending:
         self.process = os.getpid()
         self.worlds: list[_World] = []
         """The open ones."""
+        self.everyone: MPI.Comm | None = None
+        """All processes of the job, if others than those of MPI's world belong to it."""
         self._job = job()
         self._rank = 0
         self._orderly = True
@@ -641,13 +648,13 @@ class _Ending:
         self._end_all(1)
 
     def _is_alone(self) -> bool:
-        """Whether MPI's world is this process."""
-        alone: bool = self._mpi.COMM_WORLD.Get_size() == 1
+        """Whether the job is this process, as far as MPI knows."""
+        alone: bool = (self.everyone or self._mpi.COMM_WORLD).Get_size() == 1
         return alone
 
     def _name(self) -> str:
         """This rank, as messages call it; its launcher may know of ranks that MPI does not find."""
-        world = self._mpi.COMM_WORLD
+        world = self.everyone or self._mpi.COMM_WORLD
         return self._roll.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
 
     def _wait_for_turn(self) -> None:
@@ -665,7 +672,7 @@ class _Ending:
                 stream.flush()
         mpi = self._mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
-            mpi.COMM_WORLD.Abort(exit_code)
+            (self.everyone or mpi.COMM_WORLD).Abort(exit_code)
         os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
     # Exceptions and signals -------------------------------------------------------------------------

@@ -130,6 +130,7 @@ class MPIFleet(Fleet):
         self._started = self._crew.size
         """How many processes were started with the job."""
         if welcome is not None:
+            bootstrap.ends_with(comm)
             self._crew.meetings, self._started = welcome.meetings, welcome.started
             self._crew.dead = set(range(self._crew.size)) - set(welcome.numbers)
         self.recruits = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -469,6 +470,7 @@ class MPIFleet(Fleet):
         comm, ranks = made
         numbers = recruits.numbered(crew.numbers, ranks, crew.size, len(newcomers))
         crew.move(comm, numbers)
+        bootstrap.ends_with(comm)
         self._round = 0
         for number, each in zip(numbers[-len(newcomers) :], newcomers, strict=True):
             self._cards[number] = _Card(MEET, each.host, each.name, each.pid, each.start, ())
