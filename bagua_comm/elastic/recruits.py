@@ -221,15 +221,18 @@ def let_in(old: MPI.Comm, group: Group | None, recruiter: int) -> tuple[MPI.Intr
     """
 
     def make() -> tuple[MPI.Intracomm, list[int]]:
-        living = cast(MPI.Intracomm, old).Shrink()
+        living = cast(MPI.Intracomm, cast(MPI.Intracomm, old).Shrink())
         living.Set_errhandler(MPI.ERRORS_RETURN)
         ranks = _ranks_in(old, living)
         pair = group.pair if group is not None else None
-        return _merged(living, ranks.index(recruiter), pair or MPI.COMM_SELF, 1, behind=False), ranks
+        return _merged(
+            living, ranks.index(recruiter), pair or MPI.COMM_SELF, 1, behind=False
+        ), ranks
 
     if group is not None:
         group.tell(_COME)
-    return _in_time(make)
+    made: tuple[MPI.Intracomm, list[int]] = _in_time(make)
+    return made
 
 
 def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
@@ -241,7 +244,7 @@ def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
         group.Free()
 
 
-def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Comm, peer: int, *, behind: bool) -> MPI.Intracomm:
+def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Intracomm, peer: int, *, behind: bool) -> MPI.Intracomm:
     """A communicator of this group and of another one.
 
     Collective.
@@ -253,7 +256,7 @@ def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Comm, peer: int, *, behin
         peer: The rank of the other group's process in `pair`.
         behind: Whether this group's ranks come last.
     """
-    between = mine.Create_intercomm(first, cast(MPI.Intracomm, pair), peer, _LET_IN)
+    between = mine.Create_intercomm(first, pair, peer, _LET_IN)
     between.Set_errhandler(MPI.ERRORS_RETURN)
     everyone = between.Merge(behind)
     between.Disconnect()  # otherwise MPI crashes later

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +129,13 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
         if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
-            hold(comm, state)
+            hold(comm, lambda: commit(steps, model, state, tell))
             options.ranks = 0  # nobody came: end without them
         steps.take(step)
         state.step += 1
         tell("step", step=state.step)
         if state.step % options.commit_every == 0:
-            steps.engine.settle()
-            tell("commit", step=state.step, digest=model.digest(), total=model.total())
-            state.commit()
-            tell("committed", step=state.step)
+            commit(steps, model, state, tell)
     steps.close()
     model.average(comm)
     ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
@@ -148,12 +145,20 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell
     return ended
 
 
-def hold(comm: Any, state: Any) -> None:
+def commit(steps: Steps, model: Model, state: Any, tell: Teller) -> None:
+    """Commit, and tell so. Collective."""
+    steps.engine.settle()
+    tell("commit", step=state.step, digest=model.digest(), total=model.total())
+    state.commit()
+    tell("committed", step=state.step)
+
+
+def hold(comm: Any, commit: Callable[[], None]) -> None:
     """Commit without steps, which lets newcomers in, for `HOLD_S` at most. Collective."""
     until = time.monotonic() + HOLD_S
     while comm.broadcast_object(time.monotonic() < until, root=0):
         time.sleep(0.02)
-        state.commit()
+        commit()
 
 
 def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> str:
