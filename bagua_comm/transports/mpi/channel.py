@@ -160,7 +160,7 @@ class ChannelTransport(MPITransport):
             cast(MPI.Comm, Channel(crew.comm, [crew.rank_of(each) for each in members], channel)),
             timeout_s=timeout_s,
             world=crew,
-            group=f"channel {channel}",
+            group=f"channel {crew.size}.{channel}",  # numbers begin anew in a communicator with newcomers
             members=members,
             with_window=with_window,
         )
