@@ -225,9 +225,7 @@ def let_in(old: MPI.Comm, group: Group | None, recruiter: int) -> tuple[MPI.Intr
         living.Set_errhandler(MPI.ERRORS_RETURN)
         ranks = _ranks_in(old, living)
         pair = group.pair if group is not None else None
-        return _merged(
-            living, ranks.index(recruiter), pair or MPI.COMM_SELF, 1, behind=False
-        ), ranks
+        return _merged(living, ranks.index(recruiter), pair or MPI.COMM_SELF, 1, behind=False), ranks
 
     if group is not None:
         group.tell(_COME)
