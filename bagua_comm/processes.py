@@ -117,20 +117,6 @@ def kill(process: int, start: int) -> bool:
         os.close(handle)
 
 
-def started_with(variable: str, value: str) -> list[int]:
-    """The processes of this host that were started with this value of an environment variable, by their numbers.
-
-    >>> started_with("SET_BY_NOBODY", "1")
-    []
-    """
-    found, mark = [], f"{variable}={value}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it belongs to somebody else, or has just ended
-            if mark in (folder / "environ").read_bytes().split(b"\0") and state_of(int(folder.name)) != "ended":
-                found.append(int(folder.name))
-    return found
-
-
 def starter(variable: str) -> int:
     """The nearest process above this one that was started without this environment variable; 1 if there is none.
 
