@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
@@ -319,6 +319,15 @@ def job() -> Job:
     return Job.of(os.environ)
 
 
+def variables_of_the_job() -> dict[str, str]:
+    """This process's environment variables, without those that a launcher has given to this process alone."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "BAGUA_RECRUITER", "PWD", "OLDPWD"}
+    prefixes = ("OMPI_", "PMIX_", "PMI_", "PRTE_")
+    return {
+        name: value for name, value in os.environ.items() if name not in own and not name.startswith(prefixes)
+    }
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)
@@ -469,13 +478,19 @@ def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
         RankFailed: A process died before the others could go on without it.
     """
     ending, roll = _start_mpi(timeout_s, None)
-    with ending.limit(Wait(roll, timeout_s + LOOK_S)):
+    # A newcomer waits for as long as the others train; see `elastic.recruits`.
+    with nullcontext() if job().recruiter else ending.limit(Wait(roll, timeout_s + LOOK_S)):
         try:
             fleet = first()
         except CommError as exc:
             raise _lost_at_the_start(roll, exc) from exc
     ending.tell_failure = fleet.fail
     return fleet
+
+
+def ends_with(everyone: MPI.Comm) -> None:
+    """An error of this process that nobody catches ends all in this communicator, and not MPI's world alone."""
+    _this_process().everyone = everyone
 
 
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
@@ -587,6 +602,8 @@ class _Ending:
         self.process = os.getpid()
         self.worlds: list[_World] = []
         """The open ones."""
+        self.everyone: MPI.Comm | None = None
+        """All processes of the job, if others than those of MPI's world belong to it."""
         self._job = job()
         self._rank = 0
         self._orderly = True
@@ -647,13 +664,13 @@ class _Ending:
         self._end_all(1)
 
     def _is_alone(self) -> bool:
-        """Whether MPI's world is this process."""
-        alone: bool = self._mpi.COMM_WORLD.Get_size() == 1
+        """Whether the job is this process, as far as MPI knows."""
+        alone: bool = (self.everyone or self._mpi.COMM_WORLD).Get_size() == 1
         return alone
 
     def _name(self) -> str:
         """This rank, as messages call it; its launcher may know of ranks that MPI does not find."""
-        world = self._mpi.COMM_WORLD
+        world = self.everyone or self._mpi.COMM_WORLD
         return self._roll.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
 
     def _wait_for_turn(self) -> None:
@@ -674,7 +691,7 @@ class _Ending:
                 self.tell_failure(self._failure)
         mpi = self._mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
-            mpi.COMM_WORLD.Abort(exit_code)
+            (self.everyone or mpi.COMM_WORLD).Abort(exit_code)
         os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
 
     # Exceptions and signals -------------------------------------------------------------------------

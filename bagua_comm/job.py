@@ -60,6 +60,9 @@ class Job:
     """With fewer ranks training does not go on; None if the user did not say."""
     attempt: int = 0
     """How often mpirun has been started again."""
+    recruiter: str = ""
+    """Who has started this process in the place of a dead one, as BAGUA_RECRUITER tells (see `elastic.recruits`);
+    empty in those that were started with the job."""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Job:
@@ -84,13 +87,14 @@ class Job:
             number("BAGUA_SPARES", 0) or 0,
             number("BAGUA_MIN_RANKS", 1),
             number("BAGUA_ATTEMPT", 0) or 0,
+            variables.get("BAGUA_RECRUITER", ""),
         )
 
     def variables(self) -> dict[str, str]:
         """The environment variables from which `of` makes this job again.
 
         >>> Job.of(Job("a", Path("/a"), 1, 2, 3).variables())
-        Job(name='a', folder=PosixPath('/a'), spares=1, min_ranks=2, attempt=3)
+        Job(name='a', folder=PosixPath('/a'), spares=1, min_ranks=2, attempt=3, recruiter='')
         """
         found = {"BAGUA_SPARES": str(self.spares)}
         if self.min_ranks is not None:

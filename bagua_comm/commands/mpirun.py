@@ -109,9 +109,9 @@ class Mpirun:
         return ("--mca", "btl_tcp_links", str(count))
 
     def ulfm(self) -> tuple[str, ...]:
-        """The arguments with which ranks may die, and the others go on."""
+        """The arguments with which ranks may die, and the others go on, newcomers among them."""
         self.must_be_open_mpi("--ulfm")
-        return ("--with-ft", "ulfm")
+        return ("--with-ft", "ulfm", "--prtemca", "state_base_recoverable", "1")
 
     def search_path(self) -> dict[str, str]:
         """PATH, if this mpirun needs it to find its own programs, which lie beside it."""

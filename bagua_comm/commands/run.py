@@ -299,6 +299,7 @@ def make_plan(
 def _arguments(job: _Job) -> Iterator[Setting]:
     """How ranks are placed, and how they talk."""
     options, mpirun = job.options, job.mpirun
+    survives = options.ulfm or job.supervised is not None
     if job.hosts:
         yield Setting("you named these hosts", mpirun.hosts(job.hosts, job.hostfile))
     if mpirun.is_open_mpi:
@@ -310,9 +311,14 @@ def _arguments(job: _Job) -> Iterator[Setting]:
         why = f"Open MPI sees {count(physical, 'core')} here, with {job.cores} hardware threads; a rank takes one"
         yield Setting(why, ("--oversubscribe",))
     if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
-        why = "one host: ranks talk through shared memory, and listen on no port"
-        yield Setting(why, ("--mca", "btl", "self,sm"))
-    if options.ulfm or job.supervised is not None:
+        if survives:
+            why = "one host: ranks talk through shared memory; newcomers by TCP, which this host alone can reach"
+            own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
+            yield Setting(why, ("--mca", "btl", "self,sm,tcp", *own))
+        else:
+            why = "one host: ranks talk through shared memory, and listen on no port"
+            yield Setting(why, ("--mca", "btl", "self,sm"))
+    if survives:
         yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
     if options.links:
         yield Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))

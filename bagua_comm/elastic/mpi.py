@@ -8,6 +8,9 @@ meeting is an assembly that ends with all living processes agreeing, in rounds o
     tell      each other who one is, what one wants, and which processes one has killed
     agree     that all have heard; if not, begin another round
 
+If newcomers wait at a meeting (see `recruits`), the living make one communicator with them, agree that all have
+got it, go on in it, and meet again, with the newcomers.
+
 The end of the job is an assembly as well, so that no process leaves while another one may have to train its last
 steps again.
 """
@@ -35,7 +38,10 @@ from ..trace import NULL
 from ..transports.mpi.channel import ChannelTransport
 from ..transports.mpi.crew import ENDS, FAILS, FAREWELL_S, MEETINGS, MEETS, Crew
 from ..transports.mpi.world import Place
+from . import recruits
 from .fleet import Death, Fleet, Meeting, Process
+from .origin import Origin
+from .recruits import Recruit, Recruiter, Welcome
 
 BITS = 30
 """How many processes an agreement of MPI is about; it agrees on an int."""
@@ -48,6 +54,9 @@ NAP_S = 0.0005
 
 STAND_BY_NAP_S = 0.002
 """How long a process that stands by sleeps between them."""
+
+MOST_LOST = 20
+"""How many newcomers may have died until no more are started."""
 
 MEET, END, SPARE = "meet", "end", "spare"
 """What a process wants of an assembly: to go on; to end the job; or whichever the others want."""
@@ -69,6 +78,8 @@ class _Card:
     """See `processes.start_of`."""
     killed: tuple[tuple[int, str], ...]
     """Which processes this one has killed, and why."""
+    brings: tuple[Recruit, ...] = ()
+    """The newcomers that wait to be let in, which this one has started."""
 
 
 def gather(timeout_s: float) -> MPIFleet:
@@ -77,7 +88,10 @@ def gather(timeout_s: float) -> MPIFleet:
     Raises:
         BootstrapError: BAGUA_SPARES leaves nobody to train.
     """
-    spares, size = bootstrap.job().spares, MPI.COMM_WORLD.Get_size()
+    job, size = bootstrap.job(), MPI.COMM_WORLD.Get_size()
+    spares = job.spares
+    if job.recruiter:
+        return _joined(Origin.parse(job.recruiter), timeout_s)
     if spares >= size:
         raise BootstrapError(
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
@@ -89,6 +103,14 @@ def gather(timeout_s: float) -> MPIFleet:
     return fleet
 
 
+def _joined(origin: Origin, timeout_s: float) -> MPIFleet:
+    """The fleet that this process is let into, as a newcomer."""
+    comm, welcome = recruits.join(origin)
+    fleet = MPIFleet(comm, timeout_s=timeout_s, wanted=welcome.wanted, welcome=welcome)
+    fleet.begin()
+    return fleet
+
+
 class MPIFleet(Fleet):
     """The processes that mpirun has started, of which some may die.
 
@@ -96,11 +118,20 @@ class MPIFleet(Fleet):
         comm: The communicator of all of them; no other thread may make collective calls of it.
         timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers.
         wanted: How many processes train while there are as many.
+        welcome: What this process was told, if it is a newcomer.
     """
 
-    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int) -> None:
+    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, welcome: Welcome | None = None) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._crew = Crew(comm)
+        self._crew = Crew(comm, None if welcome is None else welcome.numbers)
+        self._started = self._crew.size
+        """How many processes were started with the job."""
+        if welcome is not None:
+            bootstrap.ends_with(comm)
+            self._crew.meetings, self._started = welcome.meetings, welcome.started
+            self._crew.dead = set(range(self._crew.size)) - set(welcome.numbers)
+        self.recruits = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._recruiter = Recruiter(bootstrap.variables_of_the_job())
         self.me, self.wanted, self.timeout_s = self._crew.me, wanted, timeout_s
         self._round = 0
         self._control: ChannelTransport | None = None
@@ -136,7 +167,10 @@ class MPIFleet(Fleet):
         before = self._crew.dead
         while True:
             cards = self._assemble(MEET, cause)
-            if all(card.wants == MEET for card in cards.values()):
+            bringer = next((process for process, card in sorted(cards.items()) if card.brings), None)
+            if bringer is not None:
+                self._let_in(bringer, cards[bringer].brings)
+            elif all(card.wants == MEET for card in cards.values()):
                 break
         self._crew.meetings += 1
         self._crew.dead = set(range(self._crew.size)) - set(cards)
@@ -182,6 +216,7 @@ class MPIFleet(Fleet):
 
     def _say_farewell(self, everyone: Iterable[int]) -> None:
         """Wait until the others have learnt that the job has ended, but not for long."""
+        self._recruiter.close()
         self._crew.over = True
         self._crew.meetings += 1
         until = time.monotonic() + FAREWELL_S
@@ -252,7 +287,9 @@ class MPIFleet(Fleet):
         patience_s = self._patience_s()
         control = ChannelTransport(self._crew, alive, channel, timeout_s=patience_s, with_window=False)
         me, host = os.getpid(), this_host()
-        card = _Card(wants, host, socket.gethostname(), me, start_of(me), tuple(self._killed.items()))
+        group = self._recruiter.ready() if wants == MEET else None
+        brings = group.recruits if group is not None else ()
+        card = _Card(wants, host, socket.gethostname(), me, start_of(me), tuple(self._killed.items()), brings)
         told: list[dict[str, Any]] = []
         with suppress(CommError):
             told = Communicator([control], tracer=NULL).allgather_object(asdict(card))
@@ -401,15 +438,43 @@ class MPIFleet(Fleet):
     # Newcomers --------------------------------------------------------------------------------------
 
     def recruit(self, count: int) -> None:
-        """See `Fleet.recruit`.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(
-            "this fleet cannot start processes; start spares with the job: bagua run --spares 1"
-        )
+        """See `Fleet.recruit`."""
+        if not self.recruits:
+            raise UnsupportedError(
+                "this MPI starts no processes beside threads that call it; start spares with the job: bagua run "
+                "--spares 1"
+            )
+        lost = sum(process >= self._started for process in self._crew.dead)
+        if lost < MOST_LOST:
+            self._recruiter.start(count)
+        else:
+            _log.warning("%d newcomers have died; no more are started", lost)
 
     def recruits_wait(self) -> bool:
         """See `Fleet.recruits_wait`."""
-        return False
+        return self._recruiter.ready() is not None
+
+    def _let_in(self, bringer: int, newcomers: Sequence[Recruit]) -> None:
+        """Go on with newcomers, or without them, if that fails; the same on all. Collective."""
+        crew = self._crew
+        group = self._recruiter.take() if bringer == self.me else None
+        made: tuple[MPI.Intracomm, list[int]] | None = None
+        with suppress(RankFailed):
+            made = recruits.let_in(crew.comm, group, crew.rank_of(bringer))
+        while (agreed := self._agree(made is not None)) is None:
+            pass  # another one has died; what was made is as good
+        if not agreed or made is None:
+            _log.warning("newcomers could not be let in; training goes on without them")
+            if group is not None:
+                group.give_up()
+            return
+        comm, ranks = made
+        numbers = recruits.numbered(crew.numbers, ranks, crew.size, len(newcomers))
+        crew.move(comm, numbers)
+        bootstrap.ends_with(comm)
+        self._round = 0
+        for number, each in zip(numbers[-len(newcomers) :], newcomers, strict=True):
+            self._cards[number] = _Card(MEET, each.host, each.name, each.pid, each.start, ())
+            crew.places[number] = Place(each.name, each.pid)
+        if group is not None:
+            group.tell(Welcome(numbers, self.wanted, crew.meetings, self._started))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 
-from .. import bootstrap
+from .. import bootstrap, kernels
 from ..errors import BootstrapError
+from ..roll import Limit
+from ..transports import LocalTransport
 from .fixed import FixedFleet
 from .fleet import Fleet
+from .origin import Origin
+
+_log = logging.getLogger(__name__)
 
 _under_torchrun: Callable[[float], Fleet] | None = None
 
@@ -49,4 +56,18 @@ def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
 
         return mpi.gather(timeout_s)
 
-    return bootstrap.start_fleet(timeout_s, gather)
+    recruiter = bootstrap.job().recruiter
+    if not recruiter:
+        return bootstrap.start_fleet(timeout_s, gather)
+    origin = Origin.parse(recruiter)
+    # Nobody waits for a newcomer yet: so what takes long the first time happens now.
+    kernels.on_host()
+    bootstrap.open_world(LocalTransport(), [0]).close()
+    with Limit(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up):
+        return bootstrap.start_fleet(timeout_s, gather)
+
+
+def _give_up(why: str) -> None:
+    """End this newcomer, which nobody lets in any more: MPI may wait for ever."""
+    _log.info("a newcomer ends: %s", why)
+    os._exit(0)

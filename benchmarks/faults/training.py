@@ -18,8 +18,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from .events import Teller
 
 MICROBATCHES, IMAGES = 12, 8
 """Microbatches of a step, over all ranks, and images of one: 12 are shared evenly by 1, 2, 3, 4 and 6 ranks."""
+
+LAST_STEPS, HOLD_S = 10, 20.0
+"""Steps for which a training that starts processes waits until there are as many as before, and how long."""
 
 LR, MOMENTUM, ADAM_LR = 0.1, 0.9, 3e-3
 
@@ -131,14 +135,14 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell
     tell("constructed")
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
+        if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
+            hold(comm, lambda: commit(steps, model, state, tell))
+            options.ranks = 0  # nobody came: end without them
         steps.take(step)
         state.step += 1
         tell("step", step=state.step)
         if state.step % options.commit_every == 0:
-            steps.engine.settle()
-            tell("commit", step=state.step, digest=model.digest(), total=model.total())
-            state.commit()
-            tell("committed", step=state.step)
+            commit(steps, model, state, tell)
     steps.close()
     model.average(comm)
     ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
@@ -146,6 +150,22 @@ def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell
     if options.replay:
         ended["replayed"] = replay(comm, model, restored, range(began, options.steps))
     return ended
+
+
+def commit(steps: Steps, model: Model, state: Any, tell: Teller) -> None:
+    """Commit, and tell so. Collective."""
+    steps.engine.settle()
+    tell("commit", step=state.step, digest=model.digest(), total=model.total())
+    state.commit()
+    tell("committed", step=state.step)
+
+
+def hold(comm: Any, commit: Callable[[], None]) -> None:
+    """Commit without steps, which lets newcomers in, for `HOLD_S` at most. Collective."""
+    until = time.monotonic() + HOLD_S
+    while comm.broadcast_object(time.monotonic() < until, root=0):
+        time.sleep(0.02)
+        commit()
 
 
 def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> str:
@@ -228,6 +248,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-ranks", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=15.0)
     parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
+    parser.add_argument("--ranks", type=int, default=0, help="wait until so many train before the last steps")
     parser.add_argument("--alike", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--replay", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--compiled", action="store_true", help="use Numba's kernels")

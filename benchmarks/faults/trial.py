@@ -92,7 +92,7 @@ def training_of(trial: Trial, place: Place, data: Path) -> list[str]:
     arguments += ["--timeout-s", trial.timeout_s]
     arguments += ["--alike" if trial.case.alike else "--no-alike"]
     arguments += ["--replay" if trial.case.repeats else "--no-replay"]
-    arguments += ["--regrow"] if trial.kind == "spawn" else []
+    arguments += ["--regrow", "--ranks", trial.ranks] if trial.kind == "spawn" else []
     return ["-m", "benchmarks.faults.training", *map(str, arguments)]
 
 

@@ -157,10 +157,10 @@ class ChannelTransport(MPITransport):
     ) -> None:
         self._crew = crew
         super().__init__(
-            cast(MPI.Comm, Channel(crew.comm, members, channel)),
+            cast(MPI.Comm, Channel(crew.comm, [crew.rank_of(each) for each in members], channel)),
             timeout_s=timeout_s,
             world=crew,
-            group=f"channel {channel}",
+            group=f"channel {crew.size}.{channel}",  # numbers begin anew in a communicator with newcomers
             members=members,
             with_window=with_window,
         )

@@ -1,8 +1,9 @@
 """The processes of a job over MPI that goes on when some of them die: who is dead, and who calls a meeting.
 
-All of them are ranks of one communicator, which is never revoked, and beside which none is made. A process
-learns of a death from MPI, or from another process, which calls a meeting when it learns of one. A process that
-waits at a meeting says so again and again, so that it can be told from one that hangs.
+All of them are ranks of one communicator, which is never revoked. None is made beside it; when newcomers are let
+in, one with them takes its place (`Crew.move`). A process learns of a death from MPI, or from another process,
+which calls a meeting when it learns of one. A process that waits at a meeting says so again and again, so that it
+can be told from one that hangs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,17 +39,19 @@ MEETINGS = "meetings"
 
 
 class Crew(World):
-    """The processes of a job, by their ranks in `comm`, which are their numbers.
+    """The processes of a job, by their numbers.
+
+    A process keeps its number for as long as it lives. At the start these are the ranks of `comm`.
 
     Args:
         comm: The communicator of all processes.
+        numbers: Their numbers, by rank; the ranks themselves by default.
     """
 
     notices_tag: ClassVar[int] = NOTICES_TAG
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        super().__init__(comm, [Place("a host not known yet", 0)] * comm.Get_size(), frozenset())
-        self.me, self.size = comm.Get_rank(), comm.Get_size()
+    def __init__(self, comm: MPI.Comm, numbers: Sequence[int] | None = None) -> None:
+        super().__init__(comm, [], frozenset())
         self.dead: set[int] = set()
         """Those who were dead at the last meeting."""
         self.meetings = 0
@@ -57,28 +60,63 @@ class Crew(World):
         """What to do while this process waits at a meeting; None outside of meetings."""
         self.over = False
         """Whether the job has ended, well or because the program has failed somewhere."""
-        self._serial, self._giving = itertools.count(), threading.Lock()
+        self._giving = threading.Lock()
+        self._left: list[object] = []
+        """What MPI may still use of communicators that this process has left."""
+        self._be_in(comm, range(comm.Get_size()) if numbers is None else numbers)
+
+    def move(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
+        """Go on in another communicator, with the same processes and new ones; `numbers` are theirs, by rank.
+
+        Collective. The one before is kept for ever: messages may be under way there.
+        """
+        self._left.append((self.comm, self._under_way, self._arriving))
+        self._under_way, self._arriving = [], None
+        self.completed.clear()
+        self._be_in(comm, numbers)
+
+    def _be_in(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
+        self.comm, self.numbers = comm, list(numbers)
+        self.me = self.numbers[comm.Get_rank()]
+        self.size = max(len(self.places), 1 + max(self.numbers))
+        """How many processes there have ever been."""
+        self.places += [Place("a host not known yet", 0)] * (self.size - len(self.places))
+        self._ranks = {number: rank for rank, number in enumerate(self.numbers)}
         self._everyone = comm.Get_group()
+        self._serial = itertools.count()
+
+    def rank_of(self, process: int) -> int:
+        """The rank of a process in the communicator."""
+        return self._ranks[process]
+
+    def _post(self, rank: int, message: bytes) -> None:
+        super()._post(self.rank_of(rank), message)
+
+    def _take(self) -> tuple[int, bytes] | None:
+        taken = super()._take()
+        return None if taken is None else (self.numbers[taken[0]], taken[1])
 
     # Channels ---------------------------------------------------------------------------------------
 
     def new_channel(self) -> int:
         """The number of a channel that no process has used or will use, unless this one passes it on."""
         with self._giving:
-            return next(self._serial) * (self.size + 1) + self.me
+            return next(self._serial) * (len(self.numbers) + 1) + self.comm.Get_rank()
 
     def channel_of_round(self, number: int) -> int:
         """The number of the channel of a round of meetings; the rounds are counted alike on all processes."""
-        return number * (self.size + 1) + self.size
+        return number * (len(self.numbers) + 1) + len(self.numbers)
 
     # Deaths -----------------------------------------------------------------------------------------
 
     def failed(self) -> set[int]:
-        """Those that MPI knows to be dead."""
+        """Those that MPI knows to be dead, and those that died before newcomers were let in."""
+        gone = set(range(self.size)) - self._ranks.keys()
         group = self.comm.Get_failed()
         try:
             count = group.Get_size()
-            return set(group.Translate_ranks(range(count), self._everyone)) if count else set()
+            ranks = group.Translate_ranks(range(count), self._everyone) if count else ()
+            return gone | {self.numbers[rank] for rank in ranks}
         finally:
             group.Free()
 
