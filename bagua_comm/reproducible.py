@@ -232,17 +232,47 @@ def _sum(
     comm: Communicator, mine: Sequence[Array], bounds: Array, addends: int, out: Array, *, divisor: int
 ) -> None:
     """Add what all ranks give as `mine`, `addends` arrays in all; divide by `divisor`. Collective."""
-    bits, run = 31 - (addends - 1).bit_length(), kernels.of(out)
     fields = comm.scratch.take("fields", (len(bounds) - 1,), np.uint8, like=out)
-    total = comm.scratch.take("total of addends", out.shape, np.int32, like=out)
     fields[...] = 0
     for x in mine:
-        run.fixed_exponents(x, bounds, fields)
+        kernels.of(x).fixed_exponents(x, bounds, fields)
     comm.allreduce(fields, out=fields, op="max")
-    for x in mine:
-        run.fixed_add(x, bounds, fields, bits, total, first=x is mine[0])
-    comm.allreduce(total, out=total, op="sum")
-    run.fixed_mean(total, bounds, fields, bits, divisor, out)
+    call = Call(comm, "reproducible_allreduce", mine[-1], addends=addends)
+    call.target = out
+    with call:
+        call.transport.allreduce_encoded(_FixedPoint(mine, bounds, fields, addends, divisor), out)
+
+
+class _FixedPoint:
+    """What is added: multiples of the units, as int32. See `Encoding`."""
+
+    dtype = np.dtype(np.int32)
+
+    def __init__(self, mine: Sequence[Array], bounds: Array, fields: Array, addends: int, divisor: int) -> None:
+        self._mine, self._bounds, self._fields, self._divisor = mine, bounds, fields, divisor
+        self._bits = 31 - (addends - 1).bit_length()
+        self._run = kernels.of(fields)
+
+    def encode(self, piece: slice, out: Array) -> None:
+        """The sum over this rank's addends."""
+        bounds, fields = self._blocks(piece)
+        for i, x in enumerate(self._mine):
+            self._run.fixed_add(x[piece], bounds, fields, self._bits, out, first=i == 0)
+
+    def decode(self, total: Array, piece: slice, out: Array) -> None:
+        """The sum or mean."""
+        self._run.fixed_mean(total, *self._blocks(piece), self._bits, self._divisor, out)
+
+    def _blocks(self, piece: slice) -> tuple[Array, Array]:
+        """Where the blocks of a piece begin in it, and the last one ends; and their fields."""
+        bounds, fields = self._bounds, self._fields
+        if piece.stop - piece.start == self._mine[0].size:
+            return bounds, fields
+        first = int(bounds.searchsorted(piece.start, "right")) - 1
+        end = max(int(bounds.searchsorted(piece.stop, "left")), first)
+        inside = bounds[first : end + 1] - piece.start
+        inside[0], inside[-1] = 0, piece.stop - piece.start
+        return inside, fields[first:end]
 
 
 def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int) -> Array:
