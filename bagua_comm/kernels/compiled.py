@@ -380,8 +380,8 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
     return _mean_of_fixed(kind, address(total), address(bounds), blocks, address(fields), bits, divisor, target)
 
 
-# Blocks are short. LLVM makes quick loops over them only where each loop is in a function of its own, and where its
-# arrays are at one place, not at one of two: so float32, which needs no conversion, has branches of its own.
+# Blocks are short. LLVM makes quick loops over them only where each loop is in a function of its own, and where
+# its arrays are at one place, not at one of two: so float32, which needs no conversion, has branches of its own.
 
 
 @_kernel
@@ -470,7 +470,7 @@ def _mean_strip(sums: Array, field: int, bits: int, divisor: int, values: Array)
     if field == _NOT_FINITE:
         values[:] = _float(_NAN)
     elif divisor & (divisor - 1) == 0 and factor >= _SMALLEST_NORMAL:
-        # Multiplied by a power of two, nothing is rounded but what overflows: so it may be rounded before.
+        # A product with a power of two is exact, or overflows: so it may be rounded before.
         _round_and_multiply(sums, np.float32(factor), values)
     else:
         _divide_and_multiply(sums, np.float64(divisor), unit, values)

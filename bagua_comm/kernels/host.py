@@ -367,7 +367,7 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
             found, sums = fields[group.blocks], total[group.at]
             power = _exponents(found) - 126 - bits
             if divisor == 1 << shift and power.min() - shift >= -126:
-                # Multiplied by a power of two, nothing is rounded but what overflows: so it may be rounded before.
+                # A product with a power of two is exact, or overflows: so it may be rounded before.
                 value = out[group.at] if out.dtype == np.float32 else np.empty(sums.shape, np.float32)
                 np.copyto(value, sums, casting="unsafe")
                 value *= group.spread(np.ldexp(np.float32(1), power - shift))
