@@ -26,6 +26,11 @@ largest |x| of the block. The clip acts only where M > 128. Else bits >= 24, and
 |x / unit| <= 2^bits - 2^(bits - 24), which is an integer. Where it acts, it keeps means of the largest finite
 numbers finite; then q is off by at most 1.
 
+*Beside float32.* A sum of 8 in rank order loses more than this, in blocks of 128, where values of a block are of
+similar size: normal ones, Student-t(3), one lognormal scale for each block. Where each element has a lognormal
+scale of its own, this loses more from about sigma = 2 on; in blocks of 64 from about 2.75 on. That is what was
+measured, as relative L2 errors; it is not a bound.
+
 *How y is rounded.* S / M is rounded to float64, multiplied by a power of two, which is exact, and rounded to
 float32. That is the float32 nearest to S unit / M. Two roundings differ from one only if S / M is near the middle
 between two neighbours of float32, but not on it, nearer than 2^-53 of itself. The middle is m 2^j with m < 2^25,
@@ -78,7 +83,9 @@ class Reproducible:
     a copy of the gradients for every one of its microbatches but the last.
 
     Args:
-        block: How many neighbouring elements share a unit. Fewer lose less, and cost more bytes.
+        block: How many neighbouring elements share a unit. Fewer lose less, and cost more bytes: one for each
+            block. With 128, it loses more than float32 does where scales inside a block are spread as widely as
+            a lognormal distribution of sigma 2 or more.
         addends: How many addends there are on all ranks together; None if each rank has one.
 
     Raises:
