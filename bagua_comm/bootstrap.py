@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 from . import cuda, launchers
 from .comm import Communicator
@@ -56,7 +56,13 @@ from .transports import LocalTransport, Transport, base
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-T = TypeVar("T")
+
+class _Fails(Protocol):
+    def fail(self, reason: str) -> None:
+        """Tell the others that the program has failed here."""
+
+
+F = TypeVar("F", bound=_Fails)
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -71,6 +77,9 @@ data."""
 
 TIMEOUT_S = 300.0
 """How long a call waits for its peers, unless told otherwise."""
+
+LAST_S = 10.0
+"""How long MPI_Finalize may take where ranks may have died; then the process ends without it."""
 
 TURN_S, LAST_TURN_S = 0.3, 3.0
 """Ranks that may have the same error report it in turn: each this much later than the one before it, and at most
@@ -326,9 +335,7 @@ def torchrun_local_rank() -> int:
     Raises:
         BootstrapError: LOCAL_RANK is not a number.
     """
-    if "LOCAL_RANK" not in os.environ:
-        return 0
-    return launchers.checked_number(os.environ, "LOCAL_RANK", "a number from 0 on", 0)
+    return _number_from_torchrun("LOCAL_RANK")
 
 
 def torchrun_restarts() -> int:
@@ -337,9 +344,13 @@ def torchrun_restarts() -> int:
     Raises:
         BootstrapError: TORCHELASTIC_MAX_RESTARTS is not a number.
     """
-    if "TORCHELASTIC_MAX_RESTARTS" not in os.environ:
+    return _number_from_torchrun("TORCHELASTIC_MAX_RESTARTS")
+
+
+def _number_from_torchrun(name: str) -> int:
+    if name not in os.environ:
         return 0
-    return launchers.checked_number(os.environ, "TORCHELASTIC_MAX_RESTARTS", "a number from 0 on", 0)
+    return launchers.checked_number(os.environ, name, "a number from 0 on", 0)
 
 
 class _World(Communicator):
@@ -421,13 +432,12 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
     from mpi4py import MPI
 
     from .transports.mpi import MPITransport
+    from .transports.mpi.world import first_beside
 
     try:
         with ending.limit(Wait(roll, timeout_s + LOOK_S)):
             duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
-            here = duplicate.Split_type(MPI.COMM_TYPE_SHARED)
-            (first,) = here.Get_group().Translate_ranks([0], duplicate.Get_group())
-            here.Free()
+            first = first_beside(duplicate)
             transport = MPITransport(duplicate, timeout_s=timeout_s)
             facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
     except CommTimeout:
@@ -449,7 +459,7 @@ def starts_a_fleet() -> bool:
     return _under_mpi() and _has_ulfm()
 
 
-def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
+def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
     """Start MPI, and return the result of `first`, which all processes call once it has started.
 
     Collective. If a process does not come in time, one prints a message that names it, and the job ends.
@@ -461,9 +471,11 @@ def start_fleet(timeout_s: float, first: Callable[[], T]) -> T:
     ending, roll = _start_mpi(timeout_s, None)
     with ending.limit(Wait(roll, timeout_s + LOOK_S)):
         try:
-            return first()
+            fleet = first()
         except CommError as exc:
             raise _lost_at_the_start(roll, exc) from exc
+    ending.tell_failure = fleet.fail
+    return fleet
 
 
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
@@ -587,6 +599,10 @@ class _Ending:
         self._hook: Callable[..., Any] = sys.__excepthook__
         self._thread_hook: Callable[..., Any] = threading.__excepthook__
         self._hooked_in = False
+        self._failure = "an error"
+        """Why all ranks end, in words."""
+        self.tell_failure: Callable[[str], None] | None = None
+        """Tells the others of a fleet, which may survive MPI_Abort."""
         self._earlier_error = _last_error()
 
     def start_mpi(self, roll: Roll, timeout_s: float) -> None:
@@ -627,6 +643,7 @@ class _Ending:
         """Print a message, unless another rank has, and end all ranks."""
         self._wait_for_turn()
         self._print_once(message)
+        self._failure = message
         self._end_all(1)
 
     def _is_alone(self) -> bool:
@@ -652,6 +669,9 @@ class _Ending:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
+        if self.tell_failure is not None:
+            with suppress(Exception):
+                self.tell_failure(self._failure)
         mpi = self._mpi
         if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
             mpi.COMM_WORLD.Abort(exit_code)
@@ -736,6 +756,7 @@ class _Ending:
             each = each.__cause__ or each.__context__
         due_to_others = any(isinstance(each, CommError) for each in chain)
         facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
+        self._failure = f"{type(error).__name__}: {error}"
         self._job.record("error", rank=self._rank, **facts)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
@@ -790,6 +811,8 @@ class _Ending:
         self._forget_sigterm()  # Python calls no signal handler while MPI ends
         if _has_ulfm():
             # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
+            if self._library is None:  # the user's mpi4py would call it, and wait for ever
+                self._finalize_within(ctypes.CDLL(self._mpi.__file__), LAST_S)
             _end_without_destructors()
             return
         if self._library is None:
@@ -801,7 +824,7 @@ class _Ending:
             print(self._roll.remark(self._timeout_s), file=sys.stderr, flush=True)
             self._library.MPI_Finalize()
         else:
-            self._finalize_after_an_error()
+            self._finalize_within(self._library, self._timeout_s)
 
     def leave(self, world: _World) -> None:
         """Leave a world, and let the other ranks know. Collective."""
@@ -815,18 +838,19 @@ class _Ending:
         if not orderly:
             world.flight.write(left="its program ended, or it closed its communicator")
 
-    def _finalize_after_an_error(self) -> None:
+    def _finalize_within(self, library: Any, limit_s: float) -> None:
+        """End MPI, which may hang after an error; then this process ends without it."""
         message = (
-            f"{self._roll.me()}: MPI did not end within {self._timeout_s:g} s after a call had failed; this "
-            "process ends without it"
+            f"{self._roll.me()}: MPI did not end within {limit_s:g} s after a rank or a call had failed; "
+            "this process ends without it"
         )
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + limit_s
         limit = Limit(lambda: message if time.monotonic() > deadline_s else None, self.give_up)
         try:
             limit.__enter__()
         except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
-            faulthandler.dump_traceback_later(self._timeout_s, exit=True)
-        self._library.MPI_Finalize()
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+        library.MPI_Finalize()
 
 
 def _initialize(mpi: Any) -> Any:

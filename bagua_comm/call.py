@@ -25,7 +25,7 @@ from . import arrays, refusals, trace
 from .agreement import compare_calls
 from .arrays import Array, as_array, check_reduction, returned
 from .bucket import Bucket
-from .errors import ArrayError, BootstrapError, CommError, UnsupportedError
+from .errors import ArrayError, CommError, UnsupportedError
 from .flight import recorder as flight
 from .hooks import CallView
 from .transports.base import Transport, check_timeout
@@ -104,7 +104,7 @@ class Call:
         **detail: Any,
     ) -> None:
         if timeout_s is not None:
-            check_seconds(name, timeout_s)
+            check_timeout(name, timeout_s, ArrayError)
         self.comm, self.name, self.detail, self.timeout_s = comm, name, detail, timeout_s
         self.given = x
         """`x` as the caller gave it: what the result is like."""
@@ -199,7 +199,8 @@ class Call:
         dtype = None if x is NOTHING else x.dtype
         place, detail = comm.work.place, self.detail
         self._record = record = [
-            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None, False, None
+            comm.group, number, collective, name, dtype, x.shape, detail, place, start, None,
+            self.transport.enqueues, None,
         ]  # fmt: skip
         comm.flight.ring.append(record)
         try:
@@ -389,14 +390,6 @@ class Turn:
 # ---------------------------------------------------------------------------------------------------
 # Arrays
 # ---------------------------------------------------------------------------------------------------
-
-
-def check_seconds(call: str, timeout_s: object) -> None:
-    """Raise `ArrayError` unless `timeout_s` is a time that a call can wait."""
-    try:
-        check_timeout(call, timeout_s)
-    except BootstrapError as exc:
-        raise ArrayError(str(exc)) from None
 
 
 def as_argument(call: str, name: str, x: Any) -> Array:

@@ -1,4 +1,4 @@
-"""Files that outlive a call: the user's cache folder, a private folder in its place, and atomic writes.
+"""Files that outlive a call: folders that only their user can write to, folders in memory, and atomic writes.
 
 What lies in the cache is run as code, so nobody but its owner may be able to write there. And in a folder that
 others can write to, nobody may redirect our writes by a link at a name that can be guessed.
@@ -50,6 +50,25 @@ def is_own_file(path: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISREG(found.st_mode) and is_private(found)
+
+
+def make_own_folder(folder: Path) -> bool:
+    """Make a folder that nobody else can read, unless it is there; whether it is a folder of this user's alone.
+
+    A link is none, since another one may have put it there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and is_private(found)
+
+
+def shared_memory() -> Path:
+    """Where files lie in memory, if this system has a file system there; else the folder of temporary files."""
+    memory = Path("/dev/shm")
+    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BootstrapError
-from .files import is_private
+from .files import make_own_folder
 from .launchers import checked_number
 
 RECORD, COMMITTED = "record", "committed"
@@ -109,11 +109,10 @@ class Job:
         if self.folder is None:
             return
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            private = is_private(self.folder.lstat())
+            is_mine = make_own_folder(self.folder)
         except OSError as exc:
             raise BootstrapError(f"the folder of this job, {self.folder}, cannot be made: {exc}") from exc
-        if not private or self.folder.is_symlink():
+        if not is_mine:
             raise BootstrapError(f"the folder of this job, {self.folder}, belongs to somebody else; remove it")
 
     def record(self, kind: str, **facts: Any) -> None:

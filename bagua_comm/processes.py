@@ -34,7 +34,7 @@ def state_of(process: int) -> str:
     if not os.path.isdir("/proc/self"):
         return ""
     try:
-        letter = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        letter = _stat(process)[0]
     except OSError:
         return "ended"
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(letter, "running")
@@ -61,8 +61,43 @@ def start_of(process: int) -> int:
     True
     """
     with suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(_stat(process)[19])
     return 0
+
+
+def _stat(process: int) -> list[str]:
+    """What Linux tells of a process in a line, from its state on: what comes before may hold anything."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _parent(process: int) -> int:
+    return int(_stat(process)[1])
+
+
+def started_with(name: str, value: str) -> dict[int, dict[str, str]]:
+    """The processes of this host that were started with a certain environment variable.
+
+    Returns:
+        By process, all the variables that it was started with.
+
+    >>> started_with("SET_BY_NOBODY", "1")
+    {}
+    """
+    found = {}
+    for entry in os.scandir("/proc") if os.path.isdir("/proc/self") else ():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                variables = _environment(int(entry.name))
+                if variables.get(name) == value:
+                    found[int(entry.name)] = variables
+    return found
+
+
+def _environment(process: int) -> dict[str, str]:
+    """The environment variables that a process was started with."""
+    texts = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(text).partition("=") for text in texts if text)
+    return {name: value for name, _, value in pairs}
 
 
 def kill(process: int, start: int) -> bool:
@@ -90,12 +125,10 @@ def starter(variable: str) -> int:
     >>> starter("SET_BY_NOBODY") == os.getppid()
     True
     """
-    process, mark = os.getppid(), f"{variable}=".encode()
+    process = os.getppid()
     with suppress(OSError, IndexError, ValueError):
-        while process > 1 and any(
-            each.startswith(mark) for each in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        ):
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        while process > 1 and variable in _environment(process):
+            process = _parent(process)
     return process
 
 
@@ -113,5 +146,5 @@ def slurm_step() -> str | None:
             title = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
             if found := re.match(r"slurmstepd: \[(\d+)(?:\+\d+)?(?:\.(\w+))?", title):
                 return f"{found[1]}.{found[2] or 'batch'}"
-            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+            process = _parent(process)
     return None

@@ -204,10 +204,10 @@ def reproducible_allreduce(
 
     Every block of `block` elements has a unit, a power of two: with f, the exponent field of the largest
     magnitude in the block on all ranks, and bits = 31 - ceil(log2 p) on p ranks, it is
-    2^(max(f, 1) - 126 - bits). Elements are rounded to multiples of it, half to even, which are added
-    as int32; the sum is rounded to float32 and then to the dtype. So an element is off by at most 2^-bits of the
-    largest in its block, before the last
-    rounding. A block with an infinity or a NaN becomes NaN. The module has the proofs.
+    2^(max(f, 1) - 126 - bits). Elements are rounded to multiples of it, half to even, which are added as int32;
+    the sum is rounded to float32, and then to the dtype. So every addend is off by at most 2^-bits of the largest
+    in its block, before these last roundings. A block with an infinity or a NaN becomes NaN. The module has the
+    proofs.
 
     Args:
         comm: The ranks, at most 65536.

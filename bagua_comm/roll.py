@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .launchers import SRUN, SRUN_PMIX, find
-from .processes import state_of
+from .processes import started_with, state_of
 
 LATE_S, START_S = 3.0, 30.0
 """How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
@@ -214,17 +214,10 @@ class Roll:
     def processes(self) -> dict[int, int]:
         """The process of each rank that runs on this host."""
         found: dict[int, list[int]] = {}
-        wanted = f"PMIX_NAMESPACE={self._job}".encode()
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if wanted in variables:
-                for variable in variables:
-                    name, _, value = variable.partition(b"=")
-                    if name == b"PMIX_RANK" and value.isdigit():
-                        found.setdefault(int(value), []).append(int(folder.name))
+        for process, variables in started_with("PMIX_NAMESPACE", self._job).items():
+            rank = variables.get("PMIX_RANK", "")
+            if rank.isdecimal():
+                found.setdefault(int(rank), []).append(process)
         # A rank's children have the same variables: take a process that is stopped, if any, else the oldest.
         return {
             rank: min(same, key=lambda process: (state_of(process) != "stopped", process))

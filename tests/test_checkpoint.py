@@ -73,10 +73,8 @@ def assert_same(actual, expected):
             expected.tobytes(),
         )
     elif isinstance(expected, dict):
-        assert list(actual) == list(expected)
-        assert list(map(type, actual)) == list(map(type, expected))
-        for key in expected:
-            assert_same(actual[key], expected[key])
+        for mine, other in zip(actual.items(), expected.items(), strict=True):
+            assert_same(mine, other)  # by their places: NaN is a key that is not equal to itself
     elif isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected)
         for mine, other in zip(actual, expected, strict=True):
@@ -116,9 +114,10 @@ def test_every_value_comes_back_to_the_bit(tmp_path, ranks):
         assert_same(loaded.tree, {"all": VALUES, "own": [VALUES, rank]})
 
 
-plain = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.binary(max_size=3)
-)
+text = st.text(
+    'aB0 \0\n"\\é\u2028\ud7ff\U0001f600', max_size=3
+)  # of any characters Hypothesis makes a table first, for seconds
+plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), text, st.binary(max_size=3))
 nested = st.recursive(
     plain,
     lambda inner: (

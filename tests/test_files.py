@@ -190,3 +190,15 @@ def test_a_cupy_that_finds_no_folder_at_all_is_no_reason_not_to_connect(tmp_path
     """
     cupy = "raise FileNotFoundError('[Errno 2] No such file or directory')"
     assert "CuPy cannot be imported" in run_without_home(tmp_path, code, cupy)
+
+
+@pytest.mark.usefixtures("generous_umask")
+def test_a_folder_of_ones_own_is_no_link_and_nobody_else_can_write_to_it(tmp_path):
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    assert files.make_own_folder(folder)
+    assert files.make_own_folder(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    link.symlink_to(folder)
+    assert not files.make_own_folder(link)
+    folder.chmod(0o777)
+    assert not files.make_own_folder(folder)

@@ -11,6 +11,7 @@ def launch(tmp_path, ranks, script, **options):
     return run_python(ranks, script=(tmp_path / "script.py", script), **options)
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_communicator_are_the_world(tmp_path):
     result = launch(
         tmp_path,

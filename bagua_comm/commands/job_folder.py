@@ -13,12 +13,14 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ..files import shared_memory
+from ..processes import started_with
 
 PREFIX, UNFINISHED = "bagua_comm-job-", "bagua_comm-new-"
 """How the names of folders begin; the second, while they are being made."""
@@ -47,12 +49,6 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock)
-
-
-def shared_memory() -> Path:
-    """Where folders of jobs lie: in memory, if this system has a file system there."""
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def make(facts: dict[str, Any]) -> JobFolder:
@@ -106,24 +102,13 @@ def end_leftovers(job: str, *, grace_s: float = GRACE_S) -> int:
     """
     found: set[int] = set()
     deadline = time.monotonic() + grace_s
-    while left := _processes_of(job):
+    while left := set(started_with("BAGUA_JOB", job)) - {os.getpid()}:
         over = time.monotonic() >= deadline
-        for pid in left if over else set(left) - found:
+        for pid in left if over else left - found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL if over else signal.SIGTERM)
-        found.update(left)
+        found |= left
         if time.monotonic() > deadline + GRACE_S:
             break  # the kernel still holds them, as a file system that hangs does
         time.sleep(0.02)
     return len(found)
-
-
-def _processes_of(job: str) -> Sequence[int]:
-    mark = f"BAGUA_JOB={job}".encode()
-    found = []
-    for entry in os.scandir("/proc") if os.path.isdir("/proc/self") else ():
-        if entry.name.isdecimal() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if mark in Path(entry.path, "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-    return found

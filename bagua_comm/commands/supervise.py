@@ -40,6 +40,9 @@ LOOK_S = 0.1
 END_S = 15.0
 """How long mpirun has to end its ranks after a signal; then it is killed."""
 
+OVER_S = 3.0
+"""How often the supervisor looks whether all ranks have ended; an mpirun that goes on after two looks hangs."""
+
 LOST_END_S = 1.0
 """The same, where it may wait for a host that is gone."""
 
@@ -226,7 +229,7 @@ class _Supervisor:
             signals.process = process
         pulse = Pulse(self.agent, [host.name for host in place.hosts if host.name in self.others])
         lost: list[str] = []
-        deadline, look_s, over = float("inf"), time.monotonic() + END_S, False
+        deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -240,10 +243,10 @@ class _Supervisor:
                 if lost or signals.first is not None:
                     deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
                 if not place.hosts and time.monotonic() > look_s:
-                    look_s = time.monotonic() + END_S
+                    look_s = time.monotonic() + OVER_S
                     over_before, over = over, self._all_have_ended()
                     if over and over_before:
-                        deadline = look_s - END_S  # mpirun hangs
+                        deadline = look_s - OVER_S  # mpirun hangs
                 if time.monotonic() > deadline:
                     process.kill()
         finally:

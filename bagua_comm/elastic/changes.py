@@ -35,7 +35,7 @@ class Change:
         return tuple(each for each in self.after if each not in self.before)
 
     def __str__(self) -> str:
-        who = ", ".join(f"{each.process} {each.reason}" for each in self.dead) or "nobody died"
+        who = ", ".join(map(str, self.dead)) or "nobody died"
         return f"{who}; {len(self.before)} ranks before, {len(self.after)} from now on, from commit {self.commit}"
 
 
@@ -67,4 +67,4 @@ class History:
 
 def names_of(dead: Iterable[Death]) -> str:
     """The names of the dead, for a message."""
-    return "; ".join(f"{death.process} {death.reason}" for death in dead) or "nobody known"
+    return "; ".join(map(str, dead)) or "nobody known"

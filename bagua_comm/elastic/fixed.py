@@ -41,7 +41,7 @@ class FixedFleet(Fleet):
         rows = self._world.allgather_object((socket.gethostname(), os.getpid()))
         return Meeting(1, tuple(Process(rank, host, pid) for rank, (host, pid) in enumerate(rows)), ())
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`; all processes are members."""
         if list(members) != list(range(self._world.size)):
             raise UnsupportedError(
@@ -53,14 +53,6 @@ class FixedFleet(Fleet):
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`; nobody stands by here."""
         return False
-
-    def ask_to_meet(self) -> None:
-        """Refuse.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        raise UnsupportedError(f"this job meets only once; {ADVICE}")
 
     def recruit(self, count: int) -> None:
         """See `Fleet.recruit`.

@@ -38,6 +38,9 @@ class Death:
     reason: str
     """For example "died", or "did not answer for 30 s, and was killed"."""
 
+    def __str__(self) -> str:
+        return f"{self.process} {self.reason}"
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -78,24 +81,26 @@ class Fleet(ABC):
 
         Raises:
             RankFailed: This process has been fenced, or the meeting cannot be held.
+            CommAborted: The program has failed on another process; see `fail`.
         """
 
     @abstractmethod
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """A communicator of the processes with these numbers, in this order; they alone call this.
 
         Collective among `members`, directly after a meeting, in the same order on all of them. A death in the
         middle of it is a `CommError`, also in every later call of the communicator, and its close waits for
         nobody.
+
+        Args:
+            members: The numbers of the processes, by rank.
+            control: Whether it is for what a meeting has to say and bring, before anybody trains: host arrays
+                alone, without what makes large reductions fast. It may be ready much sooner.
         """
 
     @abstractmethod
     def stand_by(self) -> bool:
         """Wait without training; True when a meeting was called, False when the job has ended."""
-
-    @abstractmethod
-    def ask_to_meet(self) -> None:
-        """Have all processes meet, for another reason than a death; the caller goes to the meeting itself."""
 
     @abstractmethod
     def recruit(self, count: int) -> None:
@@ -110,6 +115,15 @@ class Fleet(ABC):
     @abstractmethod
     def recruits_wait(self) -> bool:
         """Whether processes that were recruited wait to be let in at a meeting. Any process may ask, at once."""
+
+    def fail(self, reason: str) -> None:  # noqa: B027 - there may be nobody to tell
+        """The program has failed on this process: the others learn of it, and their meeting raises `CommAborted`.
+
+        Waits for nobody. Where another launcher ends the others, nothing needs to be done.
+
+        Args:
+            reason: The error, in words.
+        """
 
     @abstractmethod
     def end(self) -> None:

@@ -194,6 +194,9 @@ class _Loop:
                     failure = _Failure(None, time.time())
         except _GivenUpError as exc:
             raise exc.error from None
+        except BaseException as exc:
+            self._fleet.fail(f"{type(exc).__name__}: {exc}")
+            raise
         finally:
             self._session.leave()
             own["_session"] = None
@@ -202,7 +205,7 @@ class _Loop:
         """From one meeting to the next."""
         fleet = self._fleet
         meeting = self._meet(failure)
-        everyone = fleet.connect([process.number for process in meeting.alive])
+        everyone = fleet.connect([process.number for process in meeting.alive], control=True)
         held = self._session.held()
         report = Report(held, self._members, self._entered, self._trained, self._finished)
         rows = everyone.allgather_object(report)

@@ -33,7 +33,7 @@ from ..errors import BootstrapError, CommAborted, CommError, CommMismatch, RankF
 from ..processes import kill, start_of, state_of, this_host
 from ..trace import NULL
 from ..transports.mpi.channel import ChannelTransport
-from ..transports.mpi.crew import ENDS, MEETINGS, MEETS, Crew
+from ..transports.mpi.crew import ENDS, FAILS, FAREWELL_S, MEETINGS, MEETS, Crew
 from ..transports.mpi.world import Place
 from .fleet import Death, Fleet, Meeting, Process
 
@@ -48,9 +48,6 @@ NAP_S = 0.0005
 
 STAND_BY_NAP_S = 0.002
 """How long a process that stands by sleeps between them."""
-
-FAREWELL_S = 2.0
-"""How long a process waits at the end, at most, for the others to have learnt that it is the end."""
 
 MEET, END, SPARE = "meet", "end", "spare"
 """What a process wants of an assembly: to go on; to end the job; or whichever the others want."""
@@ -152,10 +149,6 @@ class MPIFleet(Fleet):
         ]
         return Meeting(self._crew.meetings, tuple(map(self._process, sorted(cards))), tuple(dead))
 
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        self._crew.say(MEETS, None)
-
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`."""
         crew = self._crew
@@ -164,7 +157,7 @@ class MPIFleet(Fleet):
             dead = crew.failed() - crew.dead
             if dead:
                 self._noticed = RankFailed(f"process {self.me}, standing by: {crew.obituary(dead)}")
-            if dead or MEETS in kinds:
+            if dead or MEETS in kinds or FAILS in kinds:
                 return True
             if ENDS in kinds:
                 return not self._ends(SPARE)
@@ -174,6 +167,10 @@ class MPIFleet(Fleet):
         """See `Fleet.end`."""
         if not self._ends(END):
             raise CommAborted(f"process {self.me} was done, but another one calls a meeting")
+
+    def fail(self, reason: str) -> None:
+        """See `Fleet.fail`."""
+        self._crew.say_failed(reason)
 
     def _ends(self, wants: str) -> bool:
         """Whether the job has ended, as all agree; False if some call a meeting."""
@@ -185,6 +182,7 @@ class MPIFleet(Fleet):
 
     def _say_farewell(self, everyone: Iterable[int]) -> None:
         """Wait until the others have learnt that the job has ended, but not for long."""
+        self._crew.over = True
         self._crew.meetings += 1
         until = time.monotonic() + FAREWELL_S
         self._crew.say(ENDS, None)
@@ -322,6 +320,9 @@ class MPIFleet(Fleet):
         if now - self._beat_s > BEAT_S:
             self._beat_s = now
             crew.say(self._kind, self._cause)
+        if failure := crew.failure():
+            crew.over = True
+            raise CommAborted(f"process {self.me} ends: {failure}")
         if any(notice.kind == MEETS for _, notice in crew.calls()):
             self._called_s = min(self._called_s, now)
         self._fence_off_the_silent(now)
@@ -362,11 +363,14 @@ class MPIFleet(Fleet):
 
     # Communicators ----------------------------------------------------------------------------------
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         numbers = list(members)
-        transport = ChannelTransport(self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s)
-        comm = bootstrap.open_world(transport, [self._cards[each].host for each in numbers])
+        transport = ChannelTransport(
+            self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s, with_window=not control
+        )
+        hosts = [self._cards[each].host for each in numbers]
+        comm = bootstrap.open_world(transport, hosts, gpu="none" if control else "auto")
         self._comms.append(comm)
         return comm
 

@@ -125,7 +125,8 @@ def _assign(name: str, target: Any, saved: Any) -> None:
     if isinstance(array, np.ndarray):
         array[...] = saved
     else:
-        array[...] = arrays.namespace(array).asarray(saved)
+        with array.device:  # no communicator has made one current yet
+            array[...] = arrays.namespace(array).asarray(saved)
 
 
 def _with_metadata(saved: Any, target: Any) -> Any:

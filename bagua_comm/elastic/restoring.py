@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class Sources:
     """The places of those with a whole copy."""
     own_of: Mapping[int, int]
     """For every rank of the commit, the place of a process that holds what is its own."""
-    missing: tuple[int, ...] = field(default=())
+    missing: tuple[int, ...] = ()
     """Ranks of which nobody has a copy, though there is something of their own."""
 
 
@@ -154,7 +154,7 @@ class _Restore:
 
     def run(self) -> Content | None:
         comm, sources = self._comm, self._sources
-        first = sources.own_of.get(min(sources.own_of), sources.whole[0])
+        first = sources.own_of[min(sources.own_of)]
         source = first if first in sources.whole else sources.whole[0]
         # A committed header says what is a rank's own; one that was only prepared may not know it yet.
         header = comm.broadcast_object(None if self._whole is None else self._whole.header, root=source)

@@ -201,10 +201,12 @@ def copy_into(out: npt.NDArray[Any], x: Array) -> int:
 
 
 def checksum(x: npt.NDArray[Any]) -> int:
-    """A checksum of 64 bits of a contiguous array: s <- f s + sum_i w_i x_i, over blocks of 64-bit words.
+    """A checksum of 64 bits of a contiguous array: s <- f s + sum_i (v_i x_i + w_i floor(x_i / 2^32)), per block.
 
-    The odd weights w tell places apart, so that exchanged values are found as well as changed ones. It is no
-    match for somebody who means harm.
+    The x are 64-bit words, and sums wrap. The random odd weights tell places apart, so that exchanged values are
+    found as well as changed ones. The second term is there for the upper half of each word: of its highest bit,
+    often a sign, every odd weight makes the same, and two changed signs would go unseen. The checksum is no match
+    for somebody who means harm.
     """
     flat = x.reshape(-1).view(np.uint8)
     total = 0
@@ -216,13 +218,14 @@ def checksum(x: npt.NDArray[Any]) -> int:
 def _add(total: int, part: npt.NDArray[np.uint8]) -> int:
     whole = part.size & ~7
     words = part[:whole].view(np.uint64)
+    v, w = _weights()
+    here = int(np.dot(words, v[: words.size])) + int(np.dot(words >> np.uint64(32), w[: words.size]))
     tail = int.from_bytes(part[whole:].tobytes(), "little")
-    here = int(np.dot(words, _weights()[: words.size])) + tail * _FACTOR + part.size
-    return (total * _FACTOR + here) & _WRAP
+    return (total * _FACTOR + here + tail * _FACTOR + part.size) & _WRAP
 
 
 @functools.cache
 def _weights() -> npt.NDArray[np.uint64]:
-    draws = np.random.default_rng(64).integers(0, 1 << 63, _BLOCK // 8, dtype=np.uint64)
+    draws = np.random.default_rng(64).integers(0, 1 << 63, (2, _BLOCK // 8), dtype=np.uint64)
     odd: npt.NDArray[np.uint64] = draws * np.uint64(2) + np.uint64(1)
     return odd

@@ -320,8 +320,9 @@ class _Story:
                 continue  # that is told already
             else:
                 fate = _doing(self.ranks[rank])
-            text = f"rank {rank} has not come to {calls[waiting[0]]}, where {_named(waiting)} waits; {fate}"
-            yield Finding("behind", (rank,), _plural(text, waiting), group, number)
+            wait = "waits" if len(waiting) == 1 else "wait"
+            text = f"rank {rank} has not come to {calls[waiting[0]]}, where {_named(waiting)} {wait}; {fate}"
+            yield Finding("behind", (rank,), text, group, number)
 
     def _slow(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
         """The rank that came last to a call, if all others waited long for it."""
@@ -413,10 +414,6 @@ def _place(entry: Entry) -> str:
 def _named(ranks: Sequence[int]) -> str:
     text = ", ".join(map(str, ranks[:8]))
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {text}{_more(ranks[8:])}"
-
-
-def _plural(text: str, ranks: Sequence[int]) -> str:
-    return text.replace(" waits;", " wait;") if len(ranks) > 1 else text
 
 
 def _more(rest: Sequence[object]) -> str:

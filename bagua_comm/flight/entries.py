@@ -50,7 +50,7 @@ class Entry:
         detail: Further arguments: op, root, codec, and the like.
         bucket, step: Which bucket of an engine, in which training step; None outside of an engine.
         start_ns, end_ns: When it began and ended, in nanoseconds since the epoch; None if it has not.
-        enqueued: Whether a device still had to do the work when the call ended.
+        enqueued: Whether the work is only enqueued on a device when the call ends.
         error: Why it failed; None if it has not.
     """
 

@@ -10,7 +10,6 @@ import functools
 import os
 import shutil
 import socket
-import stat
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet
 
 from ..errors import CommAborted, RankFailed
-from ..files import is_private, write_at_once
+from ..files import make_own_folder, write_at_once
 from .entries import WORLD, Entry, Failure, RankRecord, file_name
 
 CAPACITY = 1000
@@ -40,10 +39,10 @@ JOBS = 16
 Record: TypeAlias = list[Any]
 """A call in the ring; its fields are those of `Entry`, in another form."""
 
-GROUP, NUMBER, COLLECTIVE, NAME, DTYPE, SHAPE, DETAIL, WITHIN, START, END, IN_FLIGHT, ERROR = range(12)
+GROUP, NUMBER, COLLECTIVE, NAME, DTYPE, SHAPE, DETAIL, WITHIN, START, END, ENQUEUED, ERROR = range(12)
 """The fields of a `Record`. DTYPE is None for a call without an array; WITHIN is a bucket and a step, or None;
-START and END are times by `time.perf_counter_ns`, END None before the end; IN_FLIGHT is whether a device still
-has to do the work."""
+START and END are times by `time.perf_counter_ns`, END None before the end; ENQUEUED is whether the work is only
+enqueued on a device when the call ends."""
 
 _RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
 """What a call adds to its detail when it ends."""
@@ -151,7 +150,7 @@ class FlightRecorder:
             step,
             record[START] + shift,
             None if record[END] is None else record[END] + shift,
-            record[IN_FLIGHT],
+            record[ENQUEUED],
             record[ERROR],
         )
 
@@ -178,9 +177,7 @@ def default_folder() -> Path | None:
     """
     with suppress(OSError):
         folder = Path(tempfile.gettempdir()) / f"bagua_comm-flights-{os.geteuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and is_private(found):
+        if make_own_folder(folder):
             return folder
     return None
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from ..comm import Communicator
 from ..elastic.fleet import Death, Fleet, Meeting, Process
@@ -53,7 +52,6 @@ class ThreadJob:
         self.waiting: list[int] = []
         """Recruits that wait to be let in."""
         self.alive = set(self.processes)
-        self.ended: set[int] = set()
         self.dead: list[Death] = []
         self.doomed: set[int] = set()
         """Those that die in their next call."""
@@ -64,7 +62,6 @@ class ThreadJob:
         self.meetings: list[Meeting] = []
         self.over = False
         self.hubs: dict[Any, Hub] = {}
-        self.every_hub: WeakSet[Hub] = WeakSet()
         self.watch: Callable[[int, str], None] = _watch_nothing
         """Called with the number of a process and the name of what it does, before it does it; may kill."""
         self.threads: list[threading.Thread] = []
@@ -79,11 +76,23 @@ class ThreadJob:
                     self.dead.append(Death(self.processes[number], "died"))
         self.wake()
 
+    def kill_at(self, moments: Sequence[tuple[int, int]]) -> None:
+        """Have process n die when it does something for the k-th time, for every (n, k)."""
+        due, counts = dict(moments), dict.fromkeys(dict(moments), 0)
+
+        def watch(number: int, what: str) -> None:
+            if number in due:
+                counts[number] += 1
+                if counts[number] == due[number]:
+                    self.kill(number)
+
+        self.watch = watch
+
     def wake(self) -> None:
         """Have all who wait look again."""
         with self.changed:
             self.changed.notify_all()
-            hubs = list(self.every_hub)
+            hubs = list(self.hubs.values())
         for hub in hubs:
             with hub.changed:
                 hub.changed.notify_all()
@@ -93,7 +102,6 @@ class ThreadJob:
         with self.changed:
             if key not in self.hubs:
                 self.hubs[key] = Hub(size)
-                self.every_hub.add(self.hubs[key])
             return self.hubs[key]
 
     def check(self, number: int, what: str) -> None:
@@ -115,9 +123,7 @@ class ThreadJob:
                 outcome["error"] = exc
                 self.kill(number)
             with self.changed:
-                if number not in self.doomed:
-                    self.ended.add(number)
-                    self.alive.discard(number)
+                self.alive.discard(number)
             self.wake()
 
         thread = threading.Thread(target=process, name=f"process {number}", daemon=True)
@@ -176,7 +182,6 @@ class ThreadFleet(Fleet):
         job = self._job
         for recruit in job.waiting:
             job.processes[recruit] = Process(recruit, "host", 1000 + recruit)
-            job.called += 0
         alive = sorted((job.here & job.alive) | set(job.waiting))
         job.waiting.clear()
         told = tuple(job.dead)
@@ -185,7 +190,7 @@ class ThreadFleet(Fleet):
         job.met = number
         job.meetings.append(Meeting(number, tuple(job.processes[n] for n in alive), told))
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         job = self._job
         job.check(self.me, "connect")
@@ -202,14 +207,6 @@ class ThreadFleet(Fleet):
             job.changed.wait_for(lambda: job.called > met or job.dead or job.over or self.me in job.doomed)
         job.check(self.me, "stand_by")
         return job.called > met or not job.over
-
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        job = self._job
-        with job.changed:
-            if job.called == job.met:
-                job.called += 1
-        job.wake()
 
     def recruit(self, count: int) -> None:
         """See `Fleet.recruit`."""
@@ -230,7 +227,6 @@ class ThreadFleet(Fleet):
         job = self._job
         with job.changed:
             job.over = True
-            job.ended.add(self.me)
             job.alive.discard(self.me)
         job.wake()
 

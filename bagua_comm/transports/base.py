@@ -25,7 +25,7 @@ import numpy as np
 
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
-from ..errors import BootstrapError, CommAborted, CommError, UnsupportedError
+from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
 from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
 
@@ -445,12 +445,12 @@ MAX_TIMEOUT_S = 1e9
 """The longest wait, about 30 years: more than this overflows the clocks of the libraries below."""
 
 
-def check_timeout(call: str, timeout_s: object) -> float:
-    """`timeout_s`, if it is a positive number of seconds; raises `BootstrapError`, naming `call`, if not."""
+def check_timeout(call: str, timeout_s: object, error: type[BaguaError] = BootstrapError) -> float:
+    """`timeout_s`, if it is a positive number of seconds; raises an `error` that names `call` if not."""
     # NaN fails every comparison, so it is refused as well.
     is_number = isinstance(timeout_s, Real) and not isinstance(timeout_s, bool)
     if not is_number or not 0 < float(timeout_s) <= MAX_TIMEOUT_S:  # type: ignore[arg-type]
-        raise BootstrapError(
+        raise error(
             f"{call}: timeout_s is {timeout_s!r}, expected seconds, above 0 and at most {MAX_TIMEOUT_S:g}"
         )
     return float(timeout_s)  # type: ignore[arg-type]

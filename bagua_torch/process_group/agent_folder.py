@@ -11,12 +11,11 @@ import atexit
 import os
 import re
 import shutil
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 from bagua_comm import BootstrapError
-from bagua_comm.files import is_private
+from bagua_comm.files import is_private, make_own_folder, shared_memory
 from bagua_comm.processes import start_of, starter
 
 PREFIX = "bagua_comm-torchrun-"
@@ -36,15 +35,14 @@ def provide() -> Path:
     Raises:
         BootstrapError: It cannot be made, or belongs to somebody else.
     """
-    memory = _memory()
+    memory = shared_memory()
     remove_stale(memory)
     folder = memory / f"{PREFIX}{_namespace()}-{agent()}-{start_of(agent())}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        private = is_private(folder.lstat())
+        is_mine = make_own_folder(folder)
     except OSError as exc:
         raise BootstrapError(f"elastic.run: the folder {folder} for copies cannot be made: {exc}") from exc
-    if not private:
+    if not is_mine:
         raise BootstrapError(f"elastic.run: the folder {folder} for copies belongs to somebody else; remove it")
     return folder
 
@@ -73,11 +71,6 @@ def remove_stale(memory: Path) -> None:
         with suppress(OSError):
             if is_private(folder.lstat()):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _memory() -> Path:
-    memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def _namespace() -> int:

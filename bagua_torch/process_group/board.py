@@ -17,14 +17,17 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from bagua_comm import BootstrapError, RankFailed
 from bagua_comm.elastic.fleet import Process
 from bagua_comm.processes import start_of, state_of, this_host
+
+T = TypeVar("T")
 
 NAP_S = 0.005
 """How long a process sleeps between looks at the store while it waits there."""
@@ -67,7 +70,7 @@ class Board:
         """Add to a counter, which begins at 0; returns what it is then."""
         return int(self._ask(lambda: self._part.add(key, more)))
 
-    def _ask(self, question: Any) -> Any:
+    def _ask(self, question: Callable[[], T]) -> T:
         try:
             return question()
         except RuntimeError as exc:

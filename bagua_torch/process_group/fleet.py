@@ -209,10 +209,6 @@ class TorchrunFleet(Fleet):
     def _process(self, number: int) -> Process:
         return self._cards[number].process(number)
 
-    def ask_to_meet(self) -> None:
-        """See `Fleet.ask_to_meet`."""
-        self._board.put(f"call/{self._met + 1}")
-
     def stand_by(self) -> bool:
         """See `Fleet.stand_by`."""
         others = [each for each in self._alive if each != self.me]
@@ -237,7 +233,7 @@ class TorchrunFleet(Fleet):
 
     # Communicators ----------------------------------------------------------------------------------
 
-    def connect(self, members: Sequence[int]) -> Communicator:
+    def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         numbers = tuple(members)
         if len(set(numbers)) < len(numbers) or self.me not in numbers or not set(numbers) <= set(self._alive):
@@ -254,7 +250,8 @@ class TorchrunFleet(Fleet):
         )
         with self._lock:
             self._transports.append(opened)
-        comm = bootstrap.open_world(opened, [self._cards[each].host for each in numbers])
+        hosts = [self._cards[each].host for each in numbers]
+        comm = bootstrap.open_world(opened, hosts, gpu="none" if control else "auto")
         use_device(comm)
         with self._lock:
             self._transports += comm.transports[1:]

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from bagua_comm.processes import started_with
+
 MARK = "BENCHMARK_FAULTS_TRIAL"
 """The variable whose value names the trial."""
 
@@ -76,14 +78,7 @@ class Place:
 
     def processes(self) -> list[int]:
         """The ids of the trial's processes that live."""
-        mark = f"{MARK}={self.name}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal():
-                with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-        return found
+        return list(started_with(MARK, self.name))
 
     def left(self) -> list[str]:
         """What is there after the trial, when processes had time to end."""

@@ -97,6 +97,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @BATCHES
 @DIVIDE
 def test_gradients_are_those_of_the_ranks_that_have_data(batches, divide_by_initial_size):
@@ -110,6 +111,7 @@ def test_gradients_are_those_of_the_ranks_that_have_data(batches, divide_by_init
         assert steps == max(batches)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batches", [(3, 5), (4, 0), (5, 0, 2), (1, 4, 2, 3)], ids=str)
 @DIVIDE
 @pytest.mark.parametrize("synchronized", ["last", "every"])
@@ -133,6 +135,7 @@ def test_accumulated_gradients_are_those_of_the_ranks_that_have_data(
         close(actual, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("batches", [(3, 6), (0, 6), (6, 1, 3)], ids=str)
 @pytest.mark.parametrize("algorithm", GRADIENT_ALGORITHMS, ids=repr)
 def test_all_ranks_end_with_the_same_weights(algorithm, batches):
@@ -152,6 +155,7 @@ def test_all_ranks_end_with_the_same_weights(algorithm, batches):
         assert other_steps == steps == max(batches) + 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("batches", "weight_decay"), [((8, 5), 0.0), ((5, 8), 0.1), ((8, 1), 0.1), ((0, 8), 0.0), ((8, 2, 5), 0.1)]
 )
@@ -384,6 +388,7 @@ def gradients_of(model):
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QAdam(warmup_steps=3)], ids=repr)
 @pytest.mark.parametrize(
     ("left", "divide_by_initial_size", "find_unused_parameters"),

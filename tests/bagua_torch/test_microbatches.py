@@ -110,14 +110,20 @@ class Switch(nn.Module):
 
 
 def test_other_algorithms_have_no_microbatches():
-    ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible()))
-    with pytest.raises(ArrayError, match=r"expected GradientAllReduce\(Reproducible\(addends=M\)\)"):
-        next(ddp.microbatches())
-    ddp.close()
+    def body(comm):
+        ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible()), comm=comm)
+        with pytest.raises(ArrayError, match=r"expected GradientAllReduce\(Reproducible\(addends=M\)\)"):
+            next(ddp.microbatches())
+        ddp.close()
+
+    run_ranks(1, body)
 
 
 def test_a_loop_that_holds_nothing_is_told_what_to_do():
-    ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible(addends=2)))
-    with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; deal microbatches"):
-        cross_entropy(ddp(torch.ones(2, 10)), torch.zeros(2, dtype=torch.long)).backward()
-    ddp.close()
+    def body(comm):
+        ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible(addends=2)), comm=comm)
+        with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; deal microbatches"):
+            cross_entropy(ddp(torch.ones(2, 10)), torch.zeros(2, dtype=torch.long)).backward()
+        ddp.close()
+
+    run_ranks(1, body)

@@ -85,6 +85,7 @@ def test_it_keeps_the_contract(size, check):
     run_threads(size, lambda transport: check_transport(Communicator([transport], check=check)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [1, 1000, 100_000, 700_001])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

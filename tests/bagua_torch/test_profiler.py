@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import bagua_comm
 from bagua_comm import ByteGrad, GradientAllReduce, trace
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
@@ -63,7 +64,8 @@ def test_counters_go_on_when_the_algorithm_is_switched():
 
 def test_a_switch_is_logged(caplog):
     caplog.set_level("INFO", "bagua_comm")
-    ddp = DistributedDataParallel(nn.Linear(3, 1))
-    ddp.switch(ByteGrad())
-    ddp.close()
+    with bagua_comm.connect() as comm:
+        ddp = DistributedDataParallel(nn.Linear(3, 1), comm=comm)
+        ddp.switch(ByteGrad())
+        ddp.close()
     assert f"switch: from {GradientAllReduce()} to {ByteGrad()}" in caplog.messages

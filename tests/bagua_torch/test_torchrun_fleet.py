@@ -23,6 +23,7 @@ from support.launch import torchrun, with_packages
 import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, cuda, elastic
 from bagua_comm.elastic import start
+from bagua_comm.files import shared_memory
 from bagua_torch.process_group import agent_folder, fleet
 from bagua_torch.process_group.board import Board, enter
 from bagua_torch.process_group.fleet import TorchrunFleet
@@ -232,9 +233,7 @@ def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
         comm = connect_all(fleet, fleet.meet())
         total(comm)
         if fleet.me == 1:
-            fleet.ask_to_meet()
-            time.sleep(0.2)  # in no call: rank 0 waits for this rank, which lives
-            meeting = fleet.meet()
+            meeting = fleet.meet()  # in no call: rank 0 waits for this rank, which lives
         else:
             with pytest.raises(CommError) as error:
                 total(comm)
@@ -388,7 +387,7 @@ def test_under_torchrun_without_bagua_torch_the_error_says_what_to_import(monkey
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(agent_folder, "_memory", lambda: tmp_path)
+    monkeypatch.setattr(agent_folder, "shared_memory", lambda: tmp_path)
     return tmp_path
 
 
@@ -477,7 +476,7 @@ def write(folder, end=""):
 @pytest.mark.slow
 def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
     program = write(tmp_path)
-    before = set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*"))
+    before = set(shared_memory().glob(f"{agent_folder.PREFIX}*"))
     result = torchrun(2, "--max-restarts=1", program, tmp_path, 1, timeout_s=200)
     assert result.returncode == 0, result.stderr
     for rank in range(2):
@@ -485,7 +484,7 @@ def test_what_torchrun_starts_again_goes_on_from_the_last_commit(tmp_path):
         assert begun in (9, 10)  # the victim dies right after a commit, which the other one may not have finished
         assert size == 2
         assert weights == pytest.approx(undisturbed(), rel=1e-5)
-    assert set(agent_folder._memory().glob(f"{agent_folder.PREFIX}*")) <= before
+    assert set(shared_memory().glob(f"{agent_folder.PREFIX}*")) <= before
 
 
 @pytest.mark.slow

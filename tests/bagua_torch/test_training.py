@@ -54,6 +54,7 @@ def even_ranks(algorithm, ranks):
 # Accumulating gradients -----------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @RANKS
 @pytest.mark.parametrize("synchronized", ["last", "every"])
 def test_accumulated_gradients_are_those_of_one_large_batch(ranks, synchronized):
@@ -207,6 +208,7 @@ def chosen(rank, step, part):
     return torch.randperm(4, generator=generator)[: 1 + (step + rank) % 2].tolist()  # the last layer: never
 
 
+@pytest.mark.covering(1)
 @RANKS
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
@@ -680,6 +682,7 @@ def tensors_and_numbers(optimizer):
     ] + [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("fresh", ["none", "rank 0", "others"])

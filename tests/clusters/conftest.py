@@ -2,6 +2,7 @@
 
 import pytest
 from support import slurm as slurm_of_two_nodes
+from support import ssh
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,13 @@ def slurm(with_slurm):
     """A Slurm of two nodes; see `support.slurm.Cluster`."""
     with slurm_of_two_nodes.start() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory):
+    """Two hosts that ssh reaches, with two slots each; see `support.ssh.workers`."""
+    try:
+        with ssh.workers(tmp_path_factory.mktemp("pods"), count=2, slots=2) as pods:
+            yield pods
+    except ssh.NoHosts as exc:
+        pytest.skip(str(exc))

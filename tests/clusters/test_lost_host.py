@@ -4,7 +4,6 @@ import sys
 import time
 
 import pytest
-from support import ssh
 
 from bagua_comm.job import entries
 
@@ -32,15 +31,6 @@ if train is not None:
     assert (train == sum(range(60))).all()
     print("all 60 steps are done", flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def pods(tmp_path_factory):
-    try:
-        with ssh.workers(tmp_path_factory.mktemp("pods"), count=2, slots=2) as pods:
-            yield pods
-    except ssh.NoHosts as exc:
-        pytest.skip(str(exc))
 
 
 def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):

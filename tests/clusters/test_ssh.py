@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import yaml
-from support import ssh
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -24,15 +23,6 @@ with bagua_comm.connect(timeout_s=60) as comm:
     if comm.rank == 0:
         print(*everyone, sep="\\n")
 """
-
-
-@pytest.fixture(scope="module")
-def pods(tmp_path_factory):
-    try:
-        with ssh.workers(tmp_path_factory.mktemp("pods"), count=2, slots=2) as pods:
-            yield pods
-    except ssh.NoHosts as exc:
-        pytest.skip(str(exc))
 
 
 def launcher_command(pods, *arguments):

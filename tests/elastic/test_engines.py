@@ -70,20 +70,6 @@ def training(algorithm):
     return body
 
 
-def dies_at(job, moments):
-    """Have process n die when it does something for the k-th time, for every (n, k)."""
-    counts = dict.fromkeys(dict(moments), 0)
-    due = dict(moments)
-
-    def watch(number, what):
-        if number in due:
-            counts[number] += 1
-            if counts[number] == due[number]:
-                job.kill(number)
-
-    job.watch = watch
-
-
 def by_rank(outcomes):
     """What the ranks that ended have returned."""
     wrong = [outcome["error"] for outcome in outcomes if "error" in outcome]
@@ -101,7 +87,7 @@ def check_same_bytes(algorithm, deaths):
     """Train on four ranks and two spares; process n dies when it does something for the k-th time."""
     expected = undisturbed(algorithm, 4)
     job = ThreadJob(6, wanted=4)
-    dies_at(job, deaths)
+    job.kill_at(deaths)
     got = by_rank(run_fleet(job, training(algorithm)))
     assert len(got) >= 2  # one that dies at the very end has no heir
     assert got.keys() <= expected.keys()
@@ -130,7 +116,7 @@ def test_without_spares_every_algorithm_goes_on_with_fewer_ranks(name):
     chance = random.Random(name)
     victim, moment = chance.randrange(4), chance.randrange(1, 40)
     job = ThreadJob(4)
-    dies_at(job, [(victim, moment)])
+    job.kill_at([(victim, moment)])
     got = by_rank(run_fleet(job, training(shortened(name))))
     assert len(got) == 3
     for weights in got.values():

@@ -39,15 +39,8 @@ def moments(size, wanted, victim):
 
 def train_with_deaths(size, wanted, deaths):
     """Process n dies when it does something for the k-th time, for every (n, k)."""
-    job, due, counts = ThreadJob(size, wanted=wanted), dict(deaths), dict.fromkeys(dict(deaths), 0)
-
-    def watch(number, what):
-        if number in due:
-            counts[number] += 1
-            if counts[number] == due[number]:
-                job.kill(number)
-
-    job.watch = watch
+    job = ThreadJob(size, wanted=wanted)
+    job.kill_at(deaths)
     outcomes = run_fleet(job, body)
     for outcome in outcomes:
         if "error" in outcome:

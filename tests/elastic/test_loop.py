@@ -7,7 +7,7 @@ import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, RankFailed
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.loop import _without_frames
-from bagua_comm.testing.fleets import ThreadJob, run_fleet
+from bagua_comm.testing.fleets import ThreadFleet, ThreadJob, run_fleet
 
 STEPS = 6
 
@@ -123,3 +123,23 @@ def test_errors_that_caused_each_other_lose_their_frames():
     with pytest.raises(RankFailed) as caught:
         raise first
     assert _without_frames(caught.value).__traceback__ is None
+
+
+def test_what_a_meeting_has_to_say_needs_no_communicator_for_devices_and_large_arrays(monkeypatch):
+    made, connect = [], ThreadFleet.connect
+
+    def note(fleet, members, *, control=False):
+        made.append((fleet.me, list(members), control))
+        return connect(fleet, members, control=control)
+
+    monkeypatch.setattr(ThreadFleet, "connect", note)
+    job = ThreadJob(3, wanted=2)
+    run_fleet(job, counting(job))
+    everyone, those_who_train = [0, 1, 2], [0, 1]
+    assert sorted(made) == [
+        (0, those_who_train, False),
+        (0, everyone, True),
+        (1, those_who_train, False),
+        (1, everyone, True),
+        (2, everyone, True),
+    ]

@@ -166,9 +166,8 @@ def test_one_process_without_a_launcher_is_a_fleet_that_meets_once():
         assert comm.allreduce(np.ones(2)).tolist() == [1, 1]
     with pytest.raises(UnsupportedError, match=r"members are \[0, 1\], expected all 1 processes"):
         fleet.connect([0, 1])
-    for call in (fleet.ask_to_meet, lambda: fleet.recruit(1)):
-        with pytest.raises(UnsupportedError, match="run --ulfm"):
-            call()
+    with pytest.raises(UnsupportedError, match="run --ulfm"):
+        fleet.recruit(1)
     assert not fleet.recruits_wait()
     assert not fleet.stand_by()
     with pytest.raises(RankFailed, match=r"lost \(rank 1 died\); start it by .*--ulfm") as caught:

@@ -78,6 +78,14 @@ def test_a_damaged_file_holds_nothing(tmp_path, damage):
     assert Slot(path).read() is None
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, np.int64])
+@pytest.mark.parametrize("size", [2, 8, 1000])
+def test_a_checksum_tells_changed_signs(dtype, size):
+    x = np.arange(1, size + 1).astype(dtype)
+    assert len({checksum(y) for y in (x, -x, np.where(np.arange(size) % 2, x, -x))}) == 3
+    assert checksum(np.zeros(size)) != checksum(-np.zeros(size))
+
+
 @pytest.mark.parametrize("size", [1, 7, 8, 1 << 18, (1 << 18) + 3])
 def test_a_checksum_tells_changed_and_exchanged_bytes(size):
     x = np.random.default_rng(size).integers(0, 255, size, np.uint8)

@@ -113,10 +113,10 @@ def test_experts_on_two_ranks_learn_beside_a_dense_model(tmp_path, balance):
 
 
 def test_the_fifteen_line_way_in():
-    process = run_python(3, EXAMPLES / "allreduce_numpy.py")
+    process = run_python(2, EXAMPLES / "allreduce_numpy.py")
     assert process.returncode == 0, process.stderr
-    for rank in range(3):
-        assert f"rank {rank} of 3: exact 1.0, quantized 2.0000" in process.stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2: exact 0.5, quantized 1.0000" in process.stdout
 
 
 CUPY = EXAMPLES / "allreduce_cupy.py"

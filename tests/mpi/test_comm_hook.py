@@ -37,6 +37,7 @@ def trained(average, comm, *, accumulated=1):
     return steps, weights(model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("average", [Exact(), Hierarchical()], ids=repr)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_exact_averages_train_as_without_a_hook(average, accumulated, comm, gloo):
@@ -51,10 +52,10 @@ def test_exact_averages_train_as_without_a_hook(average, accumulated, comm, gloo
 @pytest.mark.parametrize(
     "average",
     [
-        Quantized(MinMaxUInt8()),
-        Quantized(BFloat16()),
+        pytest.param(Quantized(MinMaxUInt8()), marks=pytest.mark.slow),
+        pytest.param(Quantized(BFloat16()), marks=pytest.mark.slow),
         ErrorFeedback(Quantized(MinMaxUInt8())),
-        Hierarchical(Quantized(MinMaxUInt8())),
+        pytest.param(Hierarchical(Quantized(MinMaxUInt8())), marks=pytest.mark.slow),
     ],
     ids=repr,
 )

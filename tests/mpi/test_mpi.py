@@ -52,6 +52,7 @@ def test_conformance_with_every_message_split_and_every_rank_on_a_node_of_its_ow
         check_transport(nodes, sizes=[101, 1000, mpi_transport.EAGER_BYTES])
 
 
+@pytest.mark.slow
 def test_conformance_through_shared_memory(comm, monkeypatch):
     if comm.size > 3:
         return  # more ranks and pieces are in tests/transports/test_window.py

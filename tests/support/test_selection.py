@@ -58,11 +58,11 @@ def test_marks_say_what_stays():
     assert {each["codec"] for each in kept} == {"a", "b"}
 
 
-def test_of_many_algorithms_a_fourth_stays_and_tests_take_turns():
+def test_of_many_algorithms_a_fifth_stays_and_tests_take_turns():
     found = cases(algorithm=range(7), ranks=(1, 2))
     kept = []
-    for name in ("one", "two", "three", "four", "five", "six", "seven"):
-        out = [*left_out(f"test.py::test_{name}", found)]
+    for number in range(30):
+        out = [*left_out(f"test.py::test_{number}", found)]
         kept.append({each.callspec.params["algorithm"] for each in found if each not in out})
         assert len(found) - len(out) == 2 * len(kept[-1])
     assert {len(some) for some in kept} <= {1, 2}

@@ -52,6 +52,18 @@ def enqueued(device, call, dtype="float32", ranks=3):
 
 
 @one_policy
+def test_the_flight_recorder_says_that_the_host_has_left_a_call_and_a_device_works_on_it(device):
+    import cupy
+
+    def body(comm):
+        comm.allreduce(cupy.asarray(np.ones(4)))
+        comm.barrier()
+        return [(entry.name, entry.state) for entry in comm.flight.entries()[-2:]]
+
+    assert run_over_nccl(device, 2, body=body)[0] == [("allreduce", "enqueued"), ("barrier", "ended")]
+
+
+@one_policy
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 @pytest.mark.parametrize("op", ["sum", "prod", "min", "max"])
 def test_integers_are_reduced_by_nccl(device, dtype, op):

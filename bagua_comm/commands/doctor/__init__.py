@@ -129,14 +129,10 @@ def _together(comm: Communicator) -> list[int]:
     from mpi4py import MPI
 
     from ...transports.mpi.blocking import in_time
+    from ...transports.mpi.world import first_beside
 
-    def first() -> int:
-        here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-        (rank,) = here.Get_group().Translate_ranks([0], MPI.COMM_WORLD.Get_group())
-        here.Free()
-        return int(rank)
-
-    return comm.allgather_object(in_time(first, comm.timeout_s, "doctor's split of the world by host"))
+    what = "doctor's split of the world by host"
+    return comm.allgather_object(in_time(lambda: first_beside(MPI.COMM_WORLD), comm.timeout_s, what))
 
 
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:

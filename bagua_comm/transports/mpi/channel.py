@@ -229,6 +229,11 @@ class ChannelTransport(MPITransport):
     def _wait(self, done: Callable[[], bool]) -> None:
         self._poll(done)  # which looks for deaths itself
 
+    def abort(self, exit_code: int = 1) -> None:
+        """See `Transport.abort`."""
+        self._crew.say_failed(f"exit code {exit_code}")
+        super().abort(exit_code)
+
     def abandon(self, reason: str) -> None:
         """Refuse all calls from now on, and keep the memory of what is under way; tells nobody."""
         self._told = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
 NOTICES_TAG = (1 << 12) - 1
 """The tag of notices; the tags above it are those of channels."""
 
-MEETS, ENDS = "meets", "ends"
-"""Kinds of notices: the process waits for all others, because something has happened, or because it is done."""
+MEETS, ENDS, FAILS = "meets", "ends", "fails"
+"""Kinds of notices: the process waits for all others, because something has happened, or because it is done; or
+its program has failed, and it waits for nobody."""
+
+FAREWELL_S = 2.0
+"""How long a process waits at the end, at most, for the others to have learnt that it is the end."""
 
 MEETINGS = "meetings"
 """The group whose completed calls are meetings."""
@@ -50,6 +55,8 @@ class Crew(World):
         """How many meetings were held."""
         self.watch: Callable[[], None] | None = None
         """What to do while this process waits at a meeting; None outside of meetings."""
+        self.over = False
+        """Whether the job has ended, well or because the program has failed somewhere."""
         self._serial, self._giving = itertools.count(), threading.Lock()
         self._everyone = comm.Get_group()
 
@@ -99,9 +106,25 @@ class Crew(World):
 
     def say(self, kind: str, cause: CommError | None) -> None:
         """Tell all others that this process waits for them: it `MEETS`, because of `cause`, or it `ENDS`."""
+        name, reason = (type(cause).__name__, str(cause)) if cause is not None else ("", "")
+        self._tell_all(Notice(kind, name, reason[:500], {MEETINGS: self.meetings}))
+
+    def say_failed(self, reason: str) -> None:
+        """Tell all others that the program `FAILS` here, unless the job is over, and wait until that has left.
+
+        MPI_Abort alone does not always end the others where MPI is to survive deaths.
+        """
+        if self.over:
+            return
+        self.over = True
+        self._tell_all(Notice(FAILS, "", reason[:500], {MEETINGS: self.meetings}))
+        until = time.monotonic() + FAREWELL_S
+        while not all(_has_ended(request) for request, _ in self._under_way) and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _tell_all(self, notice: Notice) -> None:
         self._under_way = [(request, data) for request, data in self._under_way if not _has_ended(request)]
-        name, reason = (type(cause).__name__, str(cause)[:500]) if cause is not None else ("", "")
-        self.notices.tell(self.living(), Notice(kind, name, reason, {MEETINGS: self.meetings}))
+        self.notices.tell(self.living(), notice)
 
     def waits(self, process: int) -> tuple[Notice, float] | None:
         """What a process said last of the next meeting, and when that was heard; None if nothing."""
@@ -115,6 +138,13 @@ class Crew(World):
         self.notices.listen()
         heard = [(process, self.waits(process)) for process in range(self.size) if process != self.me]
         return [(process, said[0]) for process, said in heard if said is not None]
+
+    def failure(self) -> str:
+        """Words about another process on which the program has failed; empty if there is none."""
+        for process, notice in self.calls():
+            if notice.kind == FAILS:
+                return f"process {process} ({self.places[process]}) ended with {notice.reason}"
+        return ""
 
     def look_for_calls(self) -> None:
         """Raise `CommAborted` if another process calls a meeting."""

@@ -34,6 +34,19 @@ class Place(NamedTuple):
         return f"on {self.host}, process {self.process}{note}"
 
 
+def first_beside(comm: MPI.Comm) -> int:
+    """The first rank of `comm` that shares memory with this one, as MPI itself sees it.
+
+    Collective. Blocks in MPI.
+    """
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    together, everyone = here.Get_group(), comm.Get_group()
+    (first,) = together.Translate_ranks([0], everyone)
+    for each in (together, everyone, here):
+        each.Free()
+    return int(first)
+
+
 class World:
     """What a transport shares with those that are derived from it by `split` and `dup`."""
 

@@ -1,0 +1,115 @@
+"""A test that leaves something behind, which a later one in this process would find, fails and says what it is.
+
+Looked at after every test and its fixtures: the default communicator (one that `default()` has made unasked as
+well), PyTorch's default process group, environment variables, the working directory, and threads that the end of
+the process would wait for. A doctest has no place to close what it shows, so its communicator is closed here.
+"""
+
+import gc
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+OURS = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+"""Environment variables that pytest changes itself."""
+
+IMPORTS = ("KMP_", "OMPI_MCA_", "TORCH", "PYTORCH")
+"""How the names begin of the variables that libraries set when they are first imported."""
+
+ENDING_S = 5.0
+"""How long a thread that was told to end may take."""
+
+_before = pytest.StashKey[dict]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    """Remember how it was before the fixtures."""
+    item.stash[_before] = state()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Compare with how it is after them."""
+    result = yield
+    if isinstance(item, pytest.DoctestItem):
+        close_default()
+    left = differences(item.stash[_before])
+    if left:
+        pytest.fail("this test leaves behind: " + "; ".join(left), pytrace=False)
+    return result
+
+
+def state():
+    """What a test must leave as it was."""
+    return {
+        "communicator": default(),
+        "process group": has_process_group(),
+        "environment": {**os.environ},
+        "folder": os.getcwd(),
+        "threads": {*threading.enumerate()},
+    }
+
+
+def default():
+    """The default communicator, if there is one; importing the package is left to the tests."""
+    bootstrap = sys.modules.get("bagua_comm.bootstrap")
+    return bootstrap and bootstrap.current()
+
+
+def close_default():
+    """Close the default communicator."""
+    if (comm := default()) is not None:
+        comm.close()
+
+
+def has_process_group():
+    """Whether PyTorch has a default process group."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def differences(before):
+    """What was not so `before`, in words; all but threads is put right."""
+    left = []
+    after = state()
+    if after["communicator"] not in (None, before["communicator"]):
+        left.append(f"the default communicator is open, {after['communicator']}: close() it")
+        close_default()
+    if after["process group"] and not before["process group"]:
+        left.append("torch.distributed is initialized: call destroy_process_group()")
+        sys.modules["torch.distributed"].destroy_process_group()
+    old, new = before["environment"], after["environment"]
+    if old != new:
+        names = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
+        changed = sorted(name for name in names if name not in OURS and not name.startswith(IMPORTS))
+        if changed:
+            left.append(f"environment variables changed, {', '.join(changed)}: use monkeypatch")
+        for name in changed:
+            if name in old:
+                os.environ[name] = old[name]
+            else:
+                del os.environ[name]
+    if after["folder"] != before["folder"]:
+        left.append(f"the working directory is {after['folder']}: use monkeypatch.chdir()")
+        os.chdir(before["folder"])
+    running = still_running(after["threads"] - before["threads"])
+    if running:
+        left.append(f"threads are running, {', '.join(thread.name for thread in running)}: end them")
+    return left
+
+
+def still_running(threads):
+    """Those of `threads` that the end of the process would wait for, after a while in which they may end."""
+    threads = [thread for thread in threads if not thread.daemon]
+    if threads:
+        gc.collect()  # a pool that nobody holds ends its threads
+    end = time.monotonic() + ENDING_S
+    while threads and time.monotonic() < end:
+        time.sleep(0.001)
+        threads = [thread for thread in threads if thread.is_alive()]
+    return threads
