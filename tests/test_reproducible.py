@@ -1,8 +1,10 @@
 """Reproducible sums, against the formula in exact arithmetic, and against themselves in another order."""
 
+import contextlib
 import hashlib
 import itertools
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -283,18 +285,18 @@ def test_out_may_be_the_array_itself_or_another_of_any_strides():
         np.testing.assert_allclose(mean, expected, rtol=1e-6)
 
 
-def test_the_wire_is_that_of_float32_and_a_byte_a_block():
+def test_the_wire_is_that_of_float32_and_a_byte_a_block_and_8_bytes():
     def sent(comm, call):
         before = comm.counters.total().wire_bytes
         call()
         return comm.counters.total().wire_bytes - before
 
     def body(comm):
-        x = np.ones(128 * 120, np.float32)
+        x = np.ones(128 * 120, np.float32)  # blocks for 4 ranks, and as many bytes of the number
         return sent(comm, lambda: comm.allreduce(x)), sent(comm, lambda: reproducible_allreduce(comm, x))
 
     for exact, reproducible in run_ranks(4, body):
-        assert reproducible == exact * (1 + 1 / 512)
+        assert reproducible == exact * (1 + 1 / 512) + 2 * 3 / 4 * 8
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,)])
@@ -313,7 +315,6 @@ def test_refusals_on_every_rank_alike():
             (ArrayError, "out has shape", lambda: reproducible_allreduce(comm, x, out=of(1))),
             (UnsupportedError, "cannot average float64", lambda: Reproducible().bind(comm)(np.ones(2))),
             (ArrayError, "2 ranks and 1 addends", lambda: Reproducible(addends=1).bind(comm)),
-            (ArrayError, "has 3 of 6 addends, but has 1", lambda: Reproducible(addends=6).bind(comm)(x)),
             (ArrayError, "0 to hold", lambda: Reproducible().bind(comm).hold(x)),
         ):
             with pytest.raises(error, match=message):
@@ -321,6 +322,45 @@ def test_refusals_on_every_rank_alike():
         return comm.counters.total().calls
 
     assert run_ranks(2, body) == [0, 0]
+
+
+def said(comm, average, held=0):
+    """What every rank is told where it averages after so many addends to hold; nothing if all is well."""
+    bound = average.bind(comm)
+    for _ in range(held):
+        with contextlib.suppress(ArrayError):
+            bound.hold(of(1, 2))
+    try:
+        bound(of(1, 2))
+    except ArrayError as exc:
+        return str(exc)
+
+
+@pytest.mark.parametrize(
+    ("averages", "held", "message"),
+    [
+        ([Reproducible(addends=6)] * 2, (2, 1), "rank 1 of 2 has 3 of 6 addends, but has 2; deal"),
+        ([Reproducible(addends=6)] * 2, (2, 3), "rank 1 of 2 has 3 of 6 addends, but has 4; deal"),
+        ([Reproducible(addends=6)] * 2, (0, 0), "has 3 of 6 addends, but has 1; Reproducible: rank 1 of 2"),
+        ([Reproducible(addends=6), Reproducible(addends=8)], (2, 3), "rank 0 has 6 .*, but rank 1 has 8 addends"),
+        ([Reproducible(64), Reproducible(65)], (0, 0), "rank 0 has 2 .* of 64, .* of 65, in 1 tensors"),
+    ],
+)
+def test_a_wrong_number_of_addends_is_an_error_on_every_rank(averages, held, message):
+    found = run_ranks(2, lambda comm: said(comm, averages[comm.rank], held[comm.rank]), timeout_s=20)
+    assert found[0] == found[1]
+    assert re.search(message, found[0])
+
+
+def test_after_a_wrong_number_of_addends_the_next_mean_is_well():
+    def body(comm):
+        bound = Reproducible(addends=4).bind(comm)
+        with pytest.raises(ArrayError, match="but has 1"):
+            bound(of(1))
+        bound.hold(of(comm.rank))
+        return bound(of(3)).tolist()
+
+    assert run_ranks(2, body) == [[1.75]] * 2
 
 
 @pytest.mark.parametrize("addends", [0, -1, 2.0, True, MOST_ADDENDS + 1])

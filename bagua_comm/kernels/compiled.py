@@ -40,6 +40,7 @@ _EXACT = np.float32(2.0**23)
 """Up to this, float32 holds every integer exactly, also after 255 is added."""
 
 _SIGN, _INFINITY, _NAN = np.uint32(0x80000000), np.uint32(0x7F800000), np.uint32(0x7FC00000)
+_SMALLEST_NORMAL = 2.0**-126
 _NOTHING = np.float32(-0.0)
 """The identity of float addition: -0.0 + x == x, also for x = -0.0."""
 
@@ -382,9 +383,11 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
     if not _takes(out.dtype, target):
         return host.fixed_mean(total, bounds, fields, bits, divisor, out)
     kind, blocks = _KINDS[dtype_name(out.dtype)], len(bounds) - 1
-    return _mean_of_fixed(
-        kind, address(total), address(bounds), blocks, address(fields), bits, float(divisor), target
-    )
+    return _mean_of_fixed(kind, address(total), address(bounds), blocks, address(fields), bits, divisor, target)
+
+
+# Blocks are short. LLVM makes quick loops over them only where each loop is in a function of its own, and where
+# its arrays are at one place, not at one of two: so float32, which needs no conversion, has branches of its own.
 
 
 @_kernel
@@ -394,11 +397,20 @@ def _find_fields(kind: int, x: int, bounds: int, blocks: int, fields: int) -> No
     for block in range(blocks):
         most = np.uint32(0)
         for at in range(edges[block], edges[block + 1], _STRIP):
-            values = _load(kind, x + at * _itemsize(kind), min(_STRIP, edges[block + 1] - at), wide)
-            bits = values.view(np.uint32)
-            for i in range(len(bits)):
-                most = max(most, np.uint32(bits[i] & 0x7FFFFFFF))
+            count, where = min(_STRIP, edges[block + 1] - at), x + at * _itemsize(kind)
+            if kind == _FLOAT32:
+                most = max(most, _largest_magnitude(_floats(where, count)))
+            else:
+                most = max(most, _largest_magnitude(_load(kind, where, count, wide)))
         found[block] = max(found[block], np.uint8(most >> 23))
+
+
+@_inner
+def _largest_magnitude(values: Array) -> Any:
+    bits, most = values.view(np.uint32), np.uint32(0)
+    for i in range(len(bits)):
+        most = max(most, np.uint32(bits[i] & 0x7FFFFFFF))
+    return most
 
 
 @_kernel
@@ -406,45 +418,80 @@ def _add_fixed(
     kind: int, x: int, bounds: int, blocks: int, fields: int, bits: int, total: int, first: bool
 ) -> None:
     edges, found = _longs(bounds, blocks + 1), _bytes(fields, blocks)
-    wide, limit = np.empty(_STRIP, np.float32), np.int32((1 << bits) - 1)
+    wide, kept = np.empty(_STRIP, np.float32), np.int32(0 if first else -1)
+    # From 24 bits on this is rounded to 2^bits, which no number reaches, since float32 has 24 bits.
+    limit = np.float32((1 << bits) - 1)
     for block in range(blocks):
         field = np.int64(found[block])
         power = 126 + bits - max(field, 1)
         left, right = _power_of_2(power // 2), _power_of_2(power - power // 2)
         for at in range(edges[block], edges[block + 1], _STRIP):
-            values = _load(kind, x + at * _itemsize(kind), min(_STRIP, edges[block + 1] - at), wide)
-            sums = _ints(total + at * 4, len(values))
-            if field == _NOT_FINITE and first:
-                sums[:] = 0
-            elif field == _NOT_FINITE:
-                pass
-            elif first:
-                for i in range(len(values)):
-                    sums[i] = min(max(np.int32(np.rint(values[i] * left * right)), -limit), limit)
+            count, where = min(_STRIP, edges[block + 1] - at), x + at * _itemsize(kind)
+            sums = _ints(total + at * 4, count)
+            if field == _NOT_FINITE:
+                _keep(sums, kept)
+            elif kind == _FLOAT32:
+                _add_multiples(_floats(where, count), left, right, limit, kept, sums)
             else:
-                for i in range(len(values)):
-                    sums[i] += min(max(np.int32(np.rint(values[i] * left * right)), -limit), limit)
+                _add_multiples(_load(kind, where, count, wide), left, right, limit, kept, sums)
+
+
+@_inner
+def _add_multiples(values: Array, left: Any, right: Any, limit: Any, kept: Any, sums: Array) -> None:
+    """Add clipped multiples to `sums`, of which the bits in `kept` are kept: all or none."""
+    for i in range(len(sums)):
+        q = np.int32(min(max(np.rint(values[i] * left * right), -limit), limit))
+        sums[i] = np.int32((sums[i] & kept) + q)
+
+
+@_inner
+def _keep(sums: Array, kept: Any) -> None:
+    for i in range(len(sums)):
+        sums[i] = np.int32(sums[i] & kept)
 
 
 @_kernel
 def _mean_of_fixed(
-    kind: int, total: int, bounds: int, blocks: int, fields: int, bits: int, divisor: float, target: int
+    kind: int, total: int, bounds: int, blocks: int, fields: int, bits: int, divisor: int, target: int
 ) -> None:
     edges, found = _longs(bounds, blocks + 1), _bytes(fields, blocks)
     wide = np.empty(_STRIP, np.float32)
     for block in range(blocks):
         field = np.int64(found[block])
-        # 2^power in float64, by its bits.
-        unit = np.int64((max(field, 1) - 126 - bits + 1023) << 52).view(np.float64)
         for at in range(edges[block], edges[block + 1], _STRIP):
-            sums = _ints(total + at * 4, min(_STRIP, edges[block + 1] - at))
-            values = wide[: len(sums)]
-            if field == _NOT_FINITE:
-                values[:] = _float(_NAN)
+            count, where = min(_STRIP, edges[block + 1] - at), target + at * _itemsize(kind)
+            sums = _ints(total + at * 4, count)
+            if kind == _FLOAT32:
+                _mean_strip(sums, field, bits, divisor, _floats(where, count))
             else:
-                for i in range(len(sums)):
-                    values[i] = np.float32(np.float64(sums[i]) / divisor * unit)
-            _store(kind, values, target + at * _itemsize(kind))
+                _mean_strip(sums, field, bits, divisor, wide[:count])
+                _store(kind, wide[:count], where)
+
+
+@_inner
+def _mean_strip(sums: Array, field: int, bits: int, divisor: int, values: Array) -> None:
+    # 2^power in float64, by its bits.
+    unit = np.int64((max(field, 1) - 126 - bits + 1023) << 52).view(np.float64)
+    factor = unit / np.float64(divisor)
+    if field == _NOT_FINITE:
+        values[:] = _float(_NAN)
+    elif divisor & (divisor - 1) == 0 and factor >= _SMALLEST_NORMAL:
+        # A product with a power of two is exact, or overflows: so it may be rounded before.
+        _round_and_multiply(sums, np.float32(factor), values)
+    else:
+        _divide_and_multiply(sums, np.float64(divisor), unit, values)
+
+
+@_inner
+def _round_and_multiply(sums: Array, factor: Any, values: Array) -> None:
+    for i in range(len(sums)):
+        values[i] = np.float32(sums[i]) * factor
+
+
+@_inner
+def _divide_and_multiply(sums: Array, divisor: Any, unit: Any, values: Array) -> None:
+    for i in range(len(sums)):
+        values[i] = np.float32(np.float64(sums[i]) / divisor * unit)
 
 
 @_inner

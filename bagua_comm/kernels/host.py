@@ -17,9 +17,10 @@ half-way ties, or where float32 cannot hold upper - 255 exactly.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,9 @@ from ..arrays import REDUCED_PRECISION, UFUNCS, Array, DType, dtype_name
 
 PIECE = 1 << 17
 """How many elements are worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
+
+GROUP = 1 << 16
+"""How many elements of blocks with units of their own are worked on at a time: 256 KiB of float32."""
 
 SPAN = 1 << 20
 """How many elements have their blocks scaled at a time: 4 MiB of float32, which stay in the last-level cache."""
@@ -320,10 +324,12 @@ def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
 
     `x` is float32, float16 or bfloat16; the field is that of the same number in float32.
     """
-    for blocks, at, starts, _ in _blocks_of(bounds):
-        bits = _widened(x[at]).view(np.uint32) & np.uint32(0x7FFFFFFF)
-        largest = np.maximum.reduceat(bits, starts) >> np.uint32(23)
-        np.maximum(fields[blocks], largest.astype(np.uint8), out=fields[blocks])
+    room = np.empty(min(x.size, GROUP), np.uint32)
+    for group in _groups(bounds):
+        bits = group.room(room)
+        np.bitwise_and(_widened(x[group.at]).view(np.uint32), np.uint32(0x7FFFFFFF), out=bits)
+        largest = np.maximum.reduceat(bits, group.starts) >> np.uint32(23)
+        np.maximum(fields[group.blocks], largest.astype(np.uint8), out=fields[group.blocks])
 
 
 def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *, first: bool) -> None:
@@ -331,32 +337,67 @@ def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *
 
     A block that is not finite adds zeros.
     """
-    limit = np.int32(2**bits - 1)
-    for blocks, at, _, lengths in _blocks_of(bounds):
-        power = 126 + bits - _exponents(fields[blocks])
-        # By two factors, because one may overflow. Nothing is rounded but what is far below 1/2.
-        with np.errstate(all="ignore"):
-            value = _widened(x[at]) * np.repeat(np.ldexp(np.float32(1), power // 2), lengths)
-            value *= np.repeat(np.ldexp(np.float32(1), power - power // 2), lengths)
+    limit = 2**bits - 1
+    room = np.empty(min(x.size, GROUP), np.float32)
+    with np.errstate(all="ignore"):
+        for group in _groups(bounds):
+            found, value = fields[group.blocks], group.room(room)
+            power = 126 + bits - _exponents(found)
+            # By two factors where one may overflow. Nothing is rounded but what is far below 1/2.
+            halves = [power] if power.max() < 128 else [power // 2, power - power // 2]
+            np.multiply(_widened(x[group.at]), group.spread(np.ldexp(np.float32(1), halves[0])), out=value)
+            for half in halves[1:]:
+                value *= group.spread(np.ldexp(np.float32(1), half))
             np.rint(value, out=value)
-        if (fields[blocks] == _NOT_FINITE).any():
-            value[np.repeat(fields[blocks] == _NOT_FINITE, lengths)] = 0
-        q = np.clip(value.astype(np.int32), -limit, limit)
-        if first:
-            total[at] = q
-        else:
-            total[at] += q
+            if bits < 24:  # float32 has 24 bits: with as many here, no number is beyond the limit
+                np.clip(value, -limit, limit, out=value)
+            if (found == _NOT_FINITE).any():
+                value[group.spread(found == _NOT_FINITE)] = 0
+            if first:
+                np.copyto(total[group.at], value, casting="unsafe")
+            else:
+                total[group.at] += value.astype(np.int32)
 
 
 def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: int, out: Array) -> None:
     """total unit / divisor, rounded to float32, then to the dtype of `out`; NaN where a block is not finite."""
+    shift = divisor.bit_length() - 1
     with np.errstate(all="ignore"):
-        for blocks, at, _, lengths in _blocks_of(bounds):
-            value = total[at] / np.float64(divisor)
-            value *= np.repeat(np.ldexp(1.0, _exponents(fields[blocks]) - 126 - bits), lengths)
-            if (fields[blocks] == _NOT_FINITE).any():
-                value[np.repeat(fields[blocks] == _NOT_FINITE, lengths)] = np.nan
-            np.copyto(out[at], value.astype(np.float32), casting="unsafe")
+        for group in _groups(bounds):
+            found, sums = fields[group.blocks], total[group.at]
+            power = _exponents(found) - 126 - bits
+            if divisor == 1 << shift and power.min() - shift >= -126:
+                # A product with a power of two is exact, or overflows: so it may be rounded before.
+                value = out[group.at] if out.dtype == np.float32 else np.empty(sums.shape, np.float32)
+                np.copyto(value, sums, casting="unsafe")
+                value *= group.spread(np.ldexp(np.float32(1), power - shift))
+            else:
+                value = sums / np.float64(divisor)
+                value *= group.spread(np.ldexp(1.0, power))
+            if (found == _NOT_FINITE).any():
+                value[group.spread(found == _NOT_FINITE)] = np.nan
+            np.copyto(out[group.at], value.astype(np.float32, copy=False), casting="unsafe")
+
+
+class _Group(NamedTuple):
+    """Neighbouring blocks, of about `GROUP` elements together, that fit in a cache."""
+
+    blocks: slice
+    at: slice
+    """Their elements."""
+    starts: Array
+    """Where among these each block begins."""
+    lengths: Array
+    """How long each block is."""
+
+    def room(self, room: Array) -> Array:
+        """As much of `room` as they have elements; more room if that is not enough."""
+        count = self.at.stop - self.at.start
+        return room[:count] if count <= room.size else np.empty(count, room.dtype)
+
+    def spread(self, values: Array) -> Array:
+        """The value of each element's block."""
+        return np.repeat(values, self.lengths)
 
 
 def _exponents(fields: Array) -> Array:
@@ -373,18 +414,14 @@ def _widened(x: Array) -> Array:
     return wide
 
 
-def _blocks_of(bounds: Array) -> Iterator[tuple[slice, slice, Array, Array]]:
-    """Cut blocks into groups of about `PIECE` elements.
-
-    Yields which blocks, which elements, where among these each block begins, and how long it is.
-    """
-    begin, count = 0, len(bounds) - 1
-    while begin < count:
-        end = int(np.searchsorted(bounds, bounds[begin] + PIECE, "right")) - 1
-        end = min(max(end, begin + 1), count)
+def _groups(bounds: Array) -> Iterator[_Group]:
+    """Cut blocks into groups."""
+    lengths = np.diff(bounds)
+    cuts = np.searchsorted(bounds, np.arange(bounds[0], bounds[-1], GROUP))
+    for begin, end in itertools.pairwise(np.unique(np.append(cuts, len(lengths))).tolist()):
         edges = bounds[begin : end + 1]
-        yield slice(begin, end), slice(int(edges[0]), int(edges[-1])), edges[:-1] - edges[0], np.diff(edges)
-        begin = end
+        at = slice(int(edges[0]), int(edges[-1]))
+        yield _Group(slice(begin, end), at, edges[:-1] - edges[0], lengths[begin:end])
 
 
 # ---------------------------------------------------------------------------------------------------

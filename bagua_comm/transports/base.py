@@ -26,7 +26,7 @@ import numpy as np
 from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, Scratch
 from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
-from .pipeline import Exact, Rows, Wait, reduce_through, trade
+from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
 
 POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
@@ -168,6 +168,17 @@ class Transport(ABC):
                 out[...] = x
             return
         self.allreduce_over(self.agree_on_call(f"allreduce {op}", x), x, out, op)
+
+    def allreduce_encoded(self, code: Encoding, out: Array) -> None:
+        """Add what all ranks encode, and decode the sum, into `out` on all ranks.
+
+        Collective. `out` is flat.
+        """
+        total = self._scratch.take("encoded", out.shape, code.dtype, like=out)
+        everything = slice(0, out.size)
+        code.encode(everything, total)
+        self.allreduce(total, total, "sum")
+        code.decode(total, everything, out)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x`, (p, m), over all ranks and keep chunk `rank` in `out`, which may lie in `x`.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from .. import kernels
-from ..arrays import Array, Scratch
+from ..arrays import Array, DType, Scratch
 
 if TYPE_CHECKING:
     from .base import Flow
@@ -48,6 +48,19 @@ class Stages(ABC):
 
     def decode(self, i: int) -> None:  # noqa: B027 - exact results need no decoding
         """Decode the results of all ranks for piece i."""
+
+
+class Encoding(Protocol):
+    """What `Transport.allreduce_encoded` adds in place of the elements; any piece may be asked for by itself."""
+
+    dtype: DType
+    """The dtype of what is added: integers, whose sum depends on no order. No narrower than the results."""
+
+    def encode(self, piece: slice, out: Array) -> None:
+        """Write what this rank adds for these elements."""
+
+    def decode(self, total: Array, piece: slice, out: Array) -> None:
+        """Write the results for these elements, of which `total` is the sum over all ranks."""
 
 
 def reduce_through(flow: Flow, stages: Stages, *, gather: bool = True) -> None:

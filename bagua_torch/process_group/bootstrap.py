@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def connect(
     node: str | int | None = None,
     alone: bool = False,
     gpu: bootstrap.GPU = "auto",
+    record: str | Path | None = None,
 ) -> Communicator:
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
 
@@ -49,6 +51,7 @@ def connect(
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
         alone: Be a world of one rank, whatever started this process.
         gpu: What carries CUDA tensors; see `bagua_comm.connect`.
+        record: A folder for what each rank did last, written when a call fails; see `bagua_comm.connect`.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -68,7 +71,14 @@ def connect(
     elif bootstrap.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
     comm = bagua_comm.connect(
-        timeout_s=timeout_s, check=check, trace=trace, node=node, alone=alone, transport=transport, gpu=gpu
+        timeout_s=timeout_s,
+        check=check,
+        trace=trace,
+        node=node,
+        alone=alone,
+        transport=transport,
+        gpu=gpu,
+        record=record,
     )
     use_device(comm)
     return comm

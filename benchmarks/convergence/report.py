@@ -193,7 +193,24 @@ def _difference(row: dict[str, Any]) -> str:
 def notes(record: dict[str, Any], name: str) -> list[str]:
     """The remarks below the table of a task."""
     said = [METHODS[row["algorithm"]].note for row in rows_of(record, name)]
-    return [*verdicts(record, name), *_across_nodes(record, name), *filter(None, said)]
+    return [*verdicts(record, name), *_across_nodes(record, name), *_added(record, name), *filter(None, said)]
+
+
+def _added(record: dict[str, Any], name: str) -> list[str]:
+    """Which rows were trained later, with which versions, and where the baseline ended beside them."""
+    task, found = TASKS[name], []
+    for added in record.get("added", ()):
+        titles = ", ".join(METHODS[algorithm].title for algorithm in added["algorithms"])
+        versions = ", ".join(f"{library} {version}" for library, version in added["versions"].items())
+        beside = "; ".join(
+            f"{METHODS[algorithm].title}, {', '.join(f'{metric:.{task.decimals}f}' for metric in metrics)}"
+            for algorithm, metrics in added["beside"][name].items()
+        )
+        found.append(
+            f"The row of {titles} was added later: on {added['machine']['cpu']}, with {versions}. Beside it, in "
+            f"the same run, by seed: {beside}."
+        )
+    return found
 
 
 def verdicts(record: dict[str, Any], name: str) -> list[str]:

@@ -498,6 +498,15 @@ def test_connect_takes_the_place_of_a_communicator_that_nobody_asked_for():
             bagua_comm.connect()
 
 
+def test_record_is_where_each_rank_writes_what_it_did_last(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr(bagua_comm, "connect", lambda **options: given.update(options) or bagua_comm.default())
+    with bagua_torch.connect(record=tmp_path):
+        assert given["record"] == tmp_path
+    with bagua_torch.connect():
+        assert given["record"] is None
+
+
 @pytest.mark.parametrize("timeout_s", [-1, math.nan, math.inf, True, "3"], ids=str)
 def test_timeout_must_be_a_positive_number(timeout_s):
     with pytest.raises(BootstrapError, match=f"timeout_s is {timeout_s!r}, expected seconds"):
@@ -574,8 +583,9 @@ def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
         import bagua_torch
         from bagua_comm.testing import check_transport
 
-        with bagua_torch.connect(timeout_s=60) as comm:
+        with bagua_torch.connect(timeout_s=60, record="records") as comm:
             assert (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
+            assert comm.flight.folder.parent.name == "records"
             assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
             if comm.size > 2:
                 check_transport(comm)

@@ -143,3 +143,34 @@ def test_memory_and_files_go_with_the_window():
     assert held() == (True, files + 2)
     del windows
     assert held() == (False, files)
+
+
+class Halved:
+    """Elements in int32, times 2, of which half the sum is wanted."""
+
+    dtype = np.dtype(np.int32)
+
+    def __init__(self, x):
+        self.x = x
+
+    def encode(self, piece, out):
+        out[...] = 2 * self.x[piece].astype(np.int32)
+
+    def decode(self, total, piece, out):
+        assert total.size == piece.stop - piece.start
+        out[...] = total / 2
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("count", [0, 1, 7, 1003])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_encoded_is_added_and_decoded_piece_by_piece(ranks, count, dtype):
+    xs = np.arange(ranks * count).reshape(ranks, count) % 50
+
+    def body(window):
+        x = xs[window.rank].astype(dtype)
+        for _ in range(2):  # in place; the second time, of the sums
+            window.allreduce_encoded(Halved(x), x)
+        return x.tolist()
+
+    assert over_window(ranks, body) == [(ranks * xs.sum(axis=0)).astype(dtype).tolist()] * ranks

@@ -41,7 +41,7 @@ from ...errors import (
 )
 from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport
 from ..notices import GAVE_UP, LEFT, Notice, given_up
-from ..pipeline import Message, Wait
+from ..pipeline import Encoding, Message, Wait
 from .blocking import in_time
 from .reductions import OPS, REDUCTIONS, is_sound
 from .window import open_window
@@ -353,6 +353,16 @@ class MPITransport(Transport):
         else:
             self._watched(self.allreduce_over, flow, x, out, op)
 
+    def allreduce_encoded(self, code: Encoding, out: Array) -> None:
+        """Large arrays go through shared memory, if there is any; see `Transport`."""
+        nbytes = out.size * code.dtype.itemsize
+        if self._window is None or nbytes < SHARED_BYTES:
+            super().allreduce_encoded(code, out)
+            return
+        self.agree_on_call(f"allreduce of encoded {dtype_name(code.dtype)}", out)
+        sent_bytes = (nbytes + out.nbytes) * (self.size - 1) // self.size
+        self._share(self._window.allreduce_encoded, code, out, sent_bytes=sent_bytes)
+
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
         call = f"reduce {op} to {root}"
@@ -662,11 +672,11 @@ class MPITransport(Transport):
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
 
-    def _share(self, call: Callable[..., None], x: Array, *arguments: object, sent_bytes: int) -> None:
+    def _share(self, call: Callable[..., None], *arguments: object, sent_bytes: int) -> None:
         """Make a call through the window."""
         self._check_usable()
         try:
-            call(x, *arguments)
+            call(*arguments)
         except BaseException as exc:
             raise self._give_up(exc, None) from exc
         self.sent_bytes += sent_bytes

@@ -26,9 +26,10 @@ from contextlib import ExitStack
 import numpy as np
 
 from ... import kernels
-from ...arrays import Array, DType, rows
+from ...arrays import Array, DType, Scratch, rows
 from ...processes import this_host
 from ..base import Transport, chunk_bounds
+from ..pipeline import Encoding
 
 SLOT_BYTES = 1 << 20
 """Bytes that a rank writes in a round; a window has twice as many for each rank. A smaller slot is as fast on
@@ -60,6 +61,7 @@ class SharedWindow:
         """How many collective calls each rank has begun; each rank writes its own number."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self._round = 0
+        self._scratch = Scratch()
         self._fence = threading.Lock()
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
@@ -71,6 +73,34 @@ class SharedWindow:
         results = [out.reshape(-1)[chunk] for chunk in bounds]
         self._reduce([x.reshape(-1)[chunk] for chunk in bounds], results[self.rank], op, results)
 
+    def allreduce_encoded(self, code: Encoding, out: Array) -> None:
+        """Add what all ranks encode, and decode the sum, into `out` on all ranks.
+
+        Collective. Each rank decodes the chunk that it reduces; a piece is encoded, added and decoded while it is
+        in a cache.
+        """
+        out, rank = out.reshape(-1), self.rank
+        bounds = chunk_bounds(out.size, self.size)
+        results = [out[chunk] for chunk in bounds]
+        slots = self._slots(code.dtype)
+        shape = 2, min(slots.shape[-1], results[0].size)
+        room = self._scratch.take("encoded", shape, code.dtype, like=out)
+
+        def fill(peer: int, piece: slice, slot: Array) -> None:
+            part = _within(bounds[peer], piece)
+            code.encode(part, slot[: part.stop - part.start])
+
+        def combine(piece: slice, now: Array) -> Array:
+            part = _within(bounds[rank], piece)
+            mine, total = room[:, : part.stop - part.start]
+            code.encode(part, mine)
+            rows = [mine if r == rank else now[r, : mine.size] for r in range(self.size)]
+            kernels.on_host().reduce_rows(rows, total, "sum")
+            code.decode(total, part, out[part])
+            return out[part]
+
+        self._pass(results[0].size, slots, fill, combine, results)
+
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x`, (p, m), over all ranks and keep chunk `rank` in `out`, which may lie in `x`.
 
@@ -80,23 +110,48 @@ class SharedWindow:
 
     def _reduce(self, chunks: Sequence[Array], mine: Array, op: str, results: Sequence[Array] = ()) -> None:
         """Reduce chunk `rank` of all ranks to `mine`; collect all reduced chunks in `results`, if given."""
-        rank, count = self.rank, len(chunks[0])
-        slots = self._slots(mine.dtype)
-        length = slots.shape[-1]
+
+        def fill(peer: int, piece: slice, slot: Array) -> None:
+            _fill(slot, chunks[peer][piece])
+
+        def combine(piece: slice, now: Array) -> Array:
+            total = mine[piece]
+            parts = [chunks[r][piece] if r == self.rank else now[r, : total.size] for r in range(self.size)]
+            kernels.on_host().reduce_rows(parts, total, op)
+            return total
+
+        self._pass(len(chunks[0]), self._slots(mine.dtype), fill, combine, results)
+
+    def _pass(
+        self,
+        count: int,
+        slots: Array,
+        fill: Callable[[int, slice, Array], None],
+        combine: Callable[[slice, Array], Array],
+        results: Sequence[Array],
+    ) -> None:
+        """Pass chunks of at most `count` elements through `slots`, piece by piece.
+
+        Args:
+            count: How many elements the longest chunk has.
+            slots: See `_slots`.
+            fill: Writes what goes to a rank, of a piece of its chunk, to a slot.
+            combine: Reduces a piece of this rank's chunk; takes the slots for this rank, a row for each rank.
+            results: Where to collect the reduced chunks of all ranks; empty if each rank keeps only its own.
+        """
+        rank, length = self.rank, slots.shape[-1]
         # The sums of a piece pass one round after its parts, so the last round passes only sums.
         for piece in _pieces(count + length if results else count, length):
             now, later = slots[self._round % 2], slots[1 - self._round % 2]
             for peer in self._others:
-                _fill(now[rank, peer], chunks[peer][piece])
+                fill(peer, piece, now[rank, peer])
             self._meet()
-            total = mine[piece]
-            parts = [chunks[r][piece] if r == rank else now[r, rank, : total.size] for r in range(self.size)]
-            kernels.on_host().reduce_rows(parts, total, op)
+            total = combine(piece, now[:, rank])
             if results:
-                _fill(later[rank, rank], total)
+                _fill(later[rank, rank].view(total.dtype), total)
                 last = slice(max(piece.start - length, 0), piece.start)
                 for peer in self._others:
-                    _take(now[peer, peer], results[peer][last])
+                    _take(now[peer, peer].view(total.dtype), results[peer][last])
 
     def _slots(self, dtype: DType) -> Array:
         """View the slots as (2, p, p, elements): by parity of the round, by writing rank, by reading rank."""
@@ -170,6 +225,11 @@ def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
 def _pieces(count: int, length: int) -> Iterator[slice]:
     """Cut `count` elements into slices of `length`; the last may reach beyond the end."""
     return (slice(start, start + length) for start in range(0, count, length))
+
+
+def _within(chunk: slice, piece: slice) -> slice:
+    """The part of an array that is this piece of its chunk."""
+    return slice(min(chunk.start + piece.start, chunk.stop), min(chunk.start + piece.stop, chunk.stop))
 
 
 def _fill(slot: Array, values: Array) -> None:
