@@ -163,12 +163,14 @@ class _Restore:
         self._private = set(header["private"])
         found = self._shared()
         same = sources.ranks == len(self._members)
+        lost = not same
         if self._private or header["texts_differ"]:
-            if same and not sources.missing:
+            if not same or sources.missing:
+                self._combine(found, same=same)
+            if same:
                 header = self._own_of_my_rank(found)
-            else:
-                self._combine(found)
-        return None if self._new_rank is None else Content(header, found, dropped=not same)
+                lost = self._new_rank in sources.missing
+        return None if self._new_rank is None else Content(header, found, dropped=lost)
 
     # What is shared ---------------------------------------------------------------------------------
 
@@ -216,10 +218,12 @@ class _Restore:
     # What is a rank's own ---------------------------------------------------------------------------
 
     def _own_of_my_rank(self, found: list[Array | None]) -> dict[str, Any]:
-        """Give every rank its own again; returns the header of this one."""
+        """Give every rank its own again, unless it is lost; returns the header of this one."""
         comm, sources = self._comm, self._sources
         header: dict[str, Any] = self._header
         for rank, place in enumerate(self._members):
+            if rank in sources.missing:
+                continue
             source = sources.own_of[rank]
             copy = self._copy_of.get(rank)
             if comm.rank == source == place:
@@ -241,32 +245,43 @@ class _Restore:
                 self._check(sorted(self._private), found, header["sums"])
         return header
 
-    def _combine(self, found: list[Array | None]) -> None:
-        """Give all ranks what their own parts make together, by their rules."""
+    def _combine(self, found: list[Array | None], *, same: bool) -> None:
+        """Find what the ranks' own parts make together, by their rules.
+
+        Args:
+            found: Where it goes.
+            same: Whether it is only for ranks whose own is lost, while the others keep theirs.
+        """
         comm, sources = self._comm, self._sources
         ranks = sorted(sources.own_of)
         if sources.missing:
             _log.warning(
-                "of commit %d, what was the own of ranks %s is lost; the others' is taken for it",
+                "of commit %d, what was the own of ranks %s is lost; %s",
                 sources.version,
                 list(sources.missing),
+                "they get what the others' own makes together" if same else "the others' is taken for it",
             )
         mine = [rank for rank in ranks if sources.own_of[rank] == comm.rank]
-        rules = Layout.from_header(self._header).rules
+        layout = Layout.from_header(self._header)
+        alike = all(Layout.from_header(self._copy_of[rank].header) == layout for rank in mine)
+        alike = bool(comm.allreduce(np.array([alike], np.uint8), op="min")[0])
+        # Arrays that are not of the same kinds make nothing together: then all is that of one rank.
+        first = ranks[0] if alike else int(self._header["rank"])
         for n in sorted(self._private):
-            kind, rule = self._kinds[n], rules[n]
+            kind, rule = self._kinds[n], layout.rules[n]
             if rule == "drop":
                 continue
             if rule is None:
                 rule = "mean" if _is_inexact(kind) else "first"
-            addends = [self._copy_of[rank].arrays[n] for rank in mine]
-            if rule == "first" or not _is_inexact(kind):
-                x = addends[0].copy() if mine and mine[0] == ranks[0] else _empty(kind)
+            if rule == "first" or not alike or not _is_inexact(kind):
+                x = self._copy_of[first].arrays[n].copy() if first in mine else _empty(kind)
                 for piece in _pieces([x]):
-                    comm.broadcast(piece, root=sources.own_of[ranks[0]])
+                    comm.broadcast(piece, root=sources.own_of[first])
+            elif rule == "sum" and same:
+                x = np.zeros_like(_empty(kind))  # the others keep what is left of it
             else:
-                parts_of = len(ranks) if rule == "mean" else len(self._members)
-                x = _total(comm, kind, addends, parts_of)
+                addends = [self._copy_of[rank].arrays[n] for rank in mine]
+                x = _total(comm, kind, addends, len(ranks) if rule == "mean" else len(self._members))
             found[n] = x
 
 

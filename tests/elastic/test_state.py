@@ -147,6 +147,41 @@ def test_what_is_own_comes_to_another_number_of_ranks_by_its_rule():
         assert found["gone"] is None
 
 
+def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
+    job = ThreadJob(5, wanted=3)
+
+    def body(fleet):
+        own = {rule: Own(np.zeros(2), rule) for rule in ("mean", "sum", "first", "drop")}
+        state = State(weights=np.zeros(2), step=0, **own)
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            if not state.history:
+                for x in (state.weights, state.mean, state.sum, state.first, state.drop):
+                    x[...] = fleet.me + 1.0
+                state.commit()
+                job.kill(1)
+                job.kill(2)
+                comm.barrier()
+            return comm.rank, {name: getattr(state, name)[0] for name in ("weights", *own)}
+
+        return train
+
+    found = dict(each["result"] for each in run_fleet(job, body) if each.get("result"))
+    # Rank 1's copies were its own and rank 2's; rank 2's is left on rank 0, its buddy.
+    assert set(found[0].values()) == {1.0}
+    assert set(found[2].values()) == {3.0}
+    assert found[1] == {"weights": 2.0, "mean": 2.0, "sum": 0.0, "first": 1.0, "drop": 0.0}
+
+
+def test_arrays_of_other_shapes_on_each_rank_are_those_of_one_rank_on_fewer():
+    def state(fleet):
+        return State(rows=Own([np.full(2 + fleet.me, fleet.me, np.float64)], "mean"))
+
+    for found in rules(state):
+        np.testing.assert_array_equal(found["rows"][0], [0, 0])
+
+
 def test_what_differs_without_being_marked_is_found():
     def state(fleet):
         return State(weights=np.zeros(3), count=np.zeros(2, np.int64), text="")
