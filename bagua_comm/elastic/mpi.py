@@ -459,7 +459,7 @@ class MPIFleet(Fleet):
         crew = self._crew
         group = self._recruiter.take() if bringer == self.me else None
         made: tuple[MPI.Intracomm, list[int]] | None = None
-        with suppress(RankFailed):
+        with suppress(CommError, MPI.Exception):
             made = recruits.let_in(crew.comm, group, crew.rank_of(bringer))
         while (agreed := self._agree(made is not None)) is None:
             pass  # another one has died; what was made is as good

@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +26,7 @@ from mpi4py import MPI
 
 from ..errors import RankFailed
 from ..processes import kill, start_of, started_with, state_of, this_host
+from ..transports.mpi.blocking import in_time
 from .origin import VARIABLE, Origin
 
 START_S = 60.0
@@ -217,7 +218,8 @@ def let_in(old: MPI.Comm, group: Group | None, recruiter: int) -> tuple[MPI.Intr
         The communicator, and those of `old` who are in it, by their ranks there.
 
     Raises:
-        RankFailed: It could not be made, or not in time.
+        CommTimeout: It could not be made in time.
+        MPI.Exception: It could not be made.
     """
 
     def make() -> tuple[MPI.Intracomm, list[int]]:
@@ -229,8 +231,7 @@ def let_in(old: MPI.Comm, group: Group | None, recruiter: int) -> tuple[MPI.Intr
 
     if group is not None:
         group.tell(_COME)
-    made: tuple[MPI.Intracomm, list[int]] = _in_time(make)
-    return made
+    return in_time(make, LET_IN_S, "letting newcomers in", kind=threading.Thread)
 
 
 def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
@@ -262,26 +263,6 @@ def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Intracomm, peer: int, *, 
     return everyone
 
 
-def _in_time(make: Callable[[], Any]) -> Any:
-    """The result of `make`, which may never return if a process dies meanwhile."""
-    done: list[Any] = []
-    problems: list[Exception] = []
-
-    def work() -> None:
-        try:
-            done.append(make())
-        except Exception as exc:
-            problems.append(exc)
-
-    thread = threading.Thread(target=work, name="let in", daemon=True)
-    thread.start()
-    thread.join(LET_IN_S)
-    if done:
-        return done[0]
-    why = str(problems[0]) if problems else f"MPI did not come to an end in {LET_IN_S:.3g} s"
-    raise RankFailed(f"newcomers could not be let in: {why}") from (problems[0] if problems else None)
-
-
 # A newcomer -----------------------------------------------------------------------------------------------
 
 
@@ -289,16 +270,22 @@ def join(origin: Origin) -> tuple[MPI.Intracomm, Welcome]:
     """Say that this newcomer is ready, and wait until it is let in. Collective among those started together.
 
     Raises:
+        CommTimeout: The others do not take part.
         RankFailed: It is not let in.
     """
-    between = MPI.Comm.Get_parent()
-    pair = between.Merge(True)
-    between.Disconnect()
-    pair.Set_errhandler(MPI.ERRORS_RETURN)
-    me, host = os.getpid(), this_host()
-    pair.send(Recruit(host, os.uname().nodename, me, start_of(me)), 0, _READY)
+
+    def report() -> MPI.Intracomm:
+        between = MPI.Comm.Get_parent()
+        pair = between.Merge(True)
+        between.Disconnect()
+        pair.Set_errhandler(MPI.ERRORS_RETURN)
+        me, host = os.getpid(), this_host()
+        pair.send(Recruit(host, os.uname().nodename, me, start_of(me)), 0, _READY)
+        return pair
+
+    pair = in_time(report, START_S, "reporting to the process that has started this one")
     _hear(pair, origin, float("inf"))
-    everyone = _in_time(lambda: _merged(MPI.COMM_WORLD, 0, pair, 0, behind=True))
+    everyone = in_time(lambda: _merged(MPI.COMM_WORLD, 0, pair, 0, behind=True), LET_IN_S, "being let in")
     welcome = _hear(pair, origin, 3 * LET_IN_S)
     return everyone, Welcome(*welcome)
 

@@ -52,6 +52,14 @@ record("start")
 """What programs begin with."""
 
 
+@pytest.fixture(autouse=True)
+def listens_to_sigint():
+    """Where these tests run in the background of a shell, it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def mpirun(tmp_path, monkeypatch):
     """A stand-in for Open MPI's mpirun, and a folder for the folders of jobs."""

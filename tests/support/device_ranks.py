@@ -62,8 +62,10 @@ class DeviceFleet(ThreadFleet):
         self._comms.clear()
         return super().meet(cause)
 
-    def connect(self, members):
-        comm = super().connect(members)
+    def connect(self, members, *, control=False):
+        comm = super().connect(members, control=control)
+        if control:
+            return comm
         host = HostOnly(comm.transports[0])
         nodes = ["host"] * len(members)
         on_device = Communicator([host, over(self._kind, host)], device=self.me, nodes=nodes)

@@ -19,7 +19,18 @@ ACCEPTED = {
     ("transports/mpi/transport.py", "everyone.Free"): "of a group, which is this process' own",
     ("transports/mpi/transport.py", "members.Free"): "of a group, which is this process' own",
     ("transports/mpi/crew.py", "group.Free"): "of a group, which is this process' own",
-    ("bootstrap.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left or another thread watches",
+    ("transports/mpi/world.py", "comm.Split_type"): "whoever calls first_beside ends the wait",
+    ("transports/mpi/world.py", "each.Free"): "the same",
+    ("bootstrap.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left",
+    ("bootstrap.py", "library.MPI_Finalize"): "at exit, while another thread watches",
+    ("elastic/recruits.py", "MPI.Info.Create"): "it is local",
+    ("elastic/recruits.py", "MPI.COMM_SELF.Spawn"): "on a thread that nobody waits for; Group.trouble watches it",
+    ("elastic/recruits.py", "between.Merge"): "the same; where others take part, they are ready",
+    ("elastic/recruits.py", "between.Disconnect"): "the same",
+    ("elastic/recruits.py", "pair.recv"): "the same, or it has arrived",
+    ("elastic/recruits.py", "self.pair.send"): "it is short, and waits for nobody",
+    ("elastic/recruits.py", "everyone.Free"): "of a group, which is this process' own",
+    ("elastic/recruits.py", "group.Free"): "of a group, which is this process' own",
 }
 """What may block elsewhere, and why."""
 

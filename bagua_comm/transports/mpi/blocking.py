@@ -17,8 +17,14 @@ class BlockedCall(threading.Thread):
     """A thread that is inside a call of MPI; MPI cannot be shut down meanwhile."""
 
 
-def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
+def in_time(call: Callable[[], T], limit_s: float, name: str, *, kind: type[threading.Thread] = BlockedCall) -> T:
     """Make a call of MPI that blocks, and that nothing can interrupt.
+
+    Args:
+        call: The call.
+        limit_s: How long it may take.
+        name: What the message calls it.
+        kind: The thread; another kind than `BlockedCall` if the process may end well while it is in there.
 
     Raises:
         CommTimeout: The call has not returned within `limit_s`. It goes on, on a thread of its own, until the
@@ -35,7 +41,7 @@ def in_time(call: Callable[[], T], limit_s: float, name: str) -> T:
         except BaseException as exc:
             failures.append(exc)
 
-    thread = BlockedCall(target=run, name=name, daemon=True)
+    thread = kind(target=run, name=name, daemon=True)
     thread.start()
     thread.join(limit_s)
     if failures:
