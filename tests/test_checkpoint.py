@@ -803,6 +803,7 @@ def kill_again_and_again(folder, times, seed):
     return reached
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_leaves_the_last_complete_checkpoint_or_the_next(tmp_path):
     assert kill_again_and_again(tmp_path, 2, seed=1) > 0
 

@@ -249,6 +249,7 @@ def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
 # ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
     def body(fleet):
         meeting = fleet.meet()

@@ -1,8 +1,11 @@
 """The measurement of checkpoints, on a small state: it compares what comes back, and names every way."""
 
+import pytest
+
 from benchmarks import checkpoint
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_and_compared(tmp_path):
     options = checkpoint.parse_arguments(
         ["--megabytes", "0.2", "-n", "2", "--ranks", "2", "--folder", str(tmp_path)]

@@ -6,11 +6,14 @@ import sys
 from itertools import product
 from pathlib import Path
 
+import pytest
+
 from bagua_comm import kernels
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_every_codec_has_a_row_with_figures_beside_a_copy(tmp_path):
     path = tmp_path / "codecs.json"
     command = [sys.executable, "-m", "benchmarks.codecs", "-b", "64K", "-e", "64K", "-n", "3", "-w", "1"]

@@ -316,6 +316,7 @@ def test_ranks_of_tests_are_ended_before_their_section(tmp_path, monkeypatch):
     assert time.monotonic() - start < gpu_world.SPARE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mpi", "crashes"), [(True, False), (False, True)])
 def test_ranks_do_not_outlive_what_started_them(tmp_path, monkeypatch, mpi, crashes):
     def monotonic():

@@ -79,6 +79,7 @@ def regrow(tmp_path, ranks, kills, *flags):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_process_is_started_in_the_place_of_a_dead_one(tmp_path):
     said = regrow(tmp_path, 2, ["rank 1"])

@@ -6,8 +6,8 @@ the default run takes a part of them, the same part each time, and the others ar
 
 * `@pytest.mark.covering(2)` at a test: any two values of two parameters occur together in one of the cases that
   stay. With `covering(1)` each value of each parameter occurs in one.
-* Of a test with at least `MANY` values of `algorithm`, every fifth of them stays: not the same as in the next
-  test. So each algorithm goes through a fifth of the tests.
+* Of a test with at least `MANY` values of `algorithm`, every sixth of them stays: not the same as in the next
+  test. So each algorithm goes through a sixth of the tests.
 * Each case of a test on `device` runs under one policy, and the cases of a test run under all of them in turn.
   `@pytest.mark.every_policy` keeps all three: for tests of the order in which streams do their work.
 
@@ -70,7 +70,7 @@ def in_turn(start, places, groups):
     different = [*dict.fromkeys(texts.values())]
     if len(different) < MANY:
         return places
-    return [place for place in places if (different.index(texts[place]) + start) % 5 == 0]
+    return [place for place in places if (different.index(texts[place]) + start) % 6 == 0]
 
 
 def values_of(case):

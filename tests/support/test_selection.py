@@ -58,7 +58,7 @@ def test_marks_say_what_stays():
     assert {each["codec"] for each in kept} == {"a", "b"}
 
 
-def test_of_many_algorithms_a_fifth_stays_and_tests_take_turns():
+def test_of_many_algorithms_a_part_stays_and_tests_take_turns():
     found = cases(algorithm=range(7), ranks=(1, 2))
     kept = []
     for number in range(30):

@@ -132,6 +132,7 @@ def test_nor_is_there_one_where_the_system_does_not_know_such_memory(monkeypatch
     assert over_window(2, lambda window: window) == [None, None]
 
 
+@pytest.mark.slow
 def test_memory_and_files_go_with_the_window():
     def held():
         gc.collect()
