@@ -160,6 +160,7 @@ def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
                 for x in (state.weights, state.mean, state.sum, state.first, state.drop):
                     x[...] = fleet.me + 1.0
                 state.commit()
+                comm.barrier()  # all have committed
                 job.kill(1)
                 job.kill(2)
                 comm.barrier()
