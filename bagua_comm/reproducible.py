@@ -28,8 +28,8 @@ numbers finite; then q is off by at most 1.
 
 *Beside float32.* A sum of 8 in rank order loses more than this, in blocks of 128, where values of a block are of
 similar size: normal ones, Student-t(3), one lognormal scale for each block. Where each element has a lognormal
-scale of its own, this loses more from about sigma = 2 on; in blocks of 64 from about 2.75 on. That is what was
-measured, as relative L2 errors; it is not a bound.
+scale of its own, this loses more from about sigma = 2 on; in blocks of 64 from between 2.5 and 3 on. That is what
+was measured, as relative L2 errors; it is not a bound.
 
 *How y is rounded.* S / M is rounded to float64, multiplied by a power of two, which is exact, and rounded to
 float32. That is the float32 nearest to S unit / M. Two roundings differ from one only if S / M is near the middle

@@ -297,8 +297,9 @@ class TorchrunFleet(Fleet):
 
     @staticmethod
     def _abort(transports: Iterable[Transport]) -> None:
-        for each in transports:
+        for each in [*transports][::-1]:  # those of devices first: they tell their peers by that of the host
             with suppress(CommError):
+                each.leave("the processes meet")
                 each.abort()
 
     # Beside training --------------------------------------------------------------------------------
