@@ -446,7 +446,8 @@ class MPIFleet(Fleet):
             )
         lost = sum(process >= self._started for process in self._crew.dead)
         if lost < MOST_LOST:
-            self._recruiter.start(count)
+            hosts = {self._cards[each].host for each in (self.me, *self._crew.living())}
+            self._recruiter.start(count, here=len(hosts) == 1)
         else:
             _log.warning("%d newcomers have died; no more are started", lost)
 

@@ -38,6 +38,9 @@ LET_IN_S = 10.0
 TRIES = 3
 """How often processes are started in the place of the same dead ones."""
 
+APPEAR_S = 10.0
+"""How long newcomers may take until they are seen, where all processes of the job are on one host."""
+
 LOOK_S = 0.5
 """How often the recruiter looks whether newcomers that are not ready yet live."""
 
@@ -88,13 +91,13 @@ class Recruiter:
     def __init__(self, variables: dict[str, str]) -> None:
         self._variables = variables
         self._group: Group | None = None
-        self._count = self._tries = 0
+        self._count, self._here, self._tries = 0, True, 0
 
-    def start(self, count: int) -> None:
-        """Start so many processes, unless some are being started."""
+    def start(self, count: int, *, here: bool) -> None:
+        """Start so many processes, unless some are being started; `here` if the job has no other host."""
         if self._group is None:
-            self._count, self._tries = count, 1
-            self._group = Group(count, self._variables)
+            self._count, self._here, self._tries = count, here, 1
+            self._group = Group(count, self._variables, here=here)
 
     def ready(self) -> Group | None:
         """Those that are ready; looks after those that are not, and starts others in their place."""
@@ -109,7 +112,7 @@ class Recruiter:
         if self._tries < TRIES:
             _log.warning("processes that were started in the place of dead ones %s; others are started", trouble)
             self._tries += 1
-            self._group = Group(self._count, self._variables)
+            self._group = Group(self._count, self._variables, here=self._here)
         else:
             _log.warning(
                 "%d times processes were started in the place of dead ones, and %s; training goes on with fewer",
@@ -138,12 +141,14 @@ class Group:
     Args:
         count: How many are started.
         variables: Their environment variables.
+        here: Whether all of them start on this host.
     """
 
-    def __init__(self, count: int, variables: dict[str, str]) -> None:
+    def __init__(self, count: int, variables: dict[str, str], *, here: bool) -> None:
         me = os.getpid()
         self._origin = Origin(secrets.token_hex(8), me, start_of(me), this_host())
         self._count, self._variables = count, variables | {VARIABLE: self._origin.text()}
+        self._here = here
         self._begun_s = self._looked_s = time.monotonic()
         self._seen = self._given_up = False
         self._error: Exception | None = None
@@ -186,6 +191,8 @@ class Group:
             return f"were not ready in {START_S:.3g} s"
         living = len(started_with(VARIABLE, self._origin.text()))
         self._seen = self._seen or living >= self._count
+        if self._here and not self._seen and now - self._begun_s > APPEAR_S:
+            return f"did not appear in {APPEAR_S:.3g} s, or died at once"
         some_died = self._seen and living < self._count and not self.recruits
         return "died before they were ready" if some_died else None
 

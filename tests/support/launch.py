@@ -12,6 +12,10 @@ PATIENCE = float(os.environ.get("BAGUA_TEST_PATIENCE", "1"))
 """What limits of programs that tests start are multiplied by: more than 1 where the machine has other work."""
 
 
+DAEMON_FAILED = 213
+"""mpirun's exit code if it could not start itself, as happens now and then where others start and end."""
+
+
 def with_tests(env=None):
     """Environment variables with which Python finds the modules of tests/, too."""
     return _finding(TESTS, os.environ if env is None else env)
@@ -37,14 +41,18 @@ def run_python(ranks, *arguments, script=None, flags=(), mpirun=(), timeout_s=10
         path, text = script
         path.write_text(textwrap.dedent(text))
         arguments = (str(path), *arguments)
-    return subprocess.run(
-        [*command, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=PATIENCE * timeout_s,
-        env=_finding(TESTS.parent, os.environ if env is None else env),
-    )
+    for _ in range(2):
+        result = subprocess.run(
+            [*command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE * timeout_s,
+            env=_finding(TESTS.parent, os.environ if env is None else env),
+        )
+        if result.returncode != DAEMON_FAILED:
+            break
+    return result
 
 
 def torchrun(ranks, *arguments, timeout_s=90):

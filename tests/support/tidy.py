@@ -16,7 +16,7 @@ import pytest
 OURS = {"PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 """Environment variables that pytest changes itself."""
 
-IMPORTS = ("KMP_", "OMPI_MCA_", "TORCH", "PYTORCH")
+IMPORTS = ("KMP_", "OMPI_MCA_", "TORCH", "PYTORCH", "CRC32C_", "TF_", "GRPC_", "HF_", "TOKENIZERS_")
 """How the names begin of the variables that libraries set when they are first imported."""
 
 ENDING_S = 5.0
