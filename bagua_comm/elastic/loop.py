@@ -206,7 +206,9 @@ class _Loop:
         """From one meeting to the next."""
         fleet = self._fleet
         meeting = self._meet(failure)
-        everyone = fleet.connect([process.number for process in meeting.alive], control=True)
+        # The first communicator of all has what training needs, so that those who stand by have once made it.
+        numbers = [process.number for process in meeting.alive]
+        everyone = fleet.connect(numbers, control=meeting.number > 1)
         self._session.record_later(everyone)
         held = self._session.held()
         report = Report(held, self._members, self._entered, self._trained, self._finished)
