@@ -58,7 +58,7 @@ class Place:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(self.folder, ignore_errors=True)
-        if self.own_memory:
+        if self.memory != SHARED_MEMORY:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
