@@ -37,8 +37,11 @@ _MARK = struct.Struct("<Q")
 _MARK_AT = 8
 _DATA_AT = 64
 _ALIGNMENT = 64
-_BLOCK = 1 << 17
-"""Bytes that are summed at once: they and their weights, twice as many, fit the second-level cache."""
+_BLOCK = 1 << 13
+"""Bytes of a block. Its weights, twice as many, stay in the first-level cache: then a copy that is summed takes
+little longer than a copy."""
+_CHAIN = 1 << 12
+"""Sums of blocks that are chained at once."""
 _WRAP = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -214,9 +217,18 @@ def _checksum(x: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None) -> in
     if out is not None:
         out[whole:] = x[whole:]
     total = x.size
-    for each in sums.tolist():
-        total = (total * _FACTOR + each) & _WRAP
+    for at in range(0, len(sums), _CHAIN):
+        part = sums[at : at + _CHAIN]
+        total = (total * pow(_FACTOR, len(part), 1 << 64) + int(np.dot(part, _powers()[-len(part) :]))) & _WRAP
     return (total * _FACTOR + int.from_bytes(x[whole:].tobytes(), "little")) & _WRAP
+
+
+@functools.cache
+def _powers() -> npt.NDArray[np.uint64]:
+    """f^(n - 1), ..., f, 1, modulo 2^64."""
+    factors = np.full(_CHAIN, _FACTOR, np.uint64)
+    factors[0] = 1
+    return np.multiply.accumulate(factors)[::-1].copy()
 
 
 @functools.cache

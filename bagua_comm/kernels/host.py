@@ -430,6 +430,8 @@ def _groups(bounds: Array) -> Iterator[_Group]:
 
 
 _UPPER = np.uint64(32)
+_WEIGHED = 1 << 15
+"""How many words are weighed at a time: 256 KiB, which stay in the second-level cache."""
 
 
 def weigh_blocks(words: Array, weights: Array, sums: Array, out: Array | None = None) -> None:
@@ -441,15 +443,19 @@ def weigh_blocks(words: Array, weights: Array, sums: Array, out: Array | None = 
         sums: A row of uint64 with a place for each block.
         out: Gets a copy of `words`, of which each block is read from memory only once.
     """
-    size = weights.shape[1]
-    for block in range(len(sums)):
-        part = words[block * size : (block + 1) * size]
+    size, whole = weights.shape[1], len(words) // weights.shape[1]
+    step = max(1, _WEIGHED // size)
+    groups = [(at, min(step, whole - at), size) for at in range(0, whole, step)]
+    if whole < len(sums):
+        groups.append((whole, 1, len(words) - whole * size))
+    for block, rows, row_words in groups:
+        these = slice(block * size, block * size + rows * row_words)
+        part = words[these]
         if out is not None:
-            copied = out[block * size : (block + 1) * size]
-            copied[...] = part
-            part = copied
-        v, w = weights[:, : len(part)]
-        np.add(np.dot(part, v), np.dot(part >> _UPPER, w), out=sums[block : block + 1])  # silent, as arrays wrap
+            out[these] = part
+            part = out[these]
+        table, (v, w) = part.reshape(rows, row_words), weights[:, :row_words]
+        sums[block : block + rows] = np.einsum("bi,i->b", table, v) + np.einsum("bi,i->b", table >> _UPPER, w)
 
 
 # ---------------------------------------------------------------------------------------------------
