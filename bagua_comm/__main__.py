@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import completion, diagnose, doctor, info, run
+from .commands import completion, diagnose, doctor, info, net, run
 from .commands.base import CommandError, program_name
 from .errors import ArrayError
 from .planning import advise
@@ -24,6 +24,7 @@ COMMANDS: dict[str, Any] = {
     "info": info,
     "diagnose": diagnose,
     "advise": advise,
+    "net": net,
     "completion": completion,
 }
 """Each has SUMMARY, DESCRIPTION, add_arguments(parser) and run(options)."""

@@ -19,10 +19,15 @@ import warnings
 from pathlib import Path
 
 
-def cache_folder(name: str) -> Path:
-    """The folder ~/.cache/`name`, if only its owner can write to it; else a private folder of this process."""
+def cache_folder(name: str, caches: str | None = None) -> Path:
+    """The folder `name` in the user's cache, if only its owner can write to it; else one of this process.
+
+    Args:
+        name: Its name.
+        caches: The user's cache, where it is not ~/.cache.
+    """
     try:
-        folder = Path.home() / ".cache" / name
+        folder = (Path(caches) if caches else Path.home() / ".cache") / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError):  # it cannot be made, or there is no home

@@ -1,0 +1,60 @@
+"""`bagua net`: build NCCL's network plugin, tell where it is, and try it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from .. import net
+from ..errors import BaguaError
+from .base import CommandError
+
+SUMMARY = "build and try the plugin that gives NCCL many TCP flows"
+
+DESCRIPTION = (
+    "NCCL's network plugin that cuts messages over many TCP flows. `build` compiles it into the user's cache, "
+    "where it is kept; `path` prints where it is; `check` sends messages through it on this host, without NCCL."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `net`."""
+    parser.add_argument("action", choices=["build", "path", "check"])
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="where the compiled plugin is kept, in place of the cache"
+    )
+    parser.add_argument("--json", action="store_true", help="for check: as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Do it. The exit code is 0 if the plugin is there, or works."""
+    try:
+        if options.action == "path":
+            return _print_path(options.folder)
+        library = net.build(options.folder)
+        if options.action == "build":
+            print(library)
+            return 0
+        found = net.check(library)
+    except (BaguaError, OSError) as exc:
+        raise CommandError(str(exc), exit_code=1) from exc
+    if options.json:
+        print(json.dumps(dataclasses.asdict(found), indent=2))
+    else:
+        print(
+            f"{found.library} works: {found.messages} messages, {found.nbytes} bytes over {found.interface} "
+            f"({found.speed_mbit} Mbit/s) in {found.seconds:.2f} s; all bytes as they were sent"
+        )
+    return 0
+
+
+def _print_path(folder: Path | None) -> int:
+    library = net.path(folder)
+    if library is None:
+        raise CommandError(
+            "the network plugin is not built here; run: python -m bagua_comm net build", exit_code=1
+        )
+    print(library)
+    return 0

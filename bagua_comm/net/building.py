@@ -1,0 +1,147 @@
+"""Compile the plugin: once, into a folder that only its user can write to, and never a part of a file."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import BootstrapError
+from ..files import cache_folder, is_own_file
+
+NAME = "bagua"
+"""The plugin's name: NCCL_NET takes it."""
+
+SOURCE = Path(__file__).with_name("plugin.c")
+
+FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
+
+COMPILERS = ("cc", "gcc", "clang")
+"""Tried in this order; then PyPI's ziglang, which brings a compiler and headers of its own."""
+
+OLDEST_LIBC = "2.17"
+"""What ziglang compiles for, so that the library runs wherever NCCL does."""
+
+COMPILE_TIMEOUT_S = 300.0
+
+
+def source_hash() -> str:
+    """A hash of the plugin's source, in hexadecimal: ranks whose hashes differ must not talk to each other."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
+
+def build(folder: Path | None = None) -> Path:
+    """Compile the plugin, unless it lies there compiled; returns where. Processes may call at the same time.
+
+    Args:
+        folder: Where; by default bagua_comm/net in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+
+    Raises:
+        BootstrapError: There is no compiler, or none that works; the message says what each one said.
+    """
+    folder = default_folder() if folder is None else folder
+    commands = [*compilers()]
+    for command in commands:
+        if is_own_file(library := folder / _file_name(command)):
+            return library
+    failures = []
+    for command in commands:
+        try:
+            return _compile(command, folder / _file_name(command))
+        except (OSError, subprocess.SubprocessError) as exc:
+            failures.append(f"{' '.join(command)}: {_said(exc)}")
+    if not failures:
+        raise BootstrapError(
+            f"the network plugin needs a C compiler to be built once, and none of {', '.join(COMPILERS)} is on "
+            "the PATH: install one (Debian: apt install gcc libc6-dev), or pip install ziglang"
+        )
+    raise BootstrapError(
+        "the network plugin cannot be compiled; install a C compiler with its headers (Debian: apt install gcc "
+        "libc6-dev), or pip install ziglang:\n" + "\n".join(failures)
+    )
+
+
+def path(folder: Path | None = None) -> Path | None:
+    """Where the compiled plugin is, or None if this version of it has not been built here.
+
+    Args:
+        folder: As for `build`.
+    """
+    folder = default_folder() if folder is None else folder
+    libraries = (folder / _file_name(command) for command in compilers())
+    return next(filter(is_own_file, libraries), None)
+
+
+def default_folder() -> Path:
+    """Where the plugin is kept: net in the cache folder of this library."""
+    folder = cache_folder("bagua_comm", os.environ.get("XDG_CACHE_HOME")) / "net"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def compilers() -> Iterator[tuple[str, ...]]:
+    """The commands of the C compilers that are here, in the order in which they are tried."""
+    for name in COMPILERS:
+        if (found := shutil.which(name)) is not None:
+            yield (found,)
+    if importlib.util.find_spec("ziglang") is not None:
+        target = f"{platform.machine()}-linux-gnu.{OLDEST_LIBC}"
+        yield (sys.executable, "-m", "ziglang", "cc", "-target", target)
+
+
+def compile_to(command: Sequence[str], library: Path, flags: Sequence[str] = (), source: Path = SOURCE) -> Path:
+    """Compile a C file with further flags: for tests and benchmarks.
+
+    Raises:
+        OSError: The compiler cannot be run, or the library cannot be written.
+        subprocess.SubprocessError: The compiler fails, or takes too long.
+    """
+    unfinished = library.with_name(f".{library.stem}.{secrets.token_hex(8)}.so")
+    try:
+        subprocess.run(
+            [*command, *FLAGS, *flags, "-o", str(unfinished), str(source)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_TIMEOUT_S,
+        )
+        unfinished.replace(library)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+    return library
+
+
+def _compile(command: Sequence[str], library: Path) -> Path:
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return compile_to(command, library)
+
+
+def _file_name(command: tuple[str, ...]) -> str:
+    """NCCL finds a plugin by a name of this form; what else the file depends on is in the hash."""
+    parts = [source_hash(), *FLAGS, *command, _version(command), *platform.libc_ver(), platform.machine()]
+    return f"libnccl-net-{NAME}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str:
+    """What a compiler says of its version; its error where it fails."""
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as exc:
+        return str(exc)
+    return done.stdout
+
+
+def _said(exc: Exception) -> str:
+    said = exc.stderr if isinstance(exc, subprocess.CalledProcessError) else None
+    return str(said or exc).strip()[-2000:]

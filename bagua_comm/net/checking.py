@@ -1,0 +1,131 @@
+"""Whether the compiled plugin works on this machine: messages between two of its endpoints in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from ctypes import c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import BootstrapError, CommError, CommTimeout
+from .binding import VERSIONS, Plugin, Request
+from .building import build
+
+SIZES = (0, 1, 8, 4096, 65_536, 1 << 20, 4 << 20)
+"""Bytes of the messages that `check` sends."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` has found."""
+
+    library: str
+    version: int
+    """Of the table of functions."""
+    interface: str
+    """The network interface that the plugin has chosen first."""
+    interfaces: tuple[str, ...]
+    speed_mbit: int
+    messages: int
+    nbytes: int
+    seconds: float
+
+
+def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s: float = 30.0) -> Checked:
+    """Send messages through the plugin from this process to itself, and compare every byte.
+
+    Args:
+        library: The compiled plugin; by default it is built where it is not there.
+        version: Of the table: 10, 11 or 12.
+        timeout_s: When to give up, in seconds.
+
+    Raises:
+        BootstrapError: The plugin cannot be built or loaded, or finds no interface.
+        CommError: It fails, or what arrived is not what was sent; `CommTimeout` if that takes too long.
+    """
+    library = build() if library is None else library
+    try:
+        plugin = Plugin(library, version)
+    except (OSError, ValueError) as exc:
+        raise BootstrapError(f"{library} cannot be loaded as a network plugin: {exc}") from exc
+    deadline = time.monotonic() + timeout_s
+    start = time.monotonic()
+    context = plugin.start()
+    try:
+        if (found := plugin.count()) < 1:
+            raise BootstrapError("the network plugin finds no interface; see NCCL_SOCKET_IFNAME")
+        pair = Pair.connect(plugin, context, deadline=deadline)
+        try:
+            for size in SIZES:
+                _send_one(pair, size, deadline)
+        finally:
+            pair.close()
+        properties = [plugin.properties(device) for device in range(found)]
+        names = tuple(one.name.decode() for one in properties)
+    finally:
+        plugin.stop(context)
+    seconds = time.monotonic() - start
+    return Checked(str(library), version, names[0], names, properties[0].speed, len(SIZES), sum(SIZES), seconds)
+
+
+@dataclass
+class Pair:
+    """Two ends of a connection in this process."""
+
+    plugin: Plugin
+    sender: c_void_p
+    receiver: c_void_p
+
+    @classmethod
+    def connect(cls, plugin: Plugin, context: c_void_p, *, device: int = 0, deadline: float) -> Pair:
+        """Listen, connect and accept.
+
+        Raises:
+            CommTimeout: The deadline, of `time.monotonic`, has passed.
+        """
+        handle, listener = plugin.listener(context, device)
+        sender: c_void_p | None = None
+        receiver: c_void_p | None = None
+        try:
+            while sender is None or receiver is None:
+                sender = sender or plugin.connected(context, device, handle)
+                receiver = receiver or plugin.accepted(listener)
+                _within(deadline, "connecting")
+        finally:
+            plugin.closeListen(listener)
+        return cls(plugin, sender, receiver)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.plugin.closeSend(self.sender)
+        self.plugin.closeRecv(self.receiver)
+
+
+def _send_one(pair: Pair, size: int, deadline: float) -> None:
+    plugin = pair.plugin
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    out = np.zeros(size + 1, np.uint8)
+    received = _posted(lambda: plugin.receive(pair.receiver, out.ctypes.data, size), deadline)
+    sent = _posted(lambda: plugin.send(pair.sender, data.ctypes.data, size), deadline)
+    sizes: dict[str, int | None] = {"sent": None, "received": None}
+    while None in sizes.values():
+        for name, request in (("sent", sent), ("received", received)):
+            if sizes[name] is None:
+                sizes[name] = plugin.finished(request)
+        _within(deadline, f"a message of {size} bytes")
+    if sizes != {"sent": size, "received": size} or not np.array_equal(out[:size], data) or out[size]:
+        raise CommError(f"the network plugin changed a message of {size} bytes on its way ({sizes})")
+
+
+def _posted(post: Callable[[], Request | None], deadline: float) -> Request:
+    while (request := post()) is None:
+        _within(deadline, "posting a message")
+    return request
+
+
+def _within(deadline: float, what: str) -> None:
+    if time.monotonic() > deadline:
+        raise CommTimeout(f"the network plugin: {what} takes too long; is this host's network up?")

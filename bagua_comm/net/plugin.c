@@ -1,0 +1,1334 @@
+/* A network plugin for NCCL: each connection is a set of TCP flows, and the next piece of a message goes to
+ * whichever flow takes it.
+ *
+ * Flows. A connection begins with one flow. Its sender opens more, twice as many each time, as long as that makes
+ * it faster by more than GAIN. A flow that is slow is given less, since it asks for less.
+ *
+ * On the wire. The handle names an address and a nonce. Whoever connects says `struct hello`, with the nonce, or is
+ * dropped; the receiver answers `struct welcome`, which names the port and the nonce for further flows of this
+ * connection. After that data goes one way, in frames: `struct frame`, then its bytes. Messages are numbered in the
+ * order of isend and of irecv, which NCCL keeps equal. Each flow carries its frames in the order of messages, so a
+ * receiver that has not posted a message yet leaves its frame in the socket and forgets nothing behind it.
+ *
+ * Threads. isend, irecv and test move whatever of their connection can be moved, not their own request alone: NCCL's
+ * thread is there and polls. Helper threads look after connections that it neglects, because it is busy with others.
+ * One thread at a time moves a connection, the holder of its lock. No thread outlives the last close.
+ *
+ * NCCL's interface is that of its net.h, versions 10 to 12; offsets are asserted below. */
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <ifaddrs.h>
+#include <limits.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef TCP_USER_TIMEOUT
+#define TCP_USER_TIMEOUT 18
+#endif
+#ifndef TCP_NOTSENT_LOWAT
+#define TCP_NOTSENT_LOWAT 25
+#endif
+#ifndef BAGUA_NET_MOVE_AT_MOST
+#define BAGUA_NET_MOVE_AT_MOST SIZE_MAX /* tests make every read and write short */
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define MAGIC 0x316e2d6175676162ull /* changes with what is on the wire */
+#define FLOWS 64                    /* of a connection, at most */
+#define REQUESTS 64                 /* of a connection at a time; NCCL has at most 32 */
+#define DEVICES 16
+#define GUESTS 16                   /* sockets that have not yet said who they are */
+#define GUEST_S 10.0                /* how long they may take */
+#define STAGED 4096                 /* bytes read ahead: headers and small messages */
+#define WHOLE (16u << 20)           /* of a message in a frame while there is one flow */
+#define TURN (4u << 20)             /* bytes that a thread moves before it looks around */
+#define GAIN 1.15                   /* twice the flows must be this much faster */
+#define LAST (1ull << 63)           /* in a frame's offset: the message ends here */
+#define WINDOW_S 20e-3              /* what a rate is measured over */
+#define NEGLECTED_S 50e-6           /* helpers take over then */
+#define LARGEST (1ull << 40)
+
+enum { OK = 0, SYSTEM = 2, INTERNAL = 3, ARGUMENT = 4, USAGE = 5, REMOTE = 6 };
+enum { WARN = 2, INFO = 3 };
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * NCCL's structures
+ * ------------------------------------------------------------------------------------------------------------ */
+
+typedef void (*log_function)(int level, unsigned long flags, const char *file, int line, const char *format, ...);
+
+#define PROPERTIES                                                                                                   \
+  char *name, *pci_path;                                                                                             \
+  uint64_t guid;                                                                                                     \
+  int pointers, global_registration, force_flush, speed, port;                                                       \
+  float latency;                                                                                                     \
+  int most_comms, most_receives, device_type, device_version, devices
+#define LIMITS size_t largest_p2p, largest_collective
+
+struct properties_10 { PROPERTIES; int device[4]; LIMITS; };
+struct properties_11 { PROPERTIES; int device[4]; LIMITS; int largest_multi; };
+struct properties_12 { PROPERTIES; int device[8]; LIMITS; int largest_multi; int16_t rail, plane; };
+
+_Static_assert(sizeof(struct properties_10) == 104 && offsetof(struct properties_10, largest_p2p) == 88, "v10");
+_Static_assert(sizeof(struct properties_11) == 112 && offsetof(struct properties_11, largest_multi) == 104, "v11");
+_Static_assert(sizeof(struct properties_12) == 128 && offsetof(struct properties_12, largest_p2p) == 104, "v12");
+_Static_assert(offsetof(struct properties_12, rail) == 124 && offsetof(struct properties_12, devices) == 64, "v12");
+_Static_assert(offsetof(struct properties_12, speed) == 36 && offsetof(struct properties_12, latency) == 44, "v12");
+
+#define SHARED                                                                                                       \
+  int (*accept)(void *, void **, void **);                                                                           \
+  int (*regMr)(void *, void *, size_t, int, void **);                                                                \
+  int (*regMrDmaBuf)(void *, void *, size_t, int, uint64_t, int, void **);                                           \
+  int (*deregMr)(void *, void *);                                                                                    \
+  int (*isend)(void *, void *, size_t, int, void *, void *, void **);                                                \
+  int (*irecv)(void *, int, void **, size_t *, int *, void **, void **, void **);                                    \
+  int (*iflush)(void *, int, void **, int *, void **, void **);                                                      \
+  int (*test)(void *, int *, int *);                                                                                 \
+  int (*closeSend)(void *);                                                                                          \
+  int (*closeRecv)(void *);                                                                                          \
+  int (*closeListen)(void *);                                                                                        \
+  int (*getDeviceMr)(void *, void *, void **);                                                                       \
+  int (*irecvConsumed)(void *, int, void *);                                                                         \
+  int (*makeVDevice)(int *, void *)
+
+struct table_10 {
+  const char *name;
+  int (*init)(log_function, void *);
+  int (*devices)(int *);
+  int (*getProperties)(int, void *);
+  int (*listen)(int, void *, void **);
+  int (*connect)(int, void *, void *, void **, void **);
+  SHARED;
+};
+struct table_11 { /* and 12 */
+  const char *name;
+  int (*init)(void **, uint64_t, void *, log_function, void *);
+  int (*devices)(int *);
+  int (*getProperties)(int, void *);
+  int (*listen)(void *, int, void *, void **);
+  int (*connect)(void *, int, void *, void **, void **);
+  SHARED;
+  int (*finalize)(void *);
+  int (*setNetAttr)(void *, void *);
+};
+_Static_assert(sizeof(struct table_10) == 160 && sizeof(struct table_11) == 176, "tables");
+_Static_assert(offsetof(struct table_11, isend) == 80 && offsetof(struct table_11, finalize) == 160, "tables");
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * On the wire
+ * ------------------------------------------------------------------------------------------------------------ */
+
+union address {
+  struct sockaddr any;
+  struct sockaddr_in in;
+  struct sockaddr_in6 in6;
+};
+
+struct hello {
+  uint64_t magic, nonce;
+};
+
+struct welcome {
+  uint64_t nonce; /* for further flows */
+  uint16_t port;  /* where to connect them; 0: none */
+  uint16_t flows; /* at most */
+  uint32_t magic;
+};
+
+struct frame {
+  uint32_t message, length;
+  uint64_t offset; /* in the message; with LAST */
+};
+
+struct handle {
+  uint64_t nonce;
+  union address address;
+  struct dial *dial; /* of whoever connects; kept in his copy of the handle */
+};
+_Static_assert(sizeof(struct handle) <= 128 && sizeof(struct frame) == 16 && sizeof(struct welcome) == 16, "wire");
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * What there is
+ * ------------------------------------------------------------------------------------------------------------ */
+
+struct device {
+  char name[IF_NAMESIZE], *pci_path;
+  union address address;
+  int speed, index;
+};
+
+/* A listening socket, and those who came and have not yet said the nonce. */
+struct door {
+  int fd;
+  uint64_t nonce;
+  struct guest {
+    int fd;
+    double since;
+    size_t got;
+    struct hello hello;
+  } guests[GUESTS];
+};
+
+struct listener {
+  struct door door;
+  int device;
+};
+
+/* A connection that is being made. */
+struct dial {
+  int fd;
+  bool greeted;
+  double since;
+  size_t got;
+  struct welcome welcome;
+};
+
+enum { FREE, ACTIVE, DONE };
+
+struct request {
+  struct comm *comm;
+  char *data;
+  size_t size;       /* of the message; of the buffer, until a receiver knows the message's end */
+  size_t cut, moved; /* bytes that frames were made of; that were written or read */
+  bool ended;        /* the receiver knows `size` */
+  uint32_t message;
+  atomic_int state;
+};
+
+enum { NONE, CONNECTING, GREETING, OPEN, CLOSED };
+
+struct flow {
+  int fd, state;
+  bool ready;  /* can be written, or read */
+  bool hung;   /* the peer has closed it, or it has failed */
+  bool used;   /* a frame has come */
+  struct frame frame;
+  size_t head; /* bytes of `frame` that have been moved */
+  struct request *request;
+  char *data;
+  size_t left; /* of the frame's data */
+  uint64_t written;
+  double rate; /* bytes a second when all flows were full; 0: not known */
+  uint64_t before; /* of `written`, in former windows */
+  char *staged;
+  size_t from, to; /* what of `staged` has been read ahead */
+};
+
+enum { SETTLE_BASE, BASE, OPENING, SETTLE_MORE, MORE, REST };
+
+/* How many flows pay: the rate is measured while there is more to send than flows take. */
+struct growth {
+  int phase, base; /* `base`: flows that are known to pay */
+  bool full;       /* since `since`, when `start` bytes had been written, there has been more than flows took */
+  double since, seconds, rate, rested_s, rest_s;
+  uint64_t start, bytes; /* `bytes` in `seconds`: this window's */
+};
+
+struct comm {
+  bool sends;
+  int epoll, most, opened, active, alive; /* flows: at most, that exist, in use, not closed */
+  int error;                              /* under the lock; `failed` is its copy for all */
+  atomic_int failed;
+  pthread_mutex_t lock;
+  atomic_uint posted, finished; /* messages */
+  uint32_t cut;                 /* the message of which the next frame is made */
+  uint64_t written, read;
+  _Atomic double visited;
+  bool waiting;                 /* guests have not yet said who they are */
+  struct door door;             /* of a receiver */
+  union address address;        /* of the receiver's door */
+  uint64_t nonce;
+  struct growth growth;
+  struct request requests[REQUESTS];
+  struct flow flows[FLOWS];
+  struct comm *next, *previous; /* in `all.comms` */
+};
+
+static struct {
+  pthread_mutex_t lifecycle; /* init, and the first and last of `open`; taken before `lock` */
+  pthread_mutex_t lock;      /* of `comms` and `stopping` */
+  pthread_cond_t stop;
+  bool started, stopping;
+  int open, threads, wanted;
+  pthread_t thread[8];
+  struct comm *comms;
+  struct device device[DEVICES];
+  int devices;
+  log_function log;
+  atomic_int sockets, most_sockets;
+  int flows, timeout_s;
+  uint32_t chunk;
+  _Atomic uint64_t sent[FLOWS];
+} all = {.lifecycle = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .stop = PTHREAD_COND_INITIALIZER};
+
+#define LOG(level, ...)                                                                                              \
+  do {                                                                                                               \
+    if (all.log) all.log(level, 16, __FILE__, __LINE__, "NET/bagua: " __VA_ARGS__);                                  \
+  } while (0)
+
+static double now(void) {
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
+}
+
+static uint64_t random_number(void) {
+  uint64_t number = 0;
+  int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+  if (fd < 0 || read(fd, &number, sizeof number) != (ssize_t)sizeof number) number = 0;
+  if (fd >= 0) close(fd);
+  return number;
+}
+
+static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+static bool again(void) { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * Sockets
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static void close_socket(int *fd) {
+  if (*fd < 0) return;
+  close(*fd);
+  *fd = -1;
+  atomic_fetch_sub(&all.sockets, 1);
+}
+
+/* A new socket counts before it has its settings; all of them do not block. */
+static int counted(int fd) {
+  if (fd >= 0) atomic_fetch_add(&all.sockets, 1);
+  return fd;
+}
+
+static int make_socket(int family) {
+  return counted(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+}
+
+static void set(int fd, int level, int option, int value) {
+  if (setsockopt(fd, level, option, &value, sizeof value)) LOG(INFO, "socket option %d: %s", option, strerror(errno));
+}
+
+/* Small messages leave at once, a dead host is noticed, and a slow flow hoards nothing. */
+static void settle(int fd) {
+  int probe_s = all.timeout_s / 6 > 1 ? all.timeout_s / 6 : 1;
+  set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(fd, IPPROTO_TCP, TCP_KEEPIDLE, probe_s < 30 ? probe_s : 30);
+  set(fd, IPPROTO_TCP, TCP_KEEPINTVL, probe_s < 30 ? probe_s : 30);
+  set(fd, IPPROTO_TCP, TCP_KEEPCNT, 6);
+  set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, all.timeout_s > INT_MAX / 1000 ? INT_MAX : all.timeout_s * 1000);
+  set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, (int)all.chunk);
+}
+
+static socklen_t length_of(const union address *address) {
+  return address->any.sa_family == AF_INET6 ? sizeof address->in6 : sizeof address->in;
+}
+
+static void set_port(union address *address, uint16_t port) {
+  if (address->any.sa_family == AF_INET6) address->in6.sin6_port = port;
+  else address->in.sin_port = port;
+}
+
+static int open_door(struct door *door, union address *address) {
+  *door = (struct door){.fd = make_socket(address->any.sa_family), .nonce = random_number()};
+  for (int i = 0; i < GUESTS; i++) door->guests[i].fd = -1;
+  socklen_t length = length_of(address);
+  set_port(address, 0);
+  if (door->fd < 0 || !door->nonce || bind(door->fd, &address->any, length) || listen(door->fd, 1024) ||
+      getsockname(door->fd, &address->any, &length)) {
+    close_socket(&door->fd);
+    return SYSTEM;
+  }
+  return OK;
+}
+
+static void close_door(struct door *door) {
+  for (int i = 0; i < GUESTS; i++) close_socket(&door->guests[i].fd);
+  close_socket(&door->fd);
+}
+
+/* The next socket that has said the nonce, or -1. Others are dropped. `error` is set where no more can come. */
+static int enter(struct door *door, int *error) {
+  double time = now();
+  *error = OK;
+  for (int i = 0; i < GUESTS && door->fd >= 0; i++) {
+    struct guest *guest = &door->guests[i];
+    if (guest->fd < 0) {
+      int fd = counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (fd < 0) {
+        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) *error = SYSTEM;
+        continue;
+      }
+      settle(fd);
+      *guest = (struct guest){.fd = fd, .since = time};
+    }
+    ssize_t got = recv(guest->fd, (char *)&guest->hello + guest->got, sizeof guest->hello - guest->got, 0);
+    bool dropped = got == 0 || (got < 0 && !again());
+    if (got > 0) guest->got += (size_t)got;
+    if (guest->got == sizeof guest->hello) {
+      int fd = guest->fd;
+      if (guest->hello.magic == MAGIC && guest->hello.nonce == door->nonce) {
+        guest->fd = -1;
+        return fd;
+      }
+      dropped = true;
+    }
+    if (dropped || time - guest->since > GUEST_S) {
+      LOG(INFO, "dropped a connection that is none of ours");
+      close_socket(&guest->fd);
+    }
+  }
+  return -1;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * Moving the bytes of a connection; its lock is held
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static bool outstanding(struct comm *comm) {
+  return atomic_load(&comm->posted) != atomic_load(&comm->finished);
+}
+
+static void fail(struct comm *comm, int error, const char *why) {
+  if (comm->error) return;
+  comm->error = error;
+  if (outstanding(comm)) LOG(WARN, "a connection for %s failed: %s", comm->sends ? "sending" : "receiving", why);
+  atomic_store(&comm->failed, error);
+}
+
+static void close_flow(struct comm *comm, struct flow *flow) {
+  if (flow->state == NONE || flow->state == CLOSED) return;
+  flow->state = CLOSED;
+  flow->ready = false;
+  close_socket(&flow->fd);
+  comm->alive--;
+}
+
+static struct flow *add_flow(struct comm *comm, int fd, int state) {
+  struct flow *flow = &comm->flows[comm->opened];
+  struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.u32 = (uint32_t)comm->opened};
+  char *staged = comm->sends ? NULL : malloc(STAGED);
+  if ((!comm->sends && !staged) || epoll_ctl(comm->epoll, EPOLL_CTL_ADD, fd, &event)) {
+    free(staged);
+    return NULL;
+  }
+  *flow = (struct flow){.fd = fd, .state = state, .staged = staged, .ready = state == OPEN};
+  comm->opened++;
+  comm->alive++;
+  return flow;
+}
+
+static void finish_frame(struct comm *comm, struct flow *flow) {
+  struct request *request = flow->request;
+  request->moved += flow->frame.length;
+  flow->head = 0;
+  flow->request = NULL;
+  if (request->ended && request->moved == request->size) {
+    atomic_fetch_add(&comm->finished, 1);
+    atomic_store(&request->state, DONE);
+  }
+}
+
+/* Cut the next frame from the oldest message that has bytes left; whether there is one. */
+static bool cut_frame(struct comm *comm, struct flow *flow) {
+  if (comm->cut == atomic_load(&comm->posted)) return false;
+  struct request *request = &comm->requests[comm->cut % REQUESTS];
+  size_t length = least(request->size - request->cut, comm->active == 1 ? WHOLE : all.chunk);
+  bool last = request->cut + length == request->size;
+  flow->frame = (struct frame){request->message, (uint32_t)length, request->cut | (last ? LAST : 0)};
+  flow->head = 0;
+  flow->request = request;
+  flow->data = request->data + request->cut;
+  flow->left = length;
+  request->cut += length;
+  comm->cut += last;
+  return true;
+}
+
+/* Write what the flow takes of its frame; returns how many bytes. */
+static size_t write_frame(struct comm *comm, struct flow *flow) {
+  size_t moved = 0;
+  while (flow->request && flow->ready) {
+    size_t head = least(sizeof flow->frame - flow->head, BAGUA_NET_MOVE_AT_MOST);
+    size_t body = least(flow->left, BAGUA_NET_MOVE_AT_MOST - head);
+    struct iovec parts[2] = {{(char *)&flow->frame + flow->head, head}, {flow->data, body}};
+    struct msghdr message = {.msg_iov = head ? parts : parts + 1, .msg_iovlen = (head > 0) + (body > 0)};
+    ssize_t written = sendmsg(flow->fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      flow->ready = false;
+      if (!again()) fail(comm, REMOTE, strerror(errno));
+      break;
+    }
+    moved += (size_t)written;
+    if ((size_t)written < head + body) flow->ready = false; /* full: epoll tells when it is not */
+    size_t of_head = least((size_t)written, head), of_data = (size_t)written - of_head;
+    flow->head += of_head;
+    flow->data += of_data;
+    flow->left -= of_data;
+    if (flow->head == sizeof flow->frame && !flow->left) finish_frame(comm, flow);
+  }
+  flow->written += moved;
+  comm->written += moved;
+  atomic_fetch_add_explicit(&all.sent[flow - comm->flows], moved, memory_order_relaxed);
+  return moved;
+}
+
+/* Whether a flow that is slow would still be busy with one more piece when the others have sent all there is. */
+static bool too_slow(struct comm *comm, struct flow *flow) {
+  double others = 0;
+  if (comm->active == 1 || flow->rate <= 0) return false;
+  for (int i = 0; i < comm->active; i++)
+    if (&comm->flows[i] != flow) others += comm->flows[i].rate;
+  if (flow->rate * (comm->active - 1) * 2 > others) return false; /* at least half of the mean of the others */
+  uint64_t rest = 0;
+  for (uint32_t message = comm->cut; message != atomic_load(&comm->posted); message++)
+    rest += comm->requests[message % REQUESTS].size - comm->requests[message % REQUESTS].cut;
+  return (double)rest * flow->rate < 2.0 * all.chunk * others;
+}
+
+static void push(struct comm *comm) {
+  size_t moved = 0;
+  for (bool any = true; any && moved < TURN && !comm->error;) {
+    any = false;
+    for (int i = 0; i < comm->opened && !comm->error; i++) {
+      struct flow *flow = &comm->flows[i];
+      if (flow->state != OPEN || !flow->ready) continue;
+      if (!flow->request) {
+        if (i >= comm->active || too_slow(comm, flow) || !cut_frame(comm, flow)) continue;
+      }
+      moved += write_frame(comm, flow);
+      any = true;
+      if (i == 0 && flow->ready && comm->cut != atomic_load(&comm->posted) &&
+          comm->requests[comm->cut % REQUESTS].size <= all.chunk)
+        i = -1; /* small messages stay on the first flow while it takes them */
+    }
+  }
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * How many flows
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static bool open_flow(struct comm *comm) {
+  int error, fd = -1;
+  if (atomic_load(&all.sockets) >= atomic_load(&all.most_sockets)) return false;
+  if ((fd = make_socket(comm->address.any.sa_family)) < 0) return false;
+  settle(fd);
+  error = connect(fd, &comm->address.any, length_of(&comm->address)) ? errno : 0;
+  if ((error && error != EINPROGRESS) || !add_flow(comm, fd, CONNECTING)) {
+    close_socket(&fd);
+    return false;
+  }
+  return true;
+}
+
+/* A new flow of a sender: say hello when it is connected, and use it when it is welcome. */
+static void greet(struct comm *comm, struct flow *flow) {
+  if (flow->state == CONNECTING) {
+    struct hello hello = {MAGIC, comm->nonce};
+    ssize_t written = send(flow->fd, &hello, sizeof hello, MSG_NOSIGNAL);
+    if (written < 0 && (again() || errno == ENOTCONN)) return;
+    flow->state = GREETING;
+    if (written != (ssize_t)sizeof hello) flow->hung = true;
+  }
+  if (flow->state == GREETING) {
+    ssize_t got = recv(flow->fd, (char *)&flow->frame + flow->head, sizeof(struct welcome) - flow->head, 0);
+    if (got > 0 && (flow->head += (size_t)got) == sizeof(struct welcome)) {
+      flow->head = 0;
+      flow->state = OPEN;
+      flow->ready = true;
+      return;
+    }
+    if (got == 0 || (got < 0 && !again()) || flow->hung) {
+      close_flow(comm, flow);
+      comm->most = comm->growth.base; /* the peer takes no more */
+    }
+  }
+}
+
+/* Begin to use twice as many flows, or rest if there are no more. */
+static void try_more(struct comm *comm) {
+  struct growth *growth = &comm->growth;
+  int wanted = growth->base * 2;
+  growth->phase = OPENING;
+  if (wanted > comm->most) wanted = comm->most;
+  while (comm->opened < wanted && open_flow(comm)) continue;
+  if (comm->opened < wanted) comm->most = wanted = comm->opened;
+  if (wanted <= growth->base) {
+    growth->phase = REST;
+    comm->active = growth->base;
+  }
+}
+
+static void begin_window(struct comm *comm) {
+  comm->growth.seconds = 0;
+  comm->growth.bytes = 0;
+  for (int i = 0; i < comm->opened; i++) comm->flows[i].before = comm->flows[i].written;
+}
+
+static void rate_flows(struct comm *comm, double rate) {
+  uint64_t sum = 1;
+  for (int i = 0; i < comm->active; i++) sum += comm->flows[i].written - comm->flows[i].before;
+  for (int i = 0; i < comm->active; i++) {
+    struct flow *flow = &comm->flows[i];
+    double own = rate * (double)(flow->written - flow->before) / (double)sum;
+    flow->rate = own > 0 ? own : flow->rate * 1.05; /* who was given nothing is tried again later */
+  }
+}
+
+static void end_window(struct comm *comm) {
+  struct growth *growth = &comm->growth;
+  double rate = (double)growth->bytes / growth->seconds;
+  rate_flows(comm, rate);
+  switch (growth->phase) {
+  case SETTLE_BASE: growth->phase = BASE; break;
+  case BASE:
+    growth->rate = rate;
+    try_more(comm);
+    break;
+  case SETTLE_MORE: growth->phase = MORE; break;
+  case MORE:
+    if (rate > GAIN * growth->rate) {
+      growth->base = comm->active;
+      growth->rate = rate;
+      growth->rest_s = 1;
+      try_more(comm);
+    } else {
+      comm->active = growth->base;
+      growth->phase = REST;
+    }
+    break;
+  case REST:
+    if ((growth->rested_s += growth->seconds) < growth->rest_s) break;
+    growth->rested_s = 0;
+    growth->rest_s = growth->rest_s < 60 ? growth->rest_s * 2 : 60;
+    growth->phase = SETTLE_BASE;
+  }
+  begin_window(comm);
+}
+
+/* Use the further flows when all of them are open, or could not be. */
+static void use_more(struct comm *comm) {
+  struct growth *growth = &comm->growth;
+  int wanted = growth->base * 2 < comm->most ? growth->base * 2 : comm->most, more = 0;
+  for (int i = growth->base; i < wanted; i++) {
+    if (comm->flows[i].state == CONNECTING || comm->flows[i].state == GREETING) return;
+    more += comm->flows[i].state == OPEN;
+  }
+  comm->active = more ? wanted : growth->base;
+  growth->phase = more ? SETTLE_MORE : REST;
+  begin_window(comm);
+}
+
+/* After each push. */
+static void measure(struct comm *comm) {
+  struct growth *growth = &comm->growth;
+  bool full = comm->cut != atomic_load(&comm->posted);
+  if (!full && !growth->full) return;
+  double time = now();
+  if (growth->phase == OPENING) use_more(comm);
+  if (growth->full) {
+    growth->seconds += time - growth->since;
+    growth->bytes += comm->written - growth->start;
+  }
+  growth->full = full;
+  growth->since = time;
+  growth->start = comm->written;
+  if (growth->seconds > WINDOW_S && growth->bytes > 4ull * all.chunk * (uint64_t)comm->active) end_window(comm);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * Receiving; the lock is held
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* Find the request of a frame whose head has come; false if it is not posted yet, or the frame is wrong. */
+static bool match(struct comm *comm, struct flow *flow) {
+  struct frame *frame = &flow->frame;
+  if ((int32_t)(frame->message - atomic_load(&comm->posted)) >= 0) return false;
+  struct request *request = &comm->requests[frame->message % REQUESTS];
+  uint64_t offset = frame->offset & ~LAST, end = offset + frame->length;
+  if (request->message != frame->message || atomic_load(&request->state) != ACTIVE || offset > LARGEST) {
+    fail(comm, INTERNAL, "a frame came that belongs to no message");
+    return false;
+  }
+  if (end > request->size) {
+    fail(comm, USAGE, "a message is larger than its receiver expects: do the collectives' sizes match?");
+    return false;
+  }
+  if (frame->offset & LAST) {
+    request->size = end;
+    request->ended = true;
+  }
+  flow->request = request;
+  flow->data = request->data + offset;
+  flow->left = frame->length;
+  flow->used = true;
+  return true;
+}
+
+/* Use what has been read ahead. */
+static void unstage(struct comm *comm, struct flow *flow) {
+  while (flow->from < flow->to && !comm->error) {
+    if (!flow->request) {
+      size_t head = least(sizeof flow->frame - flow->head, flow->to - flow->from);
+      memcpy((char *)&flow->frame + flow->head, flow->staged + flow->from, head);
+      flow->head += head;
+      flow->from += head;
+      if (flow->head < sizeof flow->frame || !match(comm, flow)) return;
+    }
+    size_t data = least(flow->left, flow->to - flow->from);
+    if (data) memcpy(flow->data, flow->staged + flow->from, data);
+    flow->data += data;
+    flow->left -= data;
+    flow->from += data;
+    if (!flow->left) finish_frame(comm, flow);
+  }
+}
+
+/* The peer has closed a flow, or it has failed. */
+static void lose_flow(struct comm *comm, struct flow *flow, const char *why) {
+  bool amid = flow->head || (why && flow->used);
+  close_flow(comm, flow);
+  if (amid || !comm->alive) fail(comm, REMOTE, why ? why : "the peer has gone");
+}
+
+/* Read what is there; returns how many bytes. */
+static size_t read_flow(struct comm *comm, struct flow *flow) {
+  size_t moved = 0;
+  while (flow->ready && !comm->error && moved < all.chunk) {
+    if (!flow->request && flow->head == sizeof flow->frame) { /* was not posted when it came */
+      if (!match(comm, flow)) break;
+      if (!flow->left) finish_frame(comm, flow);
+    }
+    unstage(comm, flow);
+    if (comm->error || (!flow->request && flow->head == sizeof flow->frame)) break;
+    size_t data = least(flow->left, BAGUA_NET_MOVE_AT_MOST);
+    size_t ahead = least(flow->left > STAGED ? sizeof(struct frame) : STAGED, BAGUA_NET_MOVE_AT_MOST);
+    if (data < flow->left) ahead = 0;
+    struct iovec parts[2] = {{flow->data, data}, {flow->staged, ahead}};
+    ssize_t got = readv(flow->fd, data ? parts : parts + 1, (data > 0) + (ahead > 0));
+    if (got <= 0) {
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0 && again()) flow->ready = false;
+      else lose_flow(comm, flow, got ? strerror(errno) : NULL);
+      break;
+    }
+    moved += (size_t)got;
+    if ((size_t)got < data + ahead && !flow->hung) flow->ready = false;
+    size_t of_data = least((size_t)got, data);
+    flow->data += of_data;
+    flow->left -= of_data;
+    flow->from = 0;
+    flow->to = (size_t)got - of_data;
+    if (flow->request && !flow->left) finish_frame(comm, flow);
+    unstage(comm, flow);
+  }
+  return moved;
+}
+
+static void pull(struct comm *comm) {
+  size_t moved = 0, round = 1;
+  for (; round && moved < TURN && !comm->error; moved += round) {
+    round = 0;
+    for (int i = 0; i < comm->opened && !comm->error; i++)
+      if (comm->flows[i].ready) round += read_flow(comm, &comm->flows[i]);
+    comm->read += round;
+  }
+}
+
+/* A receiver's new flow, known by its nonce: tell it that it is welcome. */
+static void let_in(struct comm *comm) {
+  int error, fd;
+  struct welcome welcome = {.magic = (uint32_t)MAGIC};
+  while (comm->door.fd >= 0 && (fd = enter(&comm->door, &error)) >= 0) {
+    struct flow *flow = comm->opened < FLOWS ? add_flow(comm, fd, OPEN) : NULL;
+    if (!flow) close_socket(&fd);
+    else if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) close_flow(comm, flow);
+  }
+  comm->waiting = false;
+  for (int i = 0; i < GUESTS; i++) comm->waiting |= comm->door.guests[i].fd >= 0;
+  if (comm->door.fd >= 0 && error) {
+    LOG(INFO, "no further flow: %s", strerror(errno));
+    close_door(&comm->door);
+  }
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * A connection's turn, and the threads that give it one where NCCL's does not
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static void look(struct comm *comm) {
+  struct epoll_event events[FLOWS];
+  int count = epoll_wait(comm->epoll, events, FLOWS, 0);
+  bool knocked = false;
+  for (int i = 0; i < count; i++) {
+    if (events[i].data.u32 == FLOWS) {
+      knocked = true;
+      continue;
+    }
+    struct flow *flow = &comm->flows[events[i].data.u32];
+    uint32_t what = events[i].events;
+    if (what & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) flow->hung = true;
+    if (comm->sends && (flow->state == CONNECTING || flow->state == GREETING)) greet(comm, flow);
+    else if (comm->sends && flow->state == OPEN && flow->hung) fail(comm, REMOTE, "the peer has gone");
+    else if (flow->state == OPEN && (what & (comm->sends ? EPOLLOUT : EPOLLIN) || flow->hung)) flow->ready = true;
+  }
+  if (knocked || comm->waiting) let_in(comm);
+}
+
+static void move(struct comm *comm) {
+  if (comm->error) return;
+  if (comm->sends) {
+    push(comm);
+    measure(comm);
+  } else {
+    pull(comm);
+  }
+}
+
+/* NCCL's thread is here. */
+static void visit(struct comm *comm, bool looks) {
+  if (pthread_mutex_trylock(&comm->lock)) return; /* a helper is moving it */
+  if (looks && !comm->error) look(comm);
+  move(comm);
+  atomic_store_explicit(&comm->visited, now(), memory_order_relaxed);
+  pthread_mutex_unlock(&comm->lock);
+}
+
+/* A connection that waits and that NCCL's thread has not visited lately, locked; `idle` if none waits at all. */
+static struct comm *neglected(bool *idle) {
+  double time = now();
+  *idle = true;
+  for (struct comm *comm = all.comms; comm; comm = comm->next) {
+    if (atomic_load(&comm->failed) || !outstanding(comm)) continue;
+    *idle = false;
+    if (time - atomic_load_explicit(&comm->visited, memory_order_relaxed) > NEGLECTED_S &&
+        !pthread_mutex_trylock(&comm->lock))
+      return comm;
+  }
+  return NULL;
+}
+
+static void *help(void *nothing) {
+  double rest_s = 0, longest_s = 5e-3;
+  bool idle;
+  pthread_mutex_lock(&all.lock);
+  while (!all.stopping) {
+    struct comm *comm = neglected(&idle);
+    if (comm) {
+      uint64_t before = comm->written + comm->read;
+      pthread_mutex_unlock(&all.lock);
+      look(comm);
+      move(comm);
+      bool moved = comm->written + comm->read != before;
+      /* Others get their turn before this one, which may be neglected for long. */
+      atomic_store_explicit(&comm->visited, now(), memory_order_relaxed);
+      pthread_mutex_unlock(&comm->lock);
+      pthread_mutex_lock(&all.lock);
+      if (moved) {
+        rest_s = 0;
+        continue;
+      }
+    }
+    rest_s = idle ? longest_s : rest_s < 50e-6 ? 50e-6 : rest_s < 1e-3 ? rest_s * 1.5 : 1e-3;
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_nsec += (long)(rest_s * 1e9);
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    pthread_cond_timedwait(&all.stop, &all.lock, &until);
+  }
+  pthread_mutex_unlock(&all.lock);
+  return nothing;
+}
+
+/* Called when something is opened. Threads start with the first. */
+static void enlist(struct comm *comm) {
+  pthread_mutex_lock(&all.lifecycle);
+  if (all.open++ == 0) {
+    all.stopping = false;
+    for (all.threads = 0; all.threads < all.wanted; all.threads++)
+      if (pthread_create(&all.thread[all.threads], NULL, help, NULL)) break;
+  }
+  if (comm) {
+    pthread_mutex_lock(&all.lock);
+    comm->next = all.comms;
+    if (all.comms) all.comms->previous = comm;
+    all.comms = comm;
+    pthread_mutex_unlock(&all.lock);
+  }
+  pthread_mutex_unlock(&all.lifecycle);
+}
+
+/* Called when something is closed. The threads end with the last. */
+static void delist(struct comm *comm) {
+  pthread_mutex_lock(&all.lifecycle);
+  pthread_mutex_lock(&all.lock);
+  if (comm) {
+    if (comm->previous) comm->previous->next = comm->next;
+    else all.comms = comm->next;
+    if (comm->next) comm->next->previous = comm->previous;
+  }
+  bool last = --all.open == 0;
+  if (last) {
+    all.stopping = true;
+    pthread_cond_broadcast(&all.stop);
+  }
+  pthread_mutex_unlock(&all.lock);
+  while (last && all.threads) pthread_join(all.thread[--all.threads], NULL);
+  pthread_mutex_unlock(&all.lifecycle);
+  if (!comm) return;
+  pthread_mutex_lock(&comm->lock); /* a helper may have it still */
+  pthread_mutex_unlock(&comm->lock);
+}
+
+static void free_comm(struct comm *comm) {
+  for (int i = 0; i < comm->opened; i++) {
+    close_flow(comm, &comm->flows[i]);
+    free(comm->flows[i].staged);
+  }
+  close_door(&comm->door);
+  close_socket(&comm->epoll);
+  pthread_mutex_destroy(&comm->lock);
+  free(comm);
+}
+
+/* A connection with its first flow. Takes the socket, also where it fails. */
+static struct comm *make_comm(bool sends, int fd) {
+  struct comm *comm = calloc(1, sizeof *comm);
+  if (!comm) {
+    close_socket(&fd);
+    return NULL;
+  }
+  *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .door.fd = -1};
+  for (int i = 0; i < GUESTS; i++) comm->door.guests[i].fd = -1;
+  comm->growth.base = 1;
+  comm->growth.rest_s = 1;
+  pthread_mutex_init(&comm->lock, NULL);
+  comm->epoll = counted(epoll_create1(EPOLL_CLOEXEC));
+  if (comm->epoll < 0 || !add_flow(comm, fd, OPEN)) {
+    LOG(WARN, "no connection: %s", strerror(errno));
+    close_socket(&fd);
+    free_comm(comm);
+    return NULL;
+  }
+  return comm;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * Devices: the interfaces that NCCL would choose
+ * ------------------------------------------------------------------------------------------------------------ */
+
+/* Whether a name is in a list such as "eth,ib0": "=eth0,ib0" wants whole names, "^docker" all others. */
+static bool chosen(const char *name, const char *list) {
+  bool inverted = *list == '^', whole, found = false;
+  if (inverted) list++;
+  if ((whole = *list == '=')) list++;
+  while (*list) {
+    const char *end = strchrnul(list, ',');
+    size_t length = (size_t)(end - list);
+    if (length && !strncmp(name, list, length) && (!whole || !name[length])) found = true;
+    list = *end ? end + 1 : end;
+  }
+  return found != inverted;
+}
+
+static int read_speed(const char *name) {
+  char path[PATH_MAX];
+  int speed = 0;
+  snprintf(path, sizeof path, "/sys/class/net/%s/speed", name);
+  FILE *file = fopen(path, "re");
+  if (file && fscanf(file, "%d", &speed) != 1) speed = 0;
+  if (file) fclose(file);
+  return speed > 0 ? speed : 10000;
+}
+
+static void add_devices(struct ifaddrs *found, const char *list, int family) {
+  for (struct ifaddrs *one = found; one && all.devices < DEVICES; one = one->ifa_next) {
+    if (!one->ifa_addr || !(one->ifa_flags & IFF_UP) || !chosen(one->ifa_name, list)) continue;
+    int its = one->ifa_addr->sa_family;
+    if ((its != AF_INET && its != AF_INET6) || (family && its != family)) continue;
+    if (its == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&((struct sockaddr_in6 *)one->ifa_addr)->sin6_addr) && !family) continue;
+    bool known = false;
+    for (int i = 0; i < all.devices; i++) known |= !strcmp(all.device[i].name, one->ifa_name);
+    if (known) continue;
+    struct device *device = &all.device[all.devices++];
+    *device = (struct device){.speed = read_speed(one->ifa_name), .index = (int)if_nametoindex(one->ifa_name)};
+    snprintf(device->name, sizeof device->name, "%s", one->ifa_name);
+    memcpy(&device->address, one->ifa_addr, its == AF_INET ? sizeof device->address.in : sizeof device->address.in6);
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "/sys/class/net/%s/device", device->name);
+    device->pci_path = realpath(path, NULL);
+  }
+}
+
+static int find_devices(void) {
+  const char *list = getenv("NCCL_SOCKET_IFNAME"), *wanted = getenv("NCCL_SOCKET_FAMILY");
+  int family = !wanted ? 0 : !strcmp(wanted, "AF_INET6") ? AF_INET6 : !strcmp(wanted, "AF_INET") ? AF_INET : 0;
+  struct ifaddrs *found;
+  if (getifaddrs(&found)) return SYSTEM;
+  const char *usual[] = {"ib", "^docker,lo,virbr", "docker", "lo", "virbr"};
+  if (list && *list) add_devices(found, list, family);
+  else
+    for (size_t i = 0; i < sizeof usual / sizeof *usual && !all.devices; i++) add_devices(found, usual[i], family);
+  freeifaddrs(found);
+  if (!all.devices) LOG(WARN, "no interface with an address%s%s", list ? " fits NCCL_SOCKET_IFNAME=" : "", list ? list : "");
+  return all.devices ? OK : SYSTEM;
+}
+
+/* A whole number of the environment, or what is usual; out of its range it is brought into it. */
+static int setting(const char *name, int usual, int smallest, int largest) {
+  const char *text = getenv(name);
+  if (!text || !*text) return usual;
+  char *end;
+  long value = strtol(text, &end, 10);
+  if (*end || value < smallest || value > largest) {
+    LOG(WARN, "%s=%s: expected a number from %d to %d; it is %d now", name, text, smallest, largest, usual);
+    return usual;
+  }
+  return (int)value;
+}
+
+static int init(log_function log) {
+  pthread_mutex_lock(&all.lifecycle);
+  all.log = log;
+  int error = OK;
+  if (!all.started && !(error = find_devices())) {
+    struct rlimit files = {.rlim_cur = 1024};
+    getrlimit(RLIMIT_NOFILE, &files);
+    long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    atomic_store(&all.most_sockets, (int)(files.rlim_cur > 1u << 20 ? 1u << 18 : files.rlim_cur / 4));
+    all.flows = setting("BAGUA_NET_FLOWS", FLOWS, 1, FLOWS);
+    all.chunk = (uint32_t)setting("BAGUA_NET_CHUNK", 65536, 4096, 1 << 24);
+    all.timeout_s = setting("BAGUA_NET_TIMEOUT_S", 300, 1, 1000000);
+    all.wanted = setting("BAGUA_NET_THREADS", cores >= 8 ? 4 : cores >= 4 ? 2 : 1, 0, 8);
+    all.started = true;
+    LOG(INFO, "up to %d flows, pieces of %u bytes, %d devices", all.flows, all.chunk, all.devices);
+  }
+  pthread_mutex_unlock(&all.lifecycle);
+  return error;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------
+ * NCCL's functions
+ * ------------------------------------------------------------------------------------------------------------ */
+
+static int init_10(log_function log, void *profile) {
+  (void)profile;
+  return init(log);
+}
+
+static int init_11(void **context, uint64_t id, void *config, log_function log, void *profile) {
+  (void)id, (void)config, (void)profile;
+  *context = &all;
+  return init(log);
+}
+
+static int finalize(void *context) {
+  (void)context;
+  return OK;
+}
+
+static int devices(int *count) {
+  *count = all.devices;
+  return all.devices ? OK : SYSTEM;
+}
+
+#define DESCRIBE(version)                                                                                            \
+  static int properties_##version(int number, void *to) {                                                            \
+    if (number < 0 || number >= all.devices) return ARGUMENT;                                                        \
+    struct device *device = &all.device[number];                                                                     \
+    struct properties_##version properties = {                                                                       \
+        .name = device->name,                                                                                        \
+        .pci_path = device->pci_path,                                                                                \
+        .guid = (uint64_t)device->index,                                                                             \
+        .pointers = 1,                                                                                               \
+        .speed = device->speed,                                                                                      \
+        .most_comms = 65536,                                                                                         \
+        .most_receives = 1,                                                                                          \
+        .devices = 1,                                                                                                \
+        .device = {number},                                                                                          \
+        .largest_p2p = LARGEST,                                                                                      \
+        .largest_collective = LARGEST,                                                                               \
+        FURTHER_##version};                                                                                          \
+    memcpy(to, &properties, sizeof properties);                                                                      \
+    return OK;                                                                                                       \
+  }
+#define FURTHER_10
+#define FURTHER_11 .largest_multi = 1
+#define FURTHER_12 .largest_multi = 1, .rail = -1, .plane = -1
+DESCRIBE(10)
+DESCRIBE(11)
+DESCRIBE(12)
+
+static int listen_on(void *context, int number, void *to, void **result) {
+  (void)context;
+  struct handle handle = {0};
+  struct listener *listener = calloc(1, sizeof *listener);
+  *result = NULL;
+  if (number < 0 || number >= all.devices || !listener) {
+    free(listener);
+    return listener ? ARGUMENT : SYSTEM;
+  }
+  listener->device = number;
+  handle.address = all.device[number].address;
+  if (open_door(&listener->door, &handle.address)) {
+    LOG(WARN, "cannot listen on %s: %s", all.device[number].name, strerror(errno));
+    free(listener);
+    return SYSTEM;
+  }
+  handle.nonce = listener->door.nonce;
+  memset(to, 0, 128);
+  memcpy(to, &handle, sizeof handle);
+  enlist(NULL);
+  *result = listener;
+  return OK;
+}
+
+static int listen_10(int number, void *handle, void **result) { return listen_on(NULL, number, handle, result); }
+
+static void hang_up(struct handle *handle) {
+  close_socket(&handle->dial->fd);
+  free(handle->dial);
+  handle->dial = NULL;
+}
+
+/* One step of a connection: 0, or an error; `done` when the peer has answered. */
+static int step(struct handle *handle, int device, bool *done) {
+  struct dial *dial = handle->dial;
+  if (!dial) {
+    if (!(dial = calloc(1, sizeof *dial))) return SYSTEM;
+    handle->dial = dial;
+    dial->since = now();
+    if ((dial->fd = make_socket(handle->address.any.sa_family)) < 0) return SYSTEM;
+    settle(dial->fd);
+    if (handle->address.any.sa_family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&handle->address.in6.sin6_addr))
+      handle->address.in6.sin6_scope_id = (uint32_t)all.device[device].index;
+    if (connect(dial->fd, &handle->address.any, length_of(&handle->address)) && errno != EINPROGRESS) return REMOTE;
+  }
+  if (now() - dial->since > all.timeout_s) {
+    errno = ETIMEDOUT;
+    return REMOTE;
+  }
+  if (!dial->greeted) {
+    struct hello hello = {MAGIC, handle->nonce};
+    ssize_t written = send(dial->fd, &hello, sizeof hello, MSG_NOSIGNAL);
+    if (written < 0 && (again() || errno == ENOTCONN || errno == EALREADY)) {
+      int error = 0;
+      socklen_t length = sizeof error;
+      getsockopt(dial->fd, SOL_SOCKET, SO_ERROR, &error, &length);
+      errno = error;
+      return error ? REMOTE : OK;
+    }
+    if (written != (ssize_t)sizeof hello) return REMOTE;
+    dial->greeted = true;
+  }
+  ssize_t got = recv(dial->fd, (char *)&dial->welcome + dial->got, sizeof dial->welcome - dial->got, 0);
+  if (got == 0) errno = ECONNRESET;
+  if (got == 0 || (got < 0 && !again())) return REMOTE;
+  if (got > 0) dial->got += (size_t)got;
+  *done = dial->got == sizeof dial->welcome;
+  if (*done && dial->welcome.magic != (uint32_t)MAGIC) return REMOTE;
+  return OK;
+}
+
+static int connect_to(void *context, int device, void *to, void **result, void **device_handle) {
+  (void)context, (void)device_handle;
+  struct handle *handle = to;
+  bool done = false;
+  *result = NULL;
+  if (device < 0 || device >= all.devices) return ARGUMENT;
+  int error = step(handle, device, &done);
+  if (error) {
+    char text[INET6_ADDRSTRLEN] = "";
+    bool six = handle->address.any.sa_family == AF_INET6;
+    const void *address = six ? (void *)&handle->address.in6.sin6_addr : (void *)&handle->address.in.sin_addr;
+    LOG(WARN, "cannot connect to %s: %s", inet_ntop(six ? AF_INET6 : AF_INET, address, text, sizeof text), strerror(errno));
+    if (handle->dial) hang_up(handle);
+    return error;
+  }
+  if (!done) return OK;
+  struct welcome welcome = handle->dial->welcome;
+  struct comm *comm = make_comm(true, handle->dial->fd);
+  handle->dial->fd = -1;
+  hang_up(handle);
+  if (!comm) return SYSTEM;
+  comm->address = handle->address;
+  set_port(&comm->address, welcome.port);
+  comm->nonce = welcome.nonce;
+  comm->most = welcome.port ? (int)least(welcome.flows, (size_t)all.flows) : 1;
+  if (comm->most < 1) comm->most = 1;
+  enlist(comm);
+  *result = comm;
+  return OK;
+}
+
+static int connect_10(int device, void *config, void *handle, void **result, void **device_handle) {
+  (void)config;
+  return connect_to(NULL, device, handle, result, device_handle);
+}
+
+static int accept_from(void *from, void **result, void **device_handle) {
+  (void)device_handle;
+  struct listener *listener = from;
+  int error, fd = enter(&listener->door, &error);
+  *result = NULL;
+  if (fd < 0) {
+    if (error) LOG(WARN, "cannot accept a connection: %s", strerror(errno));
+    return error;
+  }
+  struct comm *comm = make_comm(false, fd);
+  if (!comm) return SYSTEM;
+  struct welcome welcome = {.magic = (uint32_t)MAGIC, .flows = (uint16_t)all.flows};
+  comm->address = all.device[listener->device].address;
+  struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.u32 = FLOWS};
+  if (all.flows > 1 && !open_door(&comm->door, &comm->address)) {
+    if (epoll_ctl(comm->epoll, EPOLL_CTL_ADD, comm->door.fd, &event)) close_door(&comm->door);
+    else {
+      welcome.nonce = comm->door.nonce;
+      bool six = comm->address.any.sa_family == AF_INET6;
+      welcome.port = six ? comm->address.in6.sin6_port : comm->address.in.sin_port;
+    }
+  }
+  if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) {
+    free_comm(comm); /* whoever came has gone again; the next one may be the peer */
+    return OK;
+  }
+  enlist(comm);
+  *result = comm;
+  return OK;
+}
+
+static int register_memory(void *comm, void *data, size_t size, int type, void **handle) {
+  (void)comm, (void)data, (void)size;
+  *handle = NULL;
+  return type == 1 ? OK : INTERNAL;
+}
+
+static int register_dma(void *comm, void *data, size_t size, int type, uint64_t offset, int fd, void **handle) {
+  (void)comm, (void)data, (void)size, (void)type, (void)offset, (void)fd;
+  *handle = NULL;
+  return INTERNAL;
+}
+
+static int forget_memory(void *comm, void *handle) {
+  (void)comm, (void)handle;
+  return OK;
+}
+
+static int post(struct comm *comm, void *data, size_t size, void **result) {
+  uint32_t message = atomic_load(&comm->posted);
+  struct request *request = &comm->requests[message % REQUESTS];
+  *result = NULL;
+  if (atomic_load(&comm->failed)) return atomic_load(&comm->failed);
+  if (size > LARGEST) return ARGUMENT;
+  if (atomic_load(&request->state) != FREE) return OK; /* later */
+  request->comm = comm;
+  request->data = data;
+  request->size = size;
+  request->cut = request->moved = 0;
+  request->ended = comm->sends;
+  request->message = message;
+  atomic_store(&request->state, ACTIVE);
+  atomic_store(&comm->posted, message + 1);
+  *result = request;
+  visit(comm, false);
+  return OK;
+}
+
+static int isend(void *comm, void *data, size_t size, int tag, void *memory, void *phandle, void **result) {
+  (void)tag, (void)memory, (void)phandle;
+  return post(comm, data, size, result);
+}
+
+static int irecv(void *comm, int count, void **data, size_t *sizes, int *tags, void **memory, void **phandles,
+                 void **result) {
+  (void)tags, (void)memory, (void)phandles;
+  *result = NULL;
+  return count == 1 ? post(comm, data[0], sizes[0], result) : ARGUMENT;
+}
+
+static int iflush(void *comm, int count, void **data, int *sizes, void **memory, void **result) {
+  (void)comm, (void)count, (void)data, (void)sizes, (void)memory;
+  *result = NULL; /* what has come is in host memory */
+  return OK;
+}
+
+static int test(void *which, int *done, int *size) {
+  struct request *request = which;
+  struct comm *comm = request->comm;
+  *done = 0;
+  if (atomic_load(&request->state) == ACTIVE) visit(comm, true);
+  switch (atomic_load(&request->state)) {
+  case DONE:
+    *done = 1;
+    if (size) *size = (int)least(request->size, INT_MAX);
+    atomic_store(&request->state, FREE);
+    return OK;
+  case ACTIVE: return atomic_load(&comm->failed);
+  default: return USAGE; /* it was done before */
+  }
+}
+
+static int close_comm(void *comm) {
+  if (!comm) return OK;
+  delist(comm);
+  free_comm(comm);
+  return OK;
+}
+
+static int close_listener(void *which) {
+  struct listener *listener = which;
+  if (!listener) return OK;
+  close_door(&listener->door);
+  free(listener);
+  delist(NULL);
+  return OK;
+}
+
+/* Not NCCL's: bytes that this process has sent on the first flow of all connections, on the second, and so on. */
+EXPORT int bagua_net_counters(uint64_t *bytes, int room) {
+  int used = 0;
+  for (int i = 0; i < FLOWS; i++) {
+    uint64_t sent = atomic_load(&all.sent[i]);
+    if (i < room) bytes[i] = sent;
+    if (sent && i < room) used = i + 1;
+  }
+  return used;
+}
+
+#define COMMON                                                                                                       \
+  .accept = accept_from, .regMr = register_memory, .regMrDmaBuf = register_dma, .deregMr = forget_memory,            \
+  .isend = isend, .irecv = irecv, .iflush = iflush, .test = test, .closeSend = close_comm, .closeRecv = close_comm,  \
+  .closeListen = close_listener
+
+#define TABLE_11(version)                                                                                            \
+  EXPORT const struct table_11 ncclNetPlugin_v##version = {                                                          \
+      .name = "bagua", .init = init_11, .devices = devices, .getProperties = properties_##version,                   \
+      .listen = listen_on, .connect = connect_to, COMMON, .finalize = finalize}
+
+EXPORT const struct table_10 ncclNetPlugin_v10 = {
+    .name = "bagua", .init = init_10, .devices = devices, .getProperties = properties_10,
+    .listen = listen_10, .connect = connect_10, COMMON};
+TABLE_11(11);
+TABLE_11(12);
