@@ -228,7 +228,8 @@ def _powers() -> npt.NDArray[np.uint64]:
     """f^(n - 1), ..., f, 1, modulo 2^64."""
     factors = np.full(_CHAIN, _FACTOR, np.uint64)
     factors[0] = 1
-    return np.multiply.accumulate(factors)[::-1].copy()
+    powers: npt.NDArray[np.uint64] = np.multiply.accumulate(factors)[::-1].copy()
+    return powers
 
 
 @functools.cache
