@@ -89,6 +89,9 @@ class Attributes(ctypes.Structure):
 LOG = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
 """NCCL's log function: level, flags, file, line, format; what follows the format is not seen here."""
 
+_SILENT = LOG(lambda *_: None)
+"""Lives as long as any library that was given it."""
+
 _ANY = POINTER(c_void_p)
 _OWN: dict[int, dict[str, Any]] = {
     10: {
@@ -174,7 +177,6 @@ class Plugin:
         self.library = ctypes.CDLL(str(library))
         self.version = version
         self.table: Any = table_type(version).in_dll(self.library, f"{symbol}{version}")
-        self._log = LOG(lambda *_: None)
 
     def __getattr__(self, function: str) -> Any:
         """The function of the table by this name, which raises where it fails."""
@@ -194,9 +196,9 @@ class Plugin:
         """Call init; returns the context."""
         context = c_void_p()
         if self.version == 10:
-            self.init(self._log, None)
+            self.init(_SILENT, None)
         else:
-            self.init(ctypes.byref(context), 1, ctypes.byref(Config(-1)), self._log, None)
+            self.init(ctypes.byref(context), 1, ctypes.byref(Config(-1)), _SILENT, None)
         return context
 
     def stop(self, context: c_void_p) -> None:

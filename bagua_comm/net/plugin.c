@@ -50,6 +50,15 @@
 #define BAGUA_NET_MOVE_AT_MOST SIZE_MAX /* tests make every read and write short */
 #endif
 
+#ifndef GAIN /* tests let flows always pay */
+#define GAIN 1.15      /* twice the flows must be this much faster */
+#define WINDOW_S 20e-3 /* what a rate is measured over */
+#endif
+
+#ifndef CHUNK
+#define CHUNK 65536 /* bytes of a frame at most, and of what waits in a flow */
+#endif
+
 #define EXPORT __attribute__((visibility("default")))
 #define MAGIC 0x316e2d6175676162ull /* changes with what is on the wire */
 #define FLOWS 64                    /* of a connection, at most */
@@ -60,9 +69,7 @@
 #define STAGED 4096                 /* bytes read ahead: headers and small messages */
 #define WHOLE (16u << 20)           /* of a message in a frame while there is one flow */
 #define TURN (4u << 20)             /* bytes that a thread moves before it looks around */
-#define GAIN 1.15                   /* twice the flows must be this much faster */
 #define LAST (1ull << 63)           /* in a frame's offset: the message ends here */
-#define WINDOW_S 20e-3              /* what a rate is measured over */
 #define NEGLECTED_S 50e-6           /* helpers take over then */
 #define LARGEST (1ull << 40)
 
@@ -369,13 +376,15 @@ static void close_door(struct door *door) {
 /* The next socket that has said the nonce, or -1. Others are dropped. `error` is set where no more can come. */
 static int enter(struct door *door, int *error) {
   double time = now();
+  bool more = door->fd >= 0;
   *error = OK;
-  for (int i = 0; i < GUESTS && door->fd >= 0; i++) {
+  for (int i = 0; i < GUESTS; i++) {
     struct guest *guest = &door->guests[i];
     if (guest->fd < 0) {
-      int fd = counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      int fd = more ? counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) : -1;
+      if (more && fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) *error = SYSTEM;
       if (fd < 0) {
-        if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) *error = SYSTEM;
+        more = false;
         continue;
       }
       settle(fd);
@@ -686,9 +695,9 @@ static bool match(struct comm *comm, struct flow *flow) {
   return true;
 }
 
-/* Use what has been read ahead. */
+/* Use what has been read ahead, as far as messages are posted. */
 static void unstage(struct comm *comm, struct flow *flow) {
-  while (flow->from < flow->to && !comm->error) {
+  while (!comm->error) {
     if (!flow->request) {
       size_t head = least(sizeof flow->frame - flow->head, flow->to - flow->from);
       memcpy((char *)&flow->frame + flow->head, flow->staged + flow->from, head);
@@ -701,7 +710,8 @@ static void unstage(struct comm *comm, struct flow *flow) {
     flow->data += data;
     flow->left -= data;
     flow->from += data;
-    if (!flow->left) finish_frame(comm, flow);
+    if (flow->left) return;
+    finish_frame(comm, flow);
   }
 }
 
@@ -715,13 +725,10 @@ static void lose_flow(struct comm *comm, struct flow *flow, const char *why) {
 /* Read what is there; returns how many bytes. */
 static size_t read_flow(struct comm *comm, struct flow *flow) {
   size_t moved = 0;
-  while (flow->ready && !comm->error && moved < all.chunk) {
-    if (!flow->request && flow->head == sizeof flow->frame) { /* was not posted when it came */
-      if (!match(comm, flow)) break;
-      if (!flow->left) finish_frame(comm, flow);
-    }
+  for (;;) {
     unstage(comm, flow);
-    if (comm->error || (!flow->request && flow->head == sizeof flow->frame)) break;
+    bool parked = !flow->request && flow->head == sizeof flow->frame; /* its message is not posted yet */
+    if (comm->error || parked || !flow->ready || moved >= all.chunk) return moved;
     size_t data = least(flow->left, BAGUA_NET_MOVE_AT_MOST);
     size_t ahead = least(flow->left > STAGED ? sizeof(struct frame) : STAGED, BAGUA_NET_MOVE_AT_MOST);
     if (data < flow->left) ahead = 0;
@@ -731,19 +738,16 @@ static size_t read_flow(struct comm *comm, struct flow *flow) {
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && again()) flow->ready = false;
       else lose_flow(comm, flow, got ? strerror(errno) : NULL);
-      break;
+      return moved;
     }
-    moved += (size_t)got;
     if ((size_t)got < data + ahead && !flow->hung) flow->ready = false;
-    size_t of_data = least((size_t)got, data);
-    flow->data += of_data;
-    flow->left -= of_data;
+    moved += (size_t)got;
+    data = least((size_t)got, data);
+    flow->data += data;
+    flow->left -= data;
     flow->from = 0;
-    flow->to = (size_t)got - of_data;
-    if (flow->request && !flow->left) finish_frame(comm, flow);
-    unstage(comm, flow);
+    flow->to = (size_t)got - data;
   }
-  return moved;
 }
 
 static void pull(struct comm *comm) {
@@ -751,7 +755,7 @@ static void pull(struct comm *comm) {
   for (; round && moved < TURN && !comm->error; moved += round) {
     round = 0;
     for (int i = 0; i < comm->opened && !comm->error; i++)
-      if (comm->flows[i].ready) round += read_flow(comm, &comm->flows[i]);
+      if (comm->flows[i].state != NONE) round += read_flow(comm, &comm->flows[i]);
     comm->read += round;
   }
 }
@@ -1019,7 +1023,7 @@ static int init(log_function log) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     atomic_store(&all.most_sockets, (int)(files.rlim_cur > 1u << 20 ? 1u << 18 : files.rlim_cur / 4));
     all.flows = setting("BAGUA_NET_FLOWS", FLOWS, 1, FLOWS);
-    all.chunk = (uint32_t)setting("BAGUA_NET_CHUNK", 65536, 4096, 1 << 24);
+    all.chunk = (uint32_t)setting("BAGUA_NET_CHUNK", CHUNK, 4096, 1 << 24);
     all.timeout_s = setting("BAGUA_NET_TIMEOUT_S", 300, 1, 1000000);
     all.wanted = setting("BAGUA_NET_THREADS", cores >= 8 ? 4 : cores >= 4 ? 2 : 1, 0, 8);
     all.started = true;

@@ -1,0 +1,384 @@
+"""The network plugin, called as NCCL calls it: messages, failures, strangers, threads."""
+
+import ctypes
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import net_peer
+
+from bagua_comm import net
+from bagua_comm.net import binding, building
+from bagua_comm.net.binding import Plugin, PluginError
+from benchmarks.net_traffic import connect_pair, exchange, make_pool, random_sizes
+
+POOL = make_pool(8 << 20)
+WAIT_S = 30.0
+"""How long what must happen may take on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("net")
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    return net.build(folder)
+
+
+@pytest.fixture(scope="module")
+def short(folder):
+    """A build whose every read and write moves at most 1000 bytes."""
+    command = next(building.compilers())
+    return building.compile_to(command, folder / "short.so", ["-DBAGUA_NET_MOVE_AT_MOST=1000"])
+
+
+@pytest.fixture(scope="module")
+def eager(folder):
+    """A build that opens more flows whenever it has measured anything, and cuts messages small."""
+    command = next(building.compilers())
+    flags = ["-DGAIN=0.0", "-DWINDOW_S=1e-6", "-DCHUNK=4096"]
+    return building.compile_to(command, folder / "eager.so", flags)
+
+
+@pytest.fixture(params=binding.VERSIONS)
+def started(request, library):
+    """A plugin after init, and its context."""
+    plugin = Plugin(library, request.param)
+    context = plugin.start()
+    yield plugin, context
+    plugin.stop(context)
+
+
+@pytest.fixture
+def plugin(library):
+    plugin = Plugin(library)
+    context = plugin.start()
+    yield plugin
+    plugin.stop(context)
+
+
+@pytest.fixture
+def pair(plugin):
+    pair = connect_pair(plugin, None)
+    yield pair
+    pair.close()
+
+
+def until(condition):
+    """Wait for what must become true; returns it."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it takes too long"
+    return found
+
+
+def address_of(handle):
+    """The socket address in a handle: behind the nonce."""
+    family, port, *ip = struct.unpack_from("=H2s4B", bytes(handle), 8)
+    assert family == socket.AF_INET
+    return ".".join(map(str, ip)), int.from_bytes(port, "big")
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def finish(plugin, *requests):
+    """Test requests until all are done."""
+    for request in requests:
+        until(lambda request=request: plugin.finished(request) is not None)
+
+
+def receive_all(plugin, comm, receive, out):
+    """Receive until that fails."""
+    while True:
+        finish(plugin, receive)
+        receive = plugin.receive(comm, out.ctypes.data, out.size)
+
+
+def test_messages_of_all_sizes_arrive_whole_in_every_version(started):
+    plugin, context = started
+    pair = connect_pair(plugin, context)
+    sizes = [0, 1, 15, 16, 17, 4079, 4080, 4081, 65_535, 65_536, 65_537, 8 << 20, 0, 0, 5]
+    sizes += random_sizes(np.random.default_rng(plugin.version), 400, 1 << 20, 8000)
+    exchange(pair, sizes, POOL, room=100)
+    pair.close()
+
+
+def test_a_table_says_what_it_has(started):
+    plugin, _ = started
+    assert plugin.table.name == b"bagua"
+    functions = [name for name, _ in plugin.table._fields_[1:]]
+    assert [name for name in functions if not plugin.has(name)] == [
+        name for name in functions if name in binding._OPTIONAL
+    ]
+    assert ctypes.sizeof(plugin.table) == (160 if plugin.version == 10 else 176)
+    assert ctypes.sizeof(binding.PROPERTIES[plugin.version]) == {10: 104, 11: 112, 12: 128}[plugin.version]
+    seen = set()
+    for device in range(plugin.count()):
+        properties = plugin.properties(device)
+        seen.add(properties.guid)
+        assert properties.name.decode() in {name for _, name in socket.if_nameindex()}
+        assert (properties.ptrSupport, properties.maxRecvs, properties.netDeviceType) == (1, 1, 0)
+        assert properties.speed > 0
+        assert (properties.ndevs, properties.devs[0]) == (1, device)
+        assert properties.maxP2pBytes == properties.maxCollBytes == 1 << 40
+        if plugin.version > 10:
+            assert properties.maxMultiRequestSize == 1
+        if plugin.version == 12:
+            assert (properties.railId, properties.planeId) == (-1, -1)
+    assert len(seen) == plugin.count()
+    with pytest.raises(PluginError):
+        plugin.properties(plugin.count())
+
+
+def test_only_host_memory_can_be_registered(plugin):
+    handle = ctypes.c_void_p(1)
+    plugin.regMr(None, None, 8, binding.PTR_HOST, ctypes.byref(handle))
+    assert handle.value is None
+    for kind in (binding.PTR_CUDA, 4):
+        with pytest.raises(PluginError):
+            plugin.regMr(None, None, 8, kind, ctypes.byref(handle))
+
+
+def test_short_reads_and_writes(short):
+    plugin = Plugin(short)
+    context = plugin.start()
+    pair = connect_pair(plugin, context)
+    exchange(pair, [0, 1, 1000, 1016, *random_sizes(np.random.default_rng(0), 300, 1 << 20, 6000)], POOL)
+    pair.close()
+    plugin.stop(context)
+
+
+def test_many_flows_carry_messages_in_their_order(eager):
+    plugin = Plugin(eager)
+    context = plugin.start()
+    pair = connect_pair(plugin, context)
+    sizes = [8 << 20] * 24 + random_sizes(np.random.default_rng(0), 300, 1 << 20, 50_000)
+    exchange(pair, sizes, POOL)
+    assert len(net.counters(eager)) == 64
+    pair.close()
+    plugin.stop(context)
+
+
+def test_a_receive_posted_long_after_the_data_came(pair):
+    plugin = pair.plugin
+    data = POOL[:100_000]
+    sends = [plugin.send(pair.sender, data.ctypes.data, size) for size in (100_000, 0, 10, 100_000)]
+    for request in sends[:1]:  # on its way, in the kernel or not
+        plugin.finished(request)
+    outs = [np.zeros(100_000, np.uint8) for _ in sends]
+    for out in outs:
+        receive = plugin.receive(pair.receiver, out.ctypes.data, 100_000)
+        size = until(lambda receive=receive: (found := plugin.finished(receive)) is not None and (found,))[0]
+        np.testing.assert_array_equal(out[:size], data[:size])
+    for request in sends[1:]:
+        finish(plugin, request)
+
+
+def test_at_most_64_requests_are_taken_and_a_request_that_is_not_taken_is_null(pair):
+    receives = [pair.plugin.receive(pair.receiver, POOL.ctypes.data, 0) for _ in range(65)]
+    assert receives[64] is None
+    assert None not in receives[:64]
+
+
+def test_a_message_larger_than_its_receive_is_an_error_and_no_byte_is_written_behind(pair):
+    plugin, out = pair.plugin, np.zeros(200, np.uint8)
+    receive = plugin.receive(pair.receiver, out.ctypes.data, 100)
+    plugin.send(pair.sender, POOL.ctypes.data, 101)
+    with pytest.raises(PluginError) as raised:
+        finish(plugin, receive)
+    assert raised.value.code == binding.INVALID_USAGE
+    assert not out.any()
+    with pytest.raises(PluginError):  # also those that come later
+        plugin.receive(pair.receiver, out.ctypes.data, 100)
+
+
+def test_a_request_that_was_done_cannot_be_tested_again(pair):
+    request = pair.plugin.send(pair.sender, POOL.ctypes.data, 8)
+    finish(pair.plugin, request)
+    with pytest.raises(PluginError) as raised:
+        pair.plugin.finished(request)
+    assert raised.value.code == binding.INVALID_USAGE
+
+
+def test_flush_is_done_at_once_and_test_takes_no_sizes(pair):
+    plugin, request, done = pair.plugin, ctypes.c_void_p(1), ctypes.c_int(-1)
+    plugin.iflush(pair.receiver, 1, None, None, None, ctypes.byref(request))
+    assert request.value is None
+    sent = plugin.send(pair.sender, POOL.ctypes.data, 8)
+    until(lambda: plugin.test(sent.pointer, ctypes.byref(done), None) or done.value)
+    assert done.value == 1
+
+
+def test_several_receives_in_one_are_refused(pair):
+    with pytest.raises(PluginError) as raised:
+        pair.plugin.irecv(pair.receiver, 2, None, None, None, None, None, ctypes.byref(ctypes.c_void_p()))
+    assert raised.value.code == binding.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("role", ["sender", "receiver"])
+def test_a_killed_peer_is_a_remote_error_at_once_on_all_requests_and_on_new_ones(plugin, library, role):
+    size = 64 << 20
+    out = np.zeros(size, np.uint8)
+    if role == "receiver":
+        peer = net_peer.start(library, "receiver", size, 1)
+        handle = ctypes.create_string_buffer(bytes.fromhex(peer.stdout.readline()), binding.HANDLE_BYTES)
+        comm = until(lambda: plugin.connected(None, 0, handle))
+        post, close = plugin.send, plugin.closeSend
+    else:
+        handle, listener = plugin.listener(None, 0)
+        peer = net_peer.start(library, "sender", bytes(handle).hex(), size, 10)
+        comm = until(lambda: plugin.accepted(listener))
+        plugin.closeListen(listener)
+        post, close = plugin.receive, plugin.closeRecv
+    with peer:
+        requests = [post(comm, out.ctypes.data, size) for _ in range(4)]
+        finish(plugin, requests[0])
+        plugin.finished(requests[1])
+        peer.kill()
+        for request in requests[1:]:
+            with pytest.raises(PluginError) as raised:
+                finish(plugin, request)
+            assert raised.value.code == binding.REMOTE_ERROR
+        with pytest.raises(PluginError) as raised:
+            post(comm, out.ctypes.data, size)
+        assert raised.value.code == binding.REMOTE_ERROR
+    close(comm)
+
+
+def test_nobody_at_the_handles_address_is_an_error_and_leaves_nothing(plugin):
+    before = files()
+    handle, listener = plugin.listener(None, 0)
+    plugin.closeListen(listener)
+    with pytest.raises(PluginError) as raised:
+        until(lambda: plugin.connected(None, 0, handle))
+    assert raised.value.code == binding.REMOTE_ERROR
+    assert files() == before
+
+
+def test_strangers_are_dropped_and_the_peer_is_still_let_in(plugin):
+    handle, listener = plugin.listener(None, 0)
+    address = address_of(handle)
+    strangers = [socket.create_connection(address, timeout=WAIT_S) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[1].sendall(bytes(handle)[:4])  # and no more
+    sender = receiver = None
+
+    def met():
+        nonlocal sender, receiver
+        receiver = receiver or plugin.accepted(listener)
+        sender = sender or plugin.connected(None, 0, handle)
+        return sender and receiver
+
+    until(met)
+    with pytest.raises(ConnectionResetError):
+        strangers[0].recv(1)
+    exchange(net.checking.Pair(plugin, sender, receiver), [1000] * 10, POOL)
+    plugin.closeSend(sender)
+    plugin.closeRecv(receiver)
+    plugin.closeListen(listener)
+    assert strangers[1].recv(1) == b""
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_listener_is_used_again(plugin):
+    handle, listener = plugin.listener(None, 0)
+    for _ in range(3):
+        copy, sender, receiver = ctypes.create_string_buffer(bytes(handle), len(handle)), None, None
+        while sender is None or receiver is None:
+            sender = sender or plugin.connected(None, 0, copy)
+            receiver = receiver or plugin.accepted(listener)
+        exchange(net.checking.Pair(plugin, sender, receiver), [0, 70_000], POOL)
+        plugin.closeSend(sender)
+        plugin.closeRecv(receiver)
+    plugin.closeListen(listener)
+
+
+def test_closing_with_requests_in_flight_ends_the_other_side_with_an_error_and_no_thread_or_file_stays(plugin):
+    net.check(Path(plugin.library._name))  # what is opened once and for all is open
+    before = threads(), files()
+    for first in ("sender", "receiver"):
+        pair = connect_pair(plugin, None)
+        assert threads() > before[0]
+        out = np.zeros(8 << 20, np.uint8)
+        receive = plugin.receive(pair.receiver, out.ctypes.data, out.size)
+        sends = [plugin.send(pair.sender, POOL.ctypes.data, out.size) for _ in range(9)]
+        plugin.finished(receive)
+        if first == "sender":
+            plugin.closeSend(pair.sender)
+            with pytest.raises(PluginError):
+                receive_all(plugin, pair.receiver, receive, out)
+            plugin.closeRecv(pair.receiver)
+        else:
+            plugin.closeRecv(pair.receiver)
+            with pytest.raises(PluginError) as raised:
+                finish(plugin, *sends)
+            assert raised.value.code == binding.REMOTE_ERROR
+            plugin.closeSend(pair.sender)
+    until(lambda: (threads(), files()) == before)
+
+
+def test_all_that_was_sent_arrives_after_the_sender_has_closed(plugin):
+    pair = connect_pair(plugin, None)
+    send = plugin.send(pair.sender, POOL.ctypes.data, 100_000)
+    finish(plugin, send)
+    plugin.closeSend(pair.sender)
+    out = np.zeros(100_000, np.uint8)
+    receive = plugin.receive(pair.receiver, out.ctypes.data, out.size)
+    finish(plugin, receive)
+    np.testing.assert_array_equal(out, POOL[:100_000])
+    late = plugin.receive(pair.receiver, out.ctypes.data, out.size)
+    with pytest.raises(PluginError):
+        finish(plugin, late)
+    plugin.closeRecv(pair.receiver)
+
+
+def test_eight_threads_with_two_connections_each(plugin):
+    faults = []
+
+    def work(seed):
+        try:
+            for number in range(2):
+                pair = connect_pair(plugin, None)
+                sizes = random_sizes(np.random.default_rng(seed), 60, 1 << 20, 20_000)
+                exchange(pair, sizes, POOL, seed=seed + 8 * number)
+                pair.close()
+        except BaseException as exc:
+            faults.append(exc)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert faults == []
+
+
+def test_a_neglected_connection_moves_on_by_the_helper_thread(pair):
+    """Nobody tests the sender, and of the receiver only the last message."""
+    plugin, size = pair.plugin, 4 << 20
+    outs = [np.zeros(size, np.uint8) for _ in range(4)]
+    receives = [plugin.receive(pair.receiver, out.ctypes.data, size) for out in outs]
+    for _ in outs:
+        plugin.send(pair.sender, POOL.ctypes.data, size)
+    finish(plugin, receives[-1])
+    np.testing.assert_array_equal(outs[-1], POOL[:size])
+
+
+def test_counters_count_what_was_sent(pair, library):
+    before = sum(net.counters(library))
+    sent = exchange(pair, [0, 10, 100_000], POOL)
+    assert sum(net.counters(library)) - before >= sent + 3 * 16

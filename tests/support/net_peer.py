@@ -1,0 +1,51 @@
+"""The other end of a connection of the network plugin, in a process that tests can kill.
+
+    python net_peer.py LIBRARY sender HANDLE SIZE COUNT
+    python net_peer.py LIBRARY receiver SIZE COUNT
+
+A receiver first prints its handle. Both print "there" after COUNT messages, then wait for the end of their input.
+"""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from bagua_comm.net.binding import HANDLE_BYTES, Plugin
+
+
+def start(library, *arguments):
+    """Start one; its output is read by lines."""
+    command = [sys.executable, __file__, str(library), *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def main(library, role, *arguments):
+    plugin = Plugin(Path(library))
+    context = plugin.start()
+    comm = None
+    size, count = map(int, arguments[-2:])
+    data = np.zeros(size, np.uint8)
+    if role == "receiver":
+        handle, listener = plugin.listener(context, 0)
+        print(bytes(handle).hex(), flush=True)
+        while comm is None:
+            comm = plugin.accepted(listener)
+        post = plugin.receive
+    else:
+        handle = ctypes.create_string_buffer(bytes.fromhex(arguments[0]), HANDLE_BYTES)
+        while comm is None:
+            comm = plugin.connected(context, 0, handle)
+        post = plugin.send
+    for _ in range(count):
+        request = post(comm, data.ctypes.data, size)
+        while plugin.finished(request) is None:
+            pass
+    print("there", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
