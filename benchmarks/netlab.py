@@ -3,6 +3,7 @@
     python -m benchmarks.netlab run --hosts 4 --rate 1gbit -m benchmarks.collectives --beside gloo
     python -m benchmarks.netlab run --hosts 2 --ranks-per-host 2 --rate 500mbit examples/train.py
     python -m benchmarks.netlab run --launcher torchrun --hosts 4 --rate 1gbit examples/train.py
+    python -m benchmarks.netlab run --flow-bandwidth 100mbit --mpirun=--mca --mpirun=btl_tcp_links --mpirun=8 a.py
     python -m benchmarks.netlab rate --rate 1gbit
     python -m benchmarks.netlab clean
 
@@ -12,6 +13,10 @@ own, so that MPI takes them for machines and talks TCP between them. Both ends o
 MASTER_PORT and GLOO_SOCKET_IFNAME are set as well, so that it can open a gloo group of torch.distributed over
 the same links, and time the two in turn. `--launcher torchrun` starts it as torchrun would instead, without
 MPI.
+
+`--flow-bandwidth` also holds every flow (a TCP connection in one direction) to a rate, as clouds do. What a host
+sends passes htb, with a class for each hash of addresses and ports. There are 1,024 classes; with 48 flows, one
+pair of them on average meets in a class, which then holds both to the rate of one.
 
 This needs root, iproute2, and a kernel with network namespaces, veth, bridges and tbf. It removes everything when
 it ends, also after an error or Ctrl-C; `clean` removes what a killed run has left.
@@ -47,6 +52,12 @@ BURST_BYTES = 1 << 20
 QUEUE = "100ms"
 """How long a packet may wait for a link before it is dropped."""
 
+FLOW_CLASS_BITS, FLOW_BURST_BYTES = 10, 1 << 17
+"""Flows are hashed into 2**10 classes; each sends so much at once, faster than its rate."""
+
+FLOW_MAJOR, FIRST_FLOW_CLASS = 2, 16
+"""The numbers of these classes are 2:10, 2:11 and so on, as tc writes them, in hexadecimal."""
+
 _AGENT = """#!/bin/sh
 # Stands in for ssh: enters the namespace of the host that mpirun names, unless that host is dead.
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -69,6 +80,8 @@ class Lab:
     rate: str
     memory: Path
     """A file system in memory; each host finds one of its folders in /dev/shm."""
+    flow_rate: str | None = None
+    """The rate of each flow."""
 
     def address(self, host: int) -> str:
         """The address of a host."""
@@ -203,19 +216,20 @@ class Lab:
 
 
 @contextlib.contextmanager
-def build(hosts: int, rate: str) -> Iterator[Lab]:
+def build(hosts: int, rate: str, flow_rate: str | None = None) -> Iterator[Lab]:
     """Emulate hosts in the body of `with`, and remove them at its end.
 
     Args:
         hosts: How many, 1 to 250.
         rate: The rate of each host's link, both ways, as tc writes it: "500mbit", "1gbit".
+        flow_rate: The rate of each flow that a host sends: "100mbit"; None for no limit beside the link's.
 
     Raises:
         LabError: This machine does not allow it.
     """
     check_machine()
     prefix = f"{PREFIX}{os.getpid()}x"
-    lab = Lab(prefix, hosts, rate, Path(tempfile.gettempdir(), f"{prefix}-memory"))
+    lab = Lab(prefix, hosts, rate, Path(tempfile.gettempdir(), f"{prefix}-memory"), flow_rate)
     try:
         _build(lab)
         yield lab
@@ -288,13 +302,55 @@ def _build(lab: Lab) -> None:
         _do(f"ip -n {space} link set lo up")
         _do(f"ip -n {space} addr add {lab.address(host)}/24 dev eth0")
         _do(f"ip -n {space} link set eth0 up")
-        shape = f"root tbf rate {lab.rate} burst {BURST_BYTES} latency {QUEUE}"
+        shape = f"root handle 1: tbf rate {lab.rate} burst {BURST_BYTES} latency {QUEUE}"
         _do(f"tc -n {space} qdisc replace dev eth0 {shape}")
         _do(f"tc qdisc replace dev {outside} {shape}")
+        if lab.flow_rate is not None:
+            _do(f"tc -n {space} -batch -", "\n".join(_flow_commands(lab.flow_rate)))
 
 
-def _do(command: str) -> None:
-    result = subprocess.run(command.split(), capture_output=True, text=True)
+def _flow_commands(rate: str) -> Iterator[str]:
+    """What makes tc hold each flow to a rate, below the token bucket of eth0."""
+    number = FLOW_MAJOR
+    yield f"qdisc add dev eth0 parent 1:1 handle {number:x}: htb"
+    for minor in range(FIRST_FLOW_CLASS, FIRST_FLOW_CLASS + (1 << FLOW_CLASS_BITS)):
+        limits = f"rate {rate} burst {FLOW_BURST_BYTES} cburst {FLOW_BURST_BYTES} quantum {1 << 16}"
+        yield f"class add dev eth0 parent {number:x}: classid {number:x}:{minor:x} htb {limits}"
+    code = _hash_of_flow()
+    program = ",".join([str(len(code)), *(" ".join(map(str, step)) for step in code)])
+    yield f"filter add dev eth0 parent {number:x}: protocol ip prio 1 bpf bytecode {program!r}"
+
+
+def _hash_of_flow() -> list[tuple[int, int, int, int]]:
+    """A program of the kernel's packet filter: the class of a TCP packet, by receiver and ports; 0 for others.
+
+    The ports alone differ between the connections of two hosts, and only the client's: so both count, and all of
+    their bits, since Linux gives a client's connections to one server even ports alone.
+    """
+    load_half, load_byte, load_word = 0x28, 0x30, 0x20
+    multiply, add_x, shift_right, add, to_x = 0x24, 0x0C, 0x74, 0x04, 0x07
+    if_equal, give_a, give = 0x15, 0x16, 0x06
+    golden = 0x9E3779B1  # 2**32 divided by the golden ratio: the upper bits of a product depend on all bits below
+    return [
+        (load_half, 0, 0, 12),
+        (if_equal, 0, 11, 0x0800),  # IPv4
+        (load_byte, 0, 0, 23),
+        (if_equal, 0, 9, 6),  # TCP
+        (load_word, 0, 0, 30),  # the receiver's address
+        (multiply, 0, 0, golden),
+        (to_x, 0, 0, 0),
+        (load_word, 0, 0, 34),  # both ports
+        (add_x, 0, 0, 0),
+        (multiply, 0, 0, golden),
+        (shift_right, 0, 0, 32 - FLOW_CLASS_BITS),
+        (add, 0, 0, (FLOW_MAJOR << 16) + FIRST_FLOW_CLASS),
+        (give_a, 0, 0, 0),
+        (give, 0, 0, 0),
+    ]
+
+
+def _do(command: str, text: str = "") -> None:
+    result = subprocess.run(command.split(), input=text, capture_output=True, text=True)
     if result.returncode:
         raise LabError(f"this machine does not allow emulated hosts: {command}: {result.stderr.strip()}")
 
@@ -367,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for command in (run, rate):
         command.add_argument("--hosts", type=_hosts, default=4, metavar="N")
         command.add_argument("--rate", default="1gbit", help="rate of each link, as tc writes it")
+        command.add_argument("--flow-bandwidth", metavar="RATE", help="rate of each flow: 100mbit; no limit")
     run.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
     run.add_argument("script")
     run.add_argument("args", nargs=argparse.REMAINDER)
@@ -400,7 +457,7 @@ def _hosts(text: str) -> int:
 
 def _run_command(options: argparse.Namespace) -> int:
     script = [*(["-m"] if options.module else []), options.script, *options.args]
-    with build(options.hosts, options.rate) as lab:
+    with build(options.hosts, options.rate, options.flow_bandwidth) as lab:
         ranks = options.ranks_per_host
         if options.launcher == "mpirun":
             commands = [lab.mpirun(script, ranks_per_host=ranks, arguments=options.mpirun)]
@@ -410,7 +467,7 @@ def _run_command(options: argparse.Namespace) -> int:
 
 
 def _rate_command(options: argparse.Namespace) -> int:
-    with build(max(2, options.hosts), options.rate) as lab:
+    with build(max(2, options.hosts), options.rate, options.flow_bandwidth) as lab:
         print(f"{measure_rate(lab) / 1e9:.4f} GB/s")
     return 0
 
