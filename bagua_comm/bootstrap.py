@@ -38,7 +38,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
-from . import cuda, launchers
+from . import cuda, launchers, links
 from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
@@ -495,8 +495,7 @@ def ends_with(everyone: MPI.Comm) -> None:
 
 def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
     """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
-    for name, value in MPI_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    _set_up_mpi()
     ending = _this_process()
     if ending.process != os.getpid():
         raise BootstrapError(
@@ -518,6 +517,33 @@ def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[_Ending, Roll]:
         if complaint:
             raise BootstrapError(complaint)
     return ending, roll
+
+
+def _set_up_mpi() -> None:
+    """Set the environment variables that MPI reads when it starts, unless the user has set them.
+
+    Raises:
+        BootstrapError: There can be no connections of the kind that the user has asked for.
+    """
+    count, others = _number_of_links(), _ranks_elsewhere()
+    complaint = links.complaint(count, others) if count > 1 else None
+    if complaint is not None:
+        raise BootstrapError(f"connect: {complaint}")
+    for name, value in {**MPI_SETTINGS, **links.equal_links(count if others else 1)}.items():
+        os.environ.setdefault(name, value)
+
+
+def _number_of_links() -> int:
+    """How many TCP connections Open MPI was told to make between two ranks."""
+    text = os.environ.get(links.VARIABLE, "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def _ranks_elsewhere() -> int:
+    """How many ranks Open MPI has started on other hosts; 0 also if that is not known."""
+    sizes = [os.environ.get(f"OMPI_COMM_WORLD_{which}", "") for which in ("SIZE", "LOCAL_SIZE")]
+    whole, here = (int(text) if text.isdecimal() else 0 for text in sizes)
+    return max(0, whole - here) if here else 0
 
 
 def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:
@@ -644,6 +670,8 @@ class _Ending:
         if not MPI.Is_initialized():
             with self.limit(Wait(roll, timeout_s)):
                 library = _initialize(MPI)
+                if _number_of_links() > 1 and _ranks_elsewhere():
+                    links.open_in_order(MPI.COMM_WORLD, _number_of_links(), _NAP_S)
             self._library = library if ours else None
         if not self._hooked_in:
             self._job.prepare()

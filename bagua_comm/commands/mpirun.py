@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import links
 from .base import CommandError
 from .hosts import Host
 
@@ -104,9 +105,9 @@ class Mpirun:
         return Setting("--interface: the network for MPI, gloo and NCCL", tuple(arguments), variables)
 
     def links(self, count: int) -> tuple[str, ...]:
-        """The arguments for several TCP connections between two ranks."""
+        """The arguments for at least so many TCP connections between two ranks; see `links.odd`."""
         self.must_be_open_mpi("--links")
-        return ("--mca", "btl_tcp_links", str(count))
+        return ("--mca", "btl_tcp_links", str(links.odd(count)))
 
     def ulfm(self) -> tuple[str, ...]:
         """The arguments with which ranks may die, and the others go on, newcomers among them."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import bootstrap
 from ..job import Job
-from . import base, write
+from . import base, links, write
 from .base import CommandError, count, natural, parse_variable, positive, program_name
 from .hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
@@ -95,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--interface", metavar="NAME", help="the network to use, for MPI, gloo and NCCL: eth0")
     parser.add_argument(
-        "--links", type=positive, metavar="N", help="TCP connections between two ranks (Open MPI; 1)"
+        "--links",
+        type=links.number_or_auto,
+        metavar="N",
+        help="TCP connections between two ranks on different hosts (Open MPI; 1); auto: measure what is best",
     )
     parser.add_argument(
         "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
@@ -160,6 +163,8 @@ def run(options: argparse.Namespace) -> int:
     if mpirun is None:
         raise CommandError("there is no mpirun; pip install 'bagua-comm[mpi]' brings Open MPI", exit_code=127)
     known = ask_mpirun(mpirun)
+    if options.links == links.AUTO:
+        options.links = _measured_links(options, known)
     plan = make_plan(options, known)
     if options.verbose:
         print(*plan.lines(), sep="\n", file=sys.stderr)
@@ -171,6 +176,19 @@ def run(options: argparse.Namespace) -> int:
     if is_supervised(options):
         return supervise(options, lambda place, job: make_plan(options, known, place, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
+
+
+def _measured_links(options: argparse.Namespace, mpirun: Mpirun) -> int | None:
+    """What `--links auto` finds. Starts ranks.
+
+    Raises:
+        CommandError: It cannot be measured.
+    """
+    mpirun.must_be_open_mpi("--links")
+    if options.dry_run:
+        raise CommandError("--links auto starts ranks to measure, and --dry-run starts nothing: give a number")
+    alone = stays_here(mpirun, options.mpirun)
+    return links.measure(options, alone, lambda trial, place: make_plan(trial, mpirun, place))
 
 
 def is_supervised(options: argparse.Namespace) -> bool:
@@ -321,7 +339,10 @@ def _arguments(job: _Job) -> Iterator[Setting]:
     if survives:
         yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
     if options.links:
-        yield Setting("--links: so many TCP connections between two ranks", mpirun.links(options.links))
+        why = "--links: so many TCP connections between two ranks of different hosts"
+        if options.links % 2 == 0:
+            why += ", and one more, since Open MPI uses every second one of an even number"
+        yield Setting(why, mpirun.links(options.links))
 
 
 def _variables(job: _Job) -> Iterator[Setting]:

@@ -29,16 +29,20 @@ def left_over():
     return [line for line in spaces.splitlines() if line.startswith(f"{netlab.PREFIX}{os.getpid()}")]
 
 
+def refusal():
+    """Why hosts cannot be emulated here (not root, or a kernel without something), if so."""
+    try:
+        with netlab.build(1, "1gbit", "50mbit"):
+            return ""
+    except netlab.LabError as exc:
+        reason = str(exc)
+    assert any(word in reason for word in ("root", "Linux", "install", "does not allow"))
+    return reason
+
+
 @pytest.mark.slow
 def test_ranks_meet_across_hosts_and_nothing_is_left_behind(tmp_path):
-    refusal = ""
-    try:
-        with netlab.build(1, "1gbit"):
-            pass
-    except netlab.LabError as exc:
-        refusal = str(exc)
-    if refusal:  # not root, or a kernel without these
-        assert any(word in refusal for word in ("root", "Linux", "install", "does not allow"))
+    if refusal():
         return
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -47,6 +51,78 @@ def test_ranks_meet_across_hosts_and_nothing_is_left_behind(tmp_path):
         assert len(left_over()) == 2
     assert "[('h0', 0), ('h0', 1), ('h1', 0), ('h1', 1)]" in printed
     assert left_over() == []
+
+
+FLOWS = """
+import time
+import numpy as np
+import bagua_comm
+
+with bagua_comm.connect() as comm:
+    x = np.ones(1 << 20, np.float32)
+    times = []
+    for _ in range(4):
+        comm.barrier()
+        start = time.perf_counter()
+        comm.allreduce(x, out=x, op="avg")
+        times.append(time.perf_counter() - start)
+    print(min(times) if comm.rank == 0 else "")
+"""
+
+
+@pytest.mark.slow
+def test_each_flow_is_held_to_its_rate_and_several_links_are_several_flows(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FLOWS)
+    if refusal():
+        return
+    with netlab.build(2, "1gbit", "50mbit") as lab:
+        rate = netlab.measure_rate(lab)
+        one, five = (
+            float(lab.output(lab.mpirun([str(script)], arguments=["--mca", "btl_tcp_links", links])))
+            for links in ("1", "5")
+        )
+    assert rate < 1.1 * 50e6 / 8
+    # Each rank sends 4 MiB; a flow needs 0.67 s for them, less what may pass at once.
+    assert one > 0.5
+    assert five < one / 2
+    assert left_over() == []
+
+
+def test_the_hash_of_flows_spreads_the_ports_that_clients_get():
+    """The kernel gives clients of one server every second port, one after another."""
+    program = netlab._hash_of_flow()
+    classes = [run_filter(program, packet(40000 + 2 * client, 1024)) for client in range(100)]
+    back = [run_filter(program, packet(1024, 40000 + 2 * client)) for client in range(100)]
+    first = (netlab.FLOW_MAJOR << 16) + netlab.FIRST_FLOW_CLASS
+    for found in (classes, back):
+        assert all(first <= number < first + (1 << netlab.FLOW_CLASS_BITS) for number in found)
+        assert len(set(found)) > 85  # of 100 in 1,024 classes, about five meet
+    assert run_filter(program, packet(1, 2, protocol=17)) == run_filter(program, bytes(64)) == 0
+
+
+def packet(source, target, *, protocol=6):
+    """A packet from Ethernet's header on to TCP's ports."""
+    ip = bytes([0x45, *bytes(8), protocol, *bytes(2), 10, 99, 0, 1, 10, 99, 0, 2])
+    return bytes(12) + b"\x08\x00" + ip + source.to_bytes(2, "big") + target.to_bytes(2, "big")
+
+
+def run_filter(program, data):
+    """What the kernel's packet filter makes of these bytes, for the instructions that netlab uses."""
+    a = x = at = 0
+    while True:
+        code, true, false, k = program[at]
+        at += 1
+        if code in (0x20, 0x28, 0x30):
+            a = int.from_bytes(data[k : k + {0x20: 4, 0x28: 2, 0x30: 1}[code]], "big")
+        elif code == 0x15:
+            at += true if a == k else false
+        elif code == 0x07:
+            x = a
+        elif code in (0x16, 0x06):
+            return a if code == 0x16 else k
+        else:
+            a = {0x24: a * k, 0x0C: a + x, 0x74: a >> k, 0x04: a + k}[code] & 0xFFFFFFFF
 
 
 def test_hosts_are_removed_after_an_error():
