@@ -31,9 +31,6 @@ from .transports.pipeline import LAG, Rows, Stages, cut, reduce_through
 _SETTLED = 256
 """How many kinds of quantized reductions a communicator keeps."""
 
-CODED_PIECE_BYTES = 1 << 17
-"""Encoded bytes of a piece: how much is sent to a peer at a time, on transports that work in pieces."""
-
 InPlace: TypeAlias = Callable[[Array], Array]
 """Averages an array in place, over all ranks, and returns it. Collective."""
 
@@ -301,7 +298,7 @@ def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
 def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
     """The reduction of arrays like that of the call, worked out for the first and kept by the communicator."""
     comm, x, transport = call.comm, call.x, call.transport
-    key = codec, op, type(x), x.size, x.dtype, transport, transport.piece_bytes, kernels.of(x)
+    key = codec, op, type(x), x.size, x.dtype, transport, transport.coded_piece_bytes, kernels.of(x)
     try:
         found = comm.settled.get(key)
     except TypeError:  # a codec that is not frozen may change
@@ -366,15 +363,15 @@ class _Reduction:
     def __init__(self, comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> None:
         self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
         self.rank, self.p, self.size = comm.rank, comm.size, like.size
-        self._kind = type(like)
+        self._kind, self._piece_bytes = type(like), transport.coded_piece_bytes
         self.chunk = -(-like.size // comm.size)
         """Elements of a chunk; rank r combines chunk r of all ranks."""
         self._kernels = kernels.of(like)
         if comm.size == 1 or like.size == 0:
             return  # nothing is coded
-        in_pieces = transport.piece_bytes is not None and codec.granule is not None
+        piece_bytes = None if codec.granule is None else self._piece_bytes
         wire_nbytes = codec.wire_nbytes(self.chunk, like.dtype)
-        self.pieces = cut(self.chunk, wire_nbytes, CODED_PIECE_BYTES if in_pieces else None, codec.granule or 1)
+        self.pieces = cut(self.chunk, wire_nbytes, piece_bytes, codec.granule or 1)
         lengths = [piece.stop - piece.start for piece in self.pieces]
         self.wire_nbytes = [codec.wire_nbytes(length, like.dtype) for length in lengths]
         steps = {length: codec.steps(length, like) for length in set(lengths)}
@@ -390,6 +387,7 @@ class _Reduction:
             and x.size == self.size
             and x.dtype == self.dtype
             and kernels.of(x) is self._kernels
+            and self._piece_bytes == self.transport.coded_piece_bytes
         )
 
     def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:

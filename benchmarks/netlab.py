@@ -46,7 +46,7 @@ from .bench import ROOT
 PREFIX = "bg"
 """The beginning of the names of all namespaces, and of the bridge."""
 
-BURST_BYTES = 1 << 20
+BURST_BYTES = 1 << 17
 """How much a link sends at once, faster than its rate."""
 
 QUEUE = "100ms"

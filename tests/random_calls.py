@@ -726,6 +726,7 @@ SMALL = {
         "NATIVE_BYTES": 600,
         "PIECE_BYTES": 300,
         "FAST_PIECE_BYTES": 300,
+        "TURN_BYTES": 300,
         "SHARED_BYTES": 1500,
     },
     "mpi.window": {"SLOT_BYTES": 1024},

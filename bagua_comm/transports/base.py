@@ -48,6 +48,8 @@ class Transport(ABC):
     piece_bytes: int | None = None
     """Bytes that a collective sends to a peer at a time, so that one piece is worked on while others are on their
     way; None to send all at once, where pieces gain nothing."""
+    coded_piece_bytes: int | None = None
+    """The same for encoded elements. Whatever it is when a call begins, it is on all ranks."""
     quantize_bytes: int = 0
     """The size in bytes from which an array takes less time through a codec than exactly."""
     enqueues: bool = False
@@ -299,16 +301,13 @@ class Transport(ABC):
 
     def allgather_over(self, flow: Flow, x: Array, out: Array) -> None:
         """`allgather` by direct exchange. Collective."""
-        table = arrays.rows(out, self.size)
-        if not arrays.same_memory(x, table[self.rank]):
-            table[self.rank] = x.reshape(-1)
-        trade(flow, flow.messages([x.reshape(-1)] * self.size), flow.messages(table))
+        mine, table = x.reshape(-1), arrays.rows(out, self.size)
+        trade(flow, [mine] * self.size, table)
 
     def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
         """`alltoall` by direct exchange. Collective."""
         source, target = arrays.rows(self._apart(x, out), self.size), arrays.rows(out, self.size)
-        target[self.rank] = source[self.rank]
-        trade(flow, flow.messages(source), flow.messages(target))
+        trade(flow, source, target)
 
     # Failure and end --------------------------------------------------------------------------------
 
@@ -412,10 +411,11 @@ class Flow:
         if not isinstance(rows, list):
             self.alltoall_at_once(rows, into)
             return ended
+        wait = self.begin(self.messages(rows), self.messages(into))
         mine, own = rows[self.rank], into[self.rank]
         if mine is not own:
             own[...] = mine
-        return self.begin(self.messages(rows), self.messages(into))
+        return wait
 
     def allgather(self, mine: Array, into: Rows) -> Wait:
         """Send `mine`, which is into[rank], to all ranks; receive into[r] from rank r."""

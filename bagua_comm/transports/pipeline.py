@@ -135,19 +135,17 @@ class Exact(Stages):
         return total, [result[piece] for result in self._results]
 
 
-def trade(flow: Flow, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-    """Send and receive arrays of one size, piece by piece."""
-    if not sends:
-        return
-    _, first = sends[0]
-    pieces = cut(first.size, first.nbytes, flow.piece_bytes)
+def trade(flow: Flow, rows: Rows, into: Rows) -> None:
+    """Send rows[r] to rank r, and receive into[r] from rank r, all of one size, piece by piece.
+
+    Collective.
+    """
+    mine, own = rows[flow.rank], into[flow.rank]
+    pieces = cut(mine.size, mine.nbytes, flow.piece_bytes)
     waits: list[Wait] = []
 
     def begin(i: int) -> None:
-        piece = pieces[i]
-        waits.append(
-            flow.begin([(peer, x[piece]) for peer, x in sends], [(peer, out[piece]) for peer, out in recvs])
-        )
+        waits.append(flow.alltoall([row[pieces[i]] for row in rows], [row[pieces[i]] for row in into]))
 
     pipeline(len(pieces), begin, lambda i: waits[i]())
 
