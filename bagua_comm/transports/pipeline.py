@@ -140,7 +140,7 @@ def trade(flow: Flow, rows: Rows, into: Rows) -> None:
 
     Collective.
     """
-    mine, own = rows[flow.rank], into[flow.rank]
+    mine = rows[flow.rank]
     pieces = cut(mine.size, mine.nbytes, flow.piece_bytes)
     waits: list[Wait] = []
 

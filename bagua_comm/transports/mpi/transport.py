@@ -55,17 +55,17 @@ MAX_COMMUNICATORS = 65_000
 
 PIECE_BYTES = 1 << 17
 FAST_PIECE_BYTES = 1 << 20
-"""Bytes that the derived collectives send to a peer at a time, on one host and on fast networks. A larger piece is
-copied less often, but waits until its receiver says that it is there."""
+"""Bytes that the derived collectives send to a peer at a time, on one host and on fast networks. A larger piece
+is copied less often, but waits until its receiver says that it is there."""
 
 FAST_CODED_PIECE_BYTES = 1 << 18
 """The same for encoded elements on fast networks; on one host it is `PIECE_BYTES`."""
 
 TURN_BYTES = 1 << 15
 AHEAD = 12
-"""On slow networks: bytes of a message, and how many more of them a rank may have sent than received; see `turns`.
-The table has bus bandwidths as shares of the link's, in float32, with 4 emulated hosts at 1 Gbit/s whose links let
-128 KiB pass at once:
+"""On slow networks: bytes of a message, and how many more of them a rank may have sent than received (`turns`).
+The table has bus bandwidths as shares of the link's, in float32, with 4 emulated hosts at 1 Gbit/s whose links
+let 128 KiB pass at once:
 
                                       allreduce                alltoall
                                       512 KiB  1 MiB  8 MiB    512 KiB  1 MiB  8 MiB

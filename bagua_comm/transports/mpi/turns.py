@@ -1,10 +1,10 @@
 """The messages of a call, which take turns: each rank sends no further ahead than it has received.
 
 Between hosts, a rank that sends to all others at once shares its link among them, and chance decides how many
-send to one receiver: some links have a queue while others stand idle. Here each rank sends to the next rank first,
-then to the one after that, and so on round. A message waits until all but a few of as many have come in, in the
-same order: from the rank before, then from the one before that. So all ranks go through the same turns, to each
-rank about one other sends at a time, and the queues of the network stay short.
+send to one receiver: some links have a queue while others stand idle. Here each rank sends to the next rank
+first, then to the one after that, and so on round. A message waits until all but a few of as many have come in,
+in the same order: from the rank before, then from the one before that. So all ranks go through the same turns, to
+each rank about one other sends at a time, and the queues of the network stay short.
 """
 
 from __future__ import annotations
