@@ -5,13 +5,15 @@ The input is the numbers of a cluster and of a training step; the output is tabl
 
 The advice: average gradients exactly where the network keeps up. Where it does not, send eight bits: `ByteGrad()`
 with one rank on each node, `GradientAllReduce(Hierarchical(Quantized()))` with several, which share a link. Both
-need about as many steps as exact averaging. What averages weights, or not in every step, may be faster still, but
-may need more steps to the same loss. How many is not known here, so the report says how many it may need.
+need about as many steps as exact averaging. Where the network holds each flow (TCP connection) to a rate, more
+flows may gain more than fewer bytes. What averages weights, or not in every step, may be faster still, but may
+need more steps to the same loss. How many is not known here, so the report says how many it may need.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 import json
 import math
@@ -24,7 +26,19 @@ from ..algorithms import ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
 from ..bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import LARGEST, METHODS, Advice, Cluster, Job, Rates, TorchDDP, advise, held_up_s, predict
+from .costmodel import (
+    LARGEST,
+    METHODS,
+    MOST_FLOWS,
+    Advice,
+    Cluster,
+    Job,
+    Rates,
+    TorchDDP,
+    advise,
+    held_up_s,
+    predict,
+)
 from .models import MODELS, mixture_of_experts, sync_batchnorm
 
 SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
@@ -58,6 +72,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=whole_number, default=1, metavar="L")
     parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
     parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
+    parser.add_argument(
+        "--flow-bandwidth",
+        type=bandwidth,
+        default=math.inf,
+        help="what one flow (TCP connection) carries at most: 5gbit, 100mbit; by default as much as the link",
+    )
+    parser.add_argument(
+        "--flows",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="flows between two ranks on different nodes (1)",
+    )
     parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on (gpu)")
     parser.add_argument(
@@ -195,6 +222,8 @@ def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
         intra_gbs=options.intra_gbs if options.intra_gbs is not None else 200.0 if gpu else 10.0,
         cores_per_rank=options.cores_per_rank,
         transport="nccl" if gpu else "mpi",
+        flows=options.flows,
+        flow_bandwidth_gbit=options.flow_bandwidth,
     )
     rates = read_rates(options.rates) if options.rates else Rates.gpu() if gpu else Rates()
     return job, cluster, rates
@@ -232,6 +261,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
     lines = [
         f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
         f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
+        *_flows(job, c, rates),
         *_held_up(job, c, rates, rows[0].prediction.step_s),
         "",
         f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
@@ -256,6 +286,38 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
         best = [f"{row[kind].name} {_time(row[kind].prediction.step_s)}" for kind in ("gradients", "all")]
         lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
     return lines
+
+
+def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:
+    """The fewest flows between two ranks with which exact averaging is as fast as flows can make it."""
+
+    def step_s(flows: int) -> float:
+        return predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), rates).step_s
+
+    whole = math.ceil(cluster.bandwidth_gbit / cluster.flow_bandwidth_gbit)
+    most = max(cluster.flows, min(whole, MOST_FLOWS))
+    limit_s = AS_FAST * step_s(most)
+    return bisect.bisect_left(range(1, most), True, key=lambda flows: step_s(flows) <= limit_s) + 1
+
+
+def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
+    """A line about flows, if they may be what a step waits for."""
+    c = cluster
+    if c.flow_bandwidth_gbit >= c.bandwidth_gbit:
+        return []
+    asked = f"{c.flows} flow{'s' * (c.flows != 1)} of {c.flow_bandwidth_gbit:g} Gbit/s between two ranks"
+    if c.nodes == 1:
+        return [f"{asked}: on one node there are no flows, so --links and the plugin for NCCL do nothing"]
+    enough = enough_flows(job, c, rates)
+    exact_s, faster_s = (
+        predict(METHODS["exact"], job, dataclasses.replace(c, flows=n), rates).step_s for n in (c.flows, enough)
+    )
+    if enough <= c.flows:
+        return [f"{asked}: more would gain nothing"]
+    means = (
+        "the plugin for NCCL, run --net bagua, pays" if c.transport == "nccl" else f"run --links {enough} pays"
+    )
+    return [f"{asked}: exact takes {_time(exact_s)} a step, and with {enough} flows {_time(faster_s)}: {means}"]
 
 
 def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
@@ -365,6 +427,7 @@ def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
     return {
         "job": dataclasses.asdict(job),
         "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
+        "enough_flows": enough_flows(job, cluster, rates),
         "rates": dataclasses.asdict(rates),
         "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
         "scaling": [

@@ -1,6 +1,7 @@
 """How long a training step takes: a model of latency, bandwidth and work, for every algorithm and average.
 
     message of m bytes over a link    latency + m / (share of the line rate that is reached)
+    line rate of a link               its bandwidth, and no more than all flows that leave the node at once carry
     work on an array of m bytes       m / rate
     bucket                            its messages and its work one after the other; a message also costs work
     step                              buckets one after the other on a lane, beside as much computation as the
@@ -55,7 +56,7 @@ from ..errors import ArrayError, UnsupportedError, shown
 from ..reproducible import Reproducible
 from .models import Blocking, Layer
 
-MOST_RANKS, MOST_BUCKETS = 2**20, 100_000
+MOST_RANKS, MOST_BUCKETS, MOST_FLOWS = 2**20, 100_000, 1000
 """The largest cluster and job. There is a limit because a prediction visits every bucket."""
 
 SMALLEST, LARGEST = 1e-18, 1e18
@@ -81,6 +82,8 @@ class Cluster:
             takes nothing from computation.
         transport: How exact averages travel. "mpi": each rank exchanges with all others at once, as host arrays
             do. "nccl": along rings and trees, as device arrays do.
+        flows: Number of flows (TCP connections) that share what a rank sends to another on a different node.
+        flow_bandwidth_gbit: What a flow carries at most, in Gbit/s; infinite if nothing but the link holds it.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -94,18 +97,22 @@ class Cluster:
     intra_latency_s: float = 2e-6
     cores_per_rank: float = math.inf
     transport: Literal["mpi", "nccl"] = "mpi"
+    flows: int = 1
+    flow_bandwidth_gbit: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "ranks_per_node"):
+        for name in ("nodes", "ranks_per_node", "flows"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArrayError(f"Cluster: {name} is {value!r}, expected an integer of at least 1")
+                raise ArrayError(f"Cluster: {name} is {shown(value)}, expected an integer of at least 1")
+        if self.flows > MOST_FLOWS:
+            raise ArrayError(f"Cluster: flows is {shown(self.flows)}, expected at most {MOST_FLOWS}")
         if self.size > MOST_RANKS:
             raise ArrayError(
                 f"Cluster: {self.nodes} nodes of {self.ranks_per_node} ranks are too many, "
                 f"expected at most {MOST_RANKS} ranks"
             )
-        _check_positive(self, "bandwidth_gbit", "intra_gbs", "cores_per_rank")
+        _check_positive(self, "bandwidth_gbit", "intra_gbs", "cores_per_rank", "flow_bandwidth_gbit")
         _check_not_negative(self, "latency_s", "intra_latency_s")
         if self.transport not in ("mpi", "nccl"):
             raise ArrayError(f'Cluster: transport is {self.transport!r}, expected "mpi" or "nccl"')
@@ -114,6 +121,14 @@ class Cluster:
     def size(self) -> int:
         """Number of ranks."""
         return self.nodes * self.ranks_per_node
+
+    def reached_gbit(self, pairs: float = 1.0) -> float:
+        """Gbit/s that leave a node from which `pairs` pairs of ranks send at once.
+
+        >>> Cluster(2, bandwidth_gbit=1, flows=4, flow_bandwidth_gbit=0.1).reached_gbit()
+        0.4
+        """
+        return min(self.bandwidth_gbit, pairs * self.flows * self.flow_bandwidth_gbit)
 
 
 @dataclass(frozen=True)
@@ -493,7 +508,8 @@ def _exchange(method: Method, n: int, costs: _Costs) -> _Exchange:
         case Decentralized(peers="shift_one"):
             # The two halves of the ranks are on different nodes, except on a node in the middle.
             away = n if costs.cluster.nodes > 1 else 0
-            return _Exchange([costs.transfer(away, n - away), work(add=2 * n)], work(copy=n))
+            pairs = costs.cluster.ranks_per_node
+            return _Exchange([costs.transfer(away, n - away, pairs=pairs), work(add=2 * n)], work(copy=n))
         case Decentralized():
             return _Exchange([costs.to_one_peer(n), work(add=2 * n)], work(copy=n))
         case LowPrecisionDecentralized(codec):
@@ -610,7 +626,8 @@ class _Costs:
         """Each rank of a group sends `message` bytes to each other rank, all at once."""
         size, inside = group.size, group.per_node - 1
         away = size - 1 - inside
-        return self.transfer(away * message, inside * message, messages=size - 1)
+        pairs = self.cluster.ranks_per_node * away
+        return self.transfer(away * message, inside * message, messages=size - 1, pairs=pairs)
 
     def allgather(self, message: float, group: _Group) -> _Task:
         """Each rank of a group gets `message` bytes from each other rank."""
@@ -624,7 +641,8 @@ class _Costs:
         sent = self.chunk(n, p) * (p - 1)
         away = sent / k if p > k else 0  # a ring leaves each node once
         hops = math.ceil(math.log2(p)) if self.cluster.transport == "nccl" else p - 1
-        return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring)
+        pairs = self.cluster.ranks_per_node / k  # each group of the node's ranks has a ring of its own
+        return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring, pairs=pairs)
 
     def to_one_peer(self, n: float) -> _Task:
         """Each rank sends `n` bytes on the one-peer exponential graph; the mean over its rounds."""
@@ -632,19 +650,31 @@ class _Costs:
         hops = [2**k for k in range((c.size - 1).bit_length())]
         leaving = [min(hop, c.ranks_per_node) / c.ranks_per_node if c.nodes > 1 else 0.0 for hop in hops]
         away = n * sum(leaving) / len(hops)
-        return self.transfer(away, n - away)
+        return self.transfer(away, n - away, pairs=c.ranks_per_node * sum(leaving) / len(hops))
 
     def to_both_neighbours(self, n: float) -> _Task:
         """Each rank sends `n` bytes to both neighbours on a ring; two edges of the ring leave each node."""
         away = 2 * n / self.cluster.ranks_per_node if self.cluster.nodes > 1 else 0
-        return self.transfer(away, 2 * n - away, messages=2)
+        return self.transfer(away, 2 * n - away, messages=2, pairs=2)
 
     def transfer(
-        self, away: float, inside: float, *, messages: int = 1, hops: int = 1, share: float | None = None
+        self,
+        away: float,
+        inside: float,
+        *,
+        pairs: float,
+        messages: int = 1,
+        hops: int = 1,
+        share: float | None = None,
     ) -> _Task:
-        """Each rank sends `away` bytes to other nodes and `inside` bytes within its own, and receives as many."""
+        """Each rank sends `away` bytes to other nodes and `inside` bytes within its own, and receives as many.
+
+        The bytes that leave a node do so between `pairs` pairs of ranks at once.
+        """
         c, rates = self.cluster, self.rates
-        link_s = away * c.ranks_per_node / (c.bandwidth_gbit / 8 * 1e9 * (share or rates.direct))
+        link_s = (
+            away * c.ranks_per_node / (c.reached_gbit(pairs) / 8 * 1e9 * (share or rates.direct)) if away else 0.0
+        )
         inside_s = inside / (c.intra_gbs * 1e9)
         wait_s = hops * (c.latency_s if away else c.intra_latency_s)
         work_s = 2 * (messages * rates.message_s + away * rates.network_s_per_byte + inside / rates.copy)

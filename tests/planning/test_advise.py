@@ -70,6 +70,52 @@ def test_parts_that_communicate_hold_every_step_up(capsys):
     assert capsys.readouterr().out.splitlines()[1].startswith("36 calls of the model itself hold a step up for ")
 
 
+CAPPED = [*VGG16, "--flow-bandwidth", "100mbit"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--device", "cpu"], "run --links 4 pays"),  # three peers at once: 3 x 4 flows of 0.1 fill 1 Gbit/s
+        ([], "the plugin for NCCL, run --net bagua, pays"),
+    ],
+)
+def test_more_flows_pay_where_each_is_held_below_the_link(options, expected, capsys):
+    assert cli.main([*CAPPED, *options]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("1 flow of 0.1 Gbit/s between two ranks: exact takes ")
+    assert line.endswith(expected)
+
+
+def test_enough_flows_are_the_fewest_that_make_a_step_as_fast_as_an_uncapped_link(capsys):
+    job, cluster = (
+        Job(500_000_000, 1.0, 2.0),
+        Cluster(4, bandwidth_gbit=1, transport="nccl", flow_bandwidth_gbit=0.1),
+    )
+    enough = advise.enough_flows(job, cluster, Rates())
+    step = {
+        flows: predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), Rates()).step_s
+        for flows in (enough - 1, enough)
+    }
+    uncapped = predict(METHODS["exact"], job, Cluster(4, bandwidth_gbit=1, transport="nccl"), Rates()).step_s
+    assert step[enough] <= advise.AS_FAST * uncapped < step[enough - 1]
+    assert cli.main([*CAPPED, "--flows", str(enough)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("more would gain nothing")
+    assert cli.main([*CAPPED, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["cluster"]["flow_bandwidth_gbit"] == 0.1
+    assert record["enough_flows"] == 10
+    assert cli.main([*VGG16, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["cluster"]["flow_bandwidth_gbit"], record["enough_flows"]) == (None, 1)
+
+
+def test_on_one_node_there_are_no_flows(capsys):
+    options = ["--ranks-per-node", "8", "--bandwidth", "1gbit", "--flow-bandwidth", "0.1gbit", "--model", "vgg16"]
+    assert cli.main(["advise", "--nodes", "1", *options, "--step-time", "1"]) == 0
+    assert "on one node there are no flows" in capsys.readouterr().out.splitlines()[1]
+
+
 def test_what_the_model_itself_sends_is_told_as_a_share_of_the_fastest_step(capsys):
     options = [*BASE, "--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
     assert cli.main([*options, "--moe", "12x8192x1024x64x2"]) == 0

@@ -128,6 +128,38 @@ def test_ranks_of_a_node_share_its_link():
     assert ring.node_bytes == 96 * MB
 
 
+CAPPED = Cluster(4, bandwidth_gbit=1.0, latency_s=0, flow_bandwidth_gbit=0.1)
+BYTES = 120_000_000
+
+
+def seconds_of(name, cluster):
+    return predict(METHODS[name], Job(BYTES, bucket_bytes=BYTES), cluster, FREE).step_s
+
+
+@pytest.mark.parametrize(("flows", "gbit"), [(1, 0.3), (2, 0.6), (3, 0.9), (4, 1.0), (9, 1.0)])
+def test_a_rank_that_exchanges_with_all_others_sends_on_flows_to_each(flows, gbit):
+    cluster = dataclasses.replace(CAPPED, flows=flows)
+    assert seconds_of("exact", cluster) == pytest.approx(2 * BYTES * 3 / 4 / (gbit / 8 * 1e9))
+
+
+@pytest.mark.parametrize(("flows", "gbit"), [(1, 0.1), (4, 0.4), (10, 1.0), (20, 1.0)])
+def test_a_ring_leaves_a_node_on_the_flows_of_one_pair(flows, gbit):
+    cluster = dataclasses.replace(CAPPED, flows=flows, transport="nccl", ranks_per_node=2, intra_gbs=math.inf)
+    assert seconds_of("exact", cluster) == pytest.approx(2 * BYTES * 7 / 8 / (gbit / 8 * 1e9))
+
+
+def test_one_peer_is_one_pair_and_each_rank_of_a_node_has_its_own():
+    one = seconds_of("one-peer", CAPPED)
+    assert one == pytest.approx(BYTES / (0.1 / 8 * 1e9))
+    several = dataclasses.replace(CAPPED, nodes=2, ranks_per_node=2, intra_gbs=math.inf)
+    assert seconds_of("shift-one", several) == pytest.approx(2 * BYTES / (0.2 / 8 * 1e9))
+
+
+def test_flows_that_carry_as_much_as_the_link_change_nothing():
+    plain, wide = (dataclasses.replace(CAPPED, flow_bandwidth_gbit=value) for value in (math.inf, 1.0))
+    assert advise(VGG16, plain) == advise(VGG16, wide)
+
+
 def test_windows_say_what_hides_behind_what():
     weights = predict(Decentralized(), JOB, PAIR, FREE)
     assert weights.step_s == pytest.approx(3.5)  # 0.66 s behind 3 s
@@ -502,6 +534,9 @@ def test_slow_networks_want_few_bytes_and_fast_ones_little_work():
         (lambda: Cluster(2, 1.5), "ranks_per_node is 1.5"),
         (lambda: Cluster(2, bandwidth_gbit=0), "bandwidth_gbit is 0, expected a positive number"),
         (lambda: Cluster(2, latency_s=-1), "latency_s is -1"),
+        (lambda: Cluster(2, flows=0), "flows is 0, expected an integer of at least 1"),
+        (lambda: Cluster(2, flows=1001), "flows is 1001, expected at most 1000"),
+        (lambda: Cluster(2, flow_bandwidth_gbit=0), "flow_bandwidth_gbit is 0, expected a positive number"),
         (lambda: Cluster(2, latency_s=math.inf), "latency_s is inf"),
         (lambda: Cluster(2, cores_per_rank=math.nan), "cores_per_rank is nan"),
         (lambda: Cluster(2, transport="smoke"), '"mpi" or "nccl"'),
