@@ -26,21 +26,26 @@ def cache_folder(name: str, caches: str | None = None) -> Path:
         name: Its name.
         caches: The user's cache, where it is not ~/.cache.
     """
+    return kept_folder(name, caches) or private_folder()
+
+
+def kept_folder(name: str, caches: str | None = None) -> Path | None:
+    """As `cache_folder`, but None where that is a folder of this process."""
     try:
         folder = (Path(caches) if caches else Path.home() / ".cache") / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
     except (OSError, RuntimeError):  # it cannot be made, or there is no home
-        return private_folder()
+        return None
     if not is_private(found):
         warnings.warn(
             f"{folder} belongs to somebody else, or others can write to it, so nothing is kept there: "
             "make it yours alone (chmod 700), or remove it",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return private_folder()
-    return folder if os.access(folder, os.W_OK | os.X_OK) else private_folder()
+        return None
+    return folder if os.access(folder, os.W_OK | os.X_OK) else None
 
 
 def is_private(found: os.stat_result) -> bool:

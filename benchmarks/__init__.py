@@ -2,6 +2,7 @@
 
     benchmarks.collectives          how long collectives take, beside those of mpi4py, gloo and textbooks
     benchmarks.codecs               how fast codecs are on this machine's processor
+    benchmarks.first_run            what training costs while kernels are compiled for the first time
     benchmarks.fused                how fast optimizers step many small tensors, beside PyTorch's own ways
     benchmarks.training             how fast models train by each algorithm, beside PyTorch's own
     benchmarks.training.tuner       whether the tuner finds the fastest settings

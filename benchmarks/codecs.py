@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from .bench.timing import Call, Measurement, Spread, measure
 
 MODULES: list[Literal["host", "compiled"]] = ["host"]
 """The kernels of NumPy, and the compiled ones if Numba is installed."""
-if kernels.on_host() is not kernels.host:
+if kernels.making.is_installed():
     MODULES.append("compiled")
 
 CHUNKS = 4
@@ -78,9 +77,7 @@ def main() -> None:
     options = parse_arguments()
     if hasattr(os, "sched_setaffinity"):  # one core, and the same one throughout
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    record = begin_record("codecs", options)
-    if "numba" in sys.modules:
-        record["versions"]["numba"] = sys.modules["numba"].__version__
+    record = begin_record("codecs", options, packages=("numba", "llvmlite") if "compiled" in MODULES else ())
     print(*header_lines(record), sep="\n")
     print(f"# chunks    : {CHUNKS}; figures are medians, calls in turn: copy; encode, decode, combine of each")
     print(*TABLE.header(), sep="\n")

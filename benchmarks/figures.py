@@ -99,6 +99,7 @@ JOBS: dict[str, list[Command]] = {
     ],
     "shared": [shared_memory(2)],
     "codecs": [["-m", "benchmarks.codecs", "--json", RESULTS / "codecs.json"]],
+    "first_run": [["-m", "benchmarks.first_run", "--json", RESULTS / "first_run.json"]],
     "tuner": [tuner("resnet50", "1M,4M,16M,64M")],
 }
 

@@ -1,4 +1,4 @@
-"""`bagua info`: versions, the MPI library, devices, and which arrays can be carried here."""
+"""`bagua info`: versions, the MPI library, devices, kernels, and which arrays can be carried here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, bootstrap, cuda
+from .. import __version__, arrays, bootstrap, cuda, kernels
 from .base import cores
 from .mpirun import find_mpirun
 
-SUMMARY = DESCRIPTION = "print versions, MPI, devices and what can be carried"
+SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and what can be carried"
 
 VARIABLES = (
     "BAGUA_TRACEBACK",
@@ -93,6 +93,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
             **cuda.device_facts(),
             "device arrays": _device_side(),
         },
+        "kernels": {"of NumPy arrays": kernels.state()},
         "transports carry": {
             "local": "NumPy and CuPy arrays between threads of one process",
             "mpi": "NumPy arrays between processes and machines",

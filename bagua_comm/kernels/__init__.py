@@ -1,13 +1,15 @@
 """The arithmetic of codecs and reductions, once for each kind of memory.
 
-`host` (NumPy) is the specification: `compiled` (Numba) and `device` (CuPy and the .cu files) give the same bytes.
+`host` (NumPy) is the specification: `compiled` (Numba, from `loops`) and `device` (CuPy, from the .cu files) give
+the same bytes. `making` has the compiled ones made once for a machine, in the background.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
+import logging
+import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import ModuleType
@@ -16,7 +18,10 @@ from typing import Literal
 import numpy as np
 
 from ..arrays import Array
-from . import host
+from . import compiled, host, making
+from .making import state
+
+_log = logging.getLogger(__name__)
 
 
 def of(x: Array) -> ModuleType:
@@ -25,8 +30,34 @@ def of(x: Array) -> ModuleType:
 
 
 def on_host() -> ModuleType:
-    """The module for NumPy arrays: the one that `use` has chosen, else the fastest that is installed."""
-    return _chosen.get() or _fastest_on_host()
+    """The module for NumPy arrays: the one that `use` has chosen, else the fastest that is ready.
+
+    If nobody has compiled kernels on this machine yet, that begins now in the background, and all work is NumPy's
+    until they are there. The bytes are the same.
+    """
+    return _chosen.get() or _ready or _begin()
+
+
+def compile_now(timeout_s: float = 600.0) -> None:
+    """Wait until the kernels of NumPy arrays are the compiled ones, as tests and measurements must.
+
+    Args:
+        timeout_s: How long to wait, in seconds.
+
+    Raises:
+        ImportError: Numba is not installed.
+        RuntimeError: They cannot be compiled, loaded or kept; the message says why.
+        TimeoutError: They were not there in time.
+    """
+    on_host()
+    if _ready is compiled:
+        return
+    if not making.is_installed():
+        raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
+    if _supply is not None and not _supply.ended.wait(timeout_s):
+        raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
+    if _ready is not compiled:
+        raise RuntimeError(f"there are no compiled kernels: {_obstacle or (_supply and _supply.obstacle)}")
 
 
 @contextlib.contextmanager
@@ -38,12 +69,15 @@ def use(name: Literal["host", "compiled"]) -> Iterator[None]:
 
     Raises:
         ImportError: `name` is "compiled", and Numba is not installed.
+        RuntimeError: They cannot be compiled, loaded or kept.
 
     >>> with use("host"):
     ...     of(np.zeros(1)) is host
     True
     """
-    token = _chosen.set(host if name == "host" else importlib.import_module(f".{name}", __name__))
+    if name == "compiled":
+        compile_now()
+    token = _chosen.set(host if name == "host" else compiled)
     try:
         yield
     finally:
@@ -53,13 +87,42 @@ def use(name: Literal["host", "compiled"]) -> Iterator[None]:
 _chosen: ContextVar[ModuleType | None] = ContextVar("kernels of NumPy arrays", default=None)
 
 
-@functools.cache
-def _fastest_on_host() -> ModuleType:
-    """`compiled` where Numba can be imported, else `host`."""
-    try:
-        return importlib.import_module(".compiled", __name__)
-    except ImportError:
-        return host
+_ready: ModuleType | None = None
+"""The fastest module that is ready; None before anybody has asked."""
+
+_supply: making.Supply | None = None
+_obstacle = ""
+"""Why there is no supply of compiled kernels."""
+
+_beginning = threading.Lock()
 
 
-__all__ = ["host", "of", "on_host", "use"]
+def _begin() -> ModuleType:
+    """Load the compiled kernels if they are on disk; else have them made, and use those of NumPy."""
+    global _ready, _supply, _obstacle
+    with _beginning:
+        if _ready is not None:
+            return _ready
+        try:
+            folder = making.place()
+            functions = making.load(folder)
+        except making.UnavailableError as exc:
+            _ready, _obstacle = host, str(exc)
+            if making.is_installed():
+                _log.warning("the kernels of NumPy's arrays are NumPy's: %s", exc)
+            return _ready
+        _ready = host
+        if functions is not None:
+            _take_over(functions)
+        else:
+            _supply = making.Supply(folder, _take_over)
+        return _ready
+
+
+def _take_over(functions: dict[str, making.Function]) -> None:
+    global _ready
+    compiled.take(functions)
+    _ready = compiled
+
+
+__all__ = ["compile_now", "host", "of", "on_host", "state", "use"]

@@ -49,8 +49,9 @@ _EXACT = 2.0**23
 def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     """Reduce p `rows` of (m,), as an array or a list, to `out`, (m,), in row order.
 
-    float16 and bfloat16 accumulate in float32 and are rounded once. "avg" divides the sum by p; for it,
-    integers are added in 64 bits, and the quotient is truncated towards zero. `out` may be any one of the rows.
+    float16 and bfloat16 accumulate in float32 and are rounded once, NaN to the canonical one. "avg" divides the
+    sum by p; for it, integers are added in 64 bits, and the quotient is truncated towards zero. `out` may be any
+    one of the rows.
     """
     m, dtype = out.size, out.dtype
     wide: DType = dtype
@@ -81,6 +82,8 @@ def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
                 UFUNCS[op](acc, value, out=acc)
             if op == "avg":
                 divide(acc, len(rows))
+            if wide == np.float32 and not same:
+                np.copyto(acc, np.float32(np.nan), where=np.isnan(acc))
             if not grows_in_out:
                 np.copyto(out[piece], acc, casting="unsafe")
 

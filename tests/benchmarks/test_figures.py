@@ -13,6 +13,7 @@ PROGRAMS = {
     "benchmarks.training": "benchmarks.training.run",
     "benchmarks.training.tuner": "benchmarks.training.tuner",
     "benchmarks.codecs": "benchmarks.codecs",
+    "benchmarks.first_run": "benchmarks.first_run",
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bagua_comm import kernels
 from bagua_comm.commands import info
 from bagua_comm.commands.info import collect_info
 
@@ -26,6 +27,7 @@ def test_info_prints_versions_mpi_and_transports():
     assert facts["devices"]["CUDA devices"] == 0
     assert facts["devices"]["device arrays"] == "not carried: there is no device"
     assert "nccl" in facts["transports carry"]
+    assert facts["kernels"] == {"of NumPy arrays": kernels.state()}
 
 
 def test_info_prints_each_variable_of_the_page_that_is_set(monkeypatch):

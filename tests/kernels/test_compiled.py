@@ -1,7 +1,5 @@
 """The compiled kernels against host.py, byte for byte."""
 
-import importlib
-import inspect
 import sys
 import threading
 import time
@@ -14,9 +12,9 @@ from hypothesis.extra.numpy import arrays
 
 from bagua_comm import BFloat16, Float16, MinMaxUInt8, kernels
 from bagua_comm.arrays import address, dtype_named
-from bagua_comm.kernels import host
+from bagua_comm.kernels import compiled, host
 
-compiled = importlib.import_module("bagua_comm.kernels.compiled")
+pytestmark = pytest.mark.needs("numba")
 
 CODED = ("float32", "float16", "bfloat16")
 CODECS = [
@@ -111,12 +109,6 @@ def test_weighed_blocks_and_their_copies(count, offset):
 def test_kernels_of_host_arrays_are_compiled_where_numba_is():
     assert kernels.of(np.empty(1)) is compiled
     assert compiled.add is host.add  # what is not compiled
-
-
-def test_without_numba_they_are_those_of_numpy(monkeypatch):
-    monkeypatch.delitem(sys.modules, "bagua_comm.kernels.compiled")
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert kernels._fastest_on_host.__wrapped__() is host
 
 
 def test_a_choice_of_kernels_holds_in_its_body_and_its_thread():
@@ -220,43 +212,13 @@ def test_rows_apart_from_each_other_are_reduced_by_the_kernel_too(monkeypatch):
     assert out.tolist() == rows.sum(0).tolist()
 
 
-def test_the_nan_of_a_sum_is_the_canonical_one():
+@pytest.mark.parametrize("module", [host, compiled])
+def test_the_nan_of_a_sum_is_the_canonical_one(module):
     for dtype, canonical in (("float16", 0x7E00), ("bfloat16", 0x7FC0)):
         rows = np.array([[np.inf, np.nan], [-np.inf, 1]], dtype_named(dtype))
         out = np.empty(2, rows.dtype)
-        compiled.reduce_rows(rows, out, "sum")
+        module.reduce_rows(rows, out, "sum")
         assert out.view(np.uint16).tolist() == [canonical] * 2
-
-
-def test_each_kernel_is_compiled_once_for_all_arrays():
-    for dtype in CODED:
-        x = hostile(dtype, 64)
-        x.flags.writeable = False
-        for codec in (MinMaxUInt8(), MinMaxUInt8(None, 1), Float16(), BFloat16()):
-            coded(compiled, codec, x)
-    for kernel in ("_encode_rows", "_decode_rows", "_combine_rows", "_cast_rows", "_sum_rows"):
-        dispatcher = inspect.getclosurevars(getattr(compiled, kernel)).nonlocals["compiled"]
-        assert len(dispatcher.signatures) == 1, kernel
-
-
-def set_to_seven(where):
-    compiled._bytes(where, 1)[0] = 7
-
-
-@pytest.mark.parametrize("trouble", ["no folder", "full disk"])
-def test_a_kernel_works_though_it_cannot_be_kept(trouble, monkeypatch):
-    caching = importlib.import_module("numba.core.caching")
-    if trouble == "no folder":
-        monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    else:
-        monkeypatch.setattr(caching.IndexDataCacheFile, "save", lambda *_: full_disk())
-    byte = np.zeros(1, np.uint8)
-    compiled._kernel(set_to_seven)(address(byte))
-    assert byte[0] == 7
-
-
-def full_disk():
-    raise OSError(28, "No space left on device")
 
 
 def test_kernels_run_without_the_gil():

@@ -1,0 +1,291 @@
+"""How compiled kernels get on disk and into processes, and what happens where that fails."""
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bagua_comm import files, kernels
+from bagua_comm.kernels import compiled, host, making
+
+pytestmark = pytest.mark.needs("numba")
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def ready():
+    """The folder in which the kernels of this machine lie."""
+    kernels.compile_now()
+    return making.place()
+
+
+@pytest.fixture
+def folder(tmp_path, ready):
+    """A copy of it, in a home of its own; nothing else is compiled but what a test removes."""
+    copy = tmp_path / ".cache" / "bagua_comm" / ready.name
+    shutil.copytree(ready, copy)
+    for made in (copy.parent.parent, copy.parent, copy):
+        made.chmod(0o700)
+    return copy
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As if no kernel had been used in this process."""
+    for name in ("_ready", "_supply"):
+        monkeypatch.setattr(kernels, name, None)
+    monkeypatch.setattr(kernels, "_obstacle", "")
+
+
+def wait_until(condition):
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def is_gone(process):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+def run(code, home, **variables):
+    """What a Python process with this home prints."""
+    command = [sys.executable, "-c", code]
+    variables = {**os.environ, "HOME": str(home), **variables}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_second_process_finds_them_on_disk_and_needs_no_numba(folder):
+    code = "import sys; from bagua_comm import kernels; print(kernels.on_host().__name__, 'numba' in sys.modules)"
+    assert run(code, folder.parents[2]).split() == ["bagua_comm.kernels.compiled", "False"]
+
+
+def test_what_cannot_be_read_is_compiled_again_while_numpy_works(folder):
+    (folder / "weigh_blocks.o").write_bytes(b"not an object file")
+    code = (
+        "from bagua_comm import kernels; first = kernels.on_host();"
+        "kernels.compile_now(); print(first.__name__, kernels.on_host().__name__)"
+    )
+    assert run(code, folder.parents[2]).split() == ["bagua_comm.kernels.host", "bagua_comm.kernels.compiled"]
+    assert {path.name for path in folder.iterdir()} == {"verdict"} | {f"{name}.o" for name in making.KERNELS}
+
+
+def test_a_file_that_is_not_whole_or_that_others_can_have_written_is_not_read(folder):
+    path = folder / "add_fixed.o"
+    content = path.read_bytes()
+    assert making._read(path) == content[32:]
+    for wrong in (content[:-1], content + b"0", b"", b"0" + content[1:]):
+        path.write_bytes(wrong)
+        assert making._read(path) is None
+    path.write_bytes(content)
+    path.chmod(0o666)
+    assert making._read(path) is None
+    path.unlink()
+    assert making._load(folder) is None
+
+
+START = """
+import sys
+from bagua_comm import kernels
+from bagua_comm.kernels import making
+start = making._start
+def tell(*arguments):
+    process = start(*arguments)
+    print(process.pid, flush=True)
+    return process
+making._start = tell
+kernels.on_host()
+"""
+
+
+@pytest.mark.parametrize("ends", ["exits", "is killed"])
+def test_the_compiler_ends_with_the_process_that_started_it(tmp_path, ends):
+    variables = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", START + "sys.stdin.read()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=variables, **pipes) as user:
+        compiler = int(user.stdout.readline())
+        assert not is_gone(compiler)
+        if ends == "exits":
+            user.stdin.close()
+        else:
+            user.kill()
+        assert user.wait(PATIENCE_S) == (0 if ends == "exits" else -signal.SIGKILL)
+    wait_until(lambda: is_gone(compiler))
+    assert not list(tmp_path.rglob("verdict"))
+    if ends == "exits":
+        assert not list(tmp_path.rglob("lease"))
+
+
+def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
+    code = (
+        "import os; from bagua_comm import kernels\n"
+        "kernels.on_host()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    kernels._supply.end()\n"
+        "    os._exit(0 if kernels.on_host() is kernels.host else 1)\n"
+        "print(os.waitpid(child, 0)[1], kernels._supply._thread.is_alive())"
+    )
+    assert run(code, tmp_path).split() == ["0", "True"]
+
+
+def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("PMIX_RANK", "1")
+    monkeypatch.setenv("SOME_LIBRARY_PATH", "kept")
+    code = (
+        "import os; print([name for name in os.environ if name.startswith(('OMPI_', 'PMIX_'))],"
+        "os.environ['SOME_LIBRARY_PATH'], [n for n in os.listdir('/proc/self/fd') if n not in '0123'])"
+    )
+    popen, started = subprocess.Popen, []  # what runs is `code`
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda command, **more: started.append(popen([sys.executable, "-c", code], **more))
+    )
+    with open(os.devnull) as file:
+        os.set_inheritable(file.fileno(), True)
+        making._start("make", tmp_path, making._Lease(tmp_path))
+        said = started[0].communicate(timeout=PATIENCE_S)[0]
+    assert said.decode().split() == ["[]", "kept", "[]"]
+
+
+def test_one_process_compiles_for_all(folder, monkeypatch):
+    (folder / "verdict").unlink()
+    started, began = [], threading.Event()
+
+    def start(*arguments):
+        started.append(arguments)
+        began.wait(PATIENCE_S)
+        code = f"open({str(folder / 'verdict')!r}, 'w').write('good')"
+        return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+
+    monkeypatch.setattr(making, "_start", start)
+    taken = []
+    supplies = [making.Supply(folder, taken.append) for _ in range(3)]
+    wait_until(lambda: started)
+    began.set()
+    assert all(supply.ended.wait(PATIENCE_S) for supply in supplies)
+    assert len(started) == 1
+    assert [functions.keys() for functions in taken] == [making.KERNELS.keys()] * 3
+    assert not folder.joinpath("lease").exists()
+
+
+def test_a_lease_that_nobody_renews_is_taken_away(tmp_path, monkeypatch):
+    mine, other = making._Lease(tmp_path), making._Lease(tmp_path)
+    assert other.take()
+    assert not mine.take()
+    assert (mine.is_own(), other.is_own()) == (False, True)
+    monkeypatch.setattr(making, "_STALE_S", 0.05)
+    os.utime(mine.path, (2e9, 2e9))  # it was renewed, by a clock that is wrong
+    assert not mine.take()
+    assert other.is_own()
+    wait_until(mine.take)
+    assert (mine.is_own(), other.is_own()) == (True, False)
+    other.give_back()
+    assert mine.is_own()
+    mine.give_back()
+    assert not mine.path.exists()
+
+
+def test_a_compiler_that_was_stopped_leaves_the_work_to_who_took_its_lease(tmp_path):
+    lease = making._Lease(tmp_path)
+    assert lease.take()
+    process = making._start("make", tmp_path, lease)
+    os.kill(process.pid, signal.SIGSTOP)
+    lease.path.write_text("another one")
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert lease.path.read_text() == "another one"
+    assert not (tmp_path / "verdict").exists()
+
+
+def said_by(caplog):
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_compiler_that_crashes_leaves_numpys_kernels_and_one_message(folder, fresh, monkeypatch, caplog):
+    (folder / "verdict").unlink()
+    code = "import os, signal; print('no room', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(making, "_start", lambda *_: subprocess.Popen(command, stdout=subprocess.PIPE))
+    monkeypatch.setattr(making, "place", lambda: folder)
+    with pytest.raises(RuntimeError, match="no compiled kernels: compiling them ended with -9: no room"):
+        kernels.compile_now()
+    assert kernels.on_host() is host
+    assert said_by(caplog) == [
+        "the kernels of NumPy's arrays stay NumPy's: compiling them ended with -9: no room"
+    ]
+
+
+def test_kernels_that_differ_from_numpys_are_refused(folder, fresh, monkeypatch, caplog):
+    functions = making._load(folder)
+    monkeypatch.setattr(compiled, "_run", type(compiled._run)())
+    monkeypatch.setattr(making, "_load", lambda folder: {**functions, "weigh_blocks": lambda *_: None})
+    with pytest.raises(making.UnavailableError, match="they differ from NumPy's in arrays of float32"):
+        making._check(folder)
+
+    making._judge(folder, "they differ")
+    monkeypatch.setattr(making, "place", lambda: folder)
+    assert kernels.on_host() is host
+    assert kernels.on_host() is host
+    assert said_by(caplog) == ["the kernels of NumPy's arrays are NumPy's: they differ"]
+    assert kernels.state() == "NumPy's: they differ"
+    with pytest.raises(RuntimeError, match="there are no compiled kernels: they differ"):
+        kernels.compile_now()
+
+
+@pytest.mark.parametrize("where", ["no home", "no folder"])
+def test_where_nothing_can_be_kept_numpys_kernels_stay(tmp_path, fresh, monkeypatch, caplog, where):
+    file = tmp_path / "file"
+    file.touch()
+    if where == "no home":
+        monkeypatch.setattr(files.Path, "home", lambda: file)
+    else:
+        monkeypatch.setattr(making, "place", lambda: file)
+    with pytest.raises(RuntimeError, match=r"nothing can be kept|File exists"):
+        kernels.compile_now()
+    assert kernels.of(np.ones(1)) is host
+    assert len(said_by(caplog)) == 1
+
+
+def test_without_numba_they_are_those_of_numpy(fresh, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert kernels.on_host() is host
+    assert "pip install 'bagua-comm[fast]'" in kernels.state()
+    assert said_by(caplog) == []
+    with pytest.raises(ImportError, match="Numba is not installed"), kernels.use("compiled"):
+        pass
+
+
+def test_the_state_says_where_they_are_and_whether_they_are_being_made(folder, monkeypatch):
+    monkeypatch.setattr(making, "place", lambda: folder)
+    assert kernels.state() == f"compiled, in {folder}"
+    (folder / "verdict").unlink()
+    assert "compiled them in the background" in kernels.state()
+    (folder / "lease").touch()
+    assert kernels.state() == f"NumPy's until the compiled ones are ready, in {folder}"
+
+
+def test_waiting_for_them_has_an_end(folder, fresh, monkeypatch):
+    (folder / "verdict").unlink()
+    (folder / "lease").touch()
+    monkeypatch.setattr(making, "place", lambda: folder)
+    with pytest.raises(TimeoutError, match=r"were not compiled within 0\.05 s"):
+        kernels.compile_now(0.05)
+    kernels._supply.end()
+    assert kernels._supply.ended.is_set()
