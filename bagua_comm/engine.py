@@ -487,10 +487,10 @@ class Engine:
         return "stream" if streamed else "thread"
 
     def _prepare_codecs(self) -> None:
-        """Compile and load the kernels of codecs now, while no lane works.
+        """Load the kernels of codecs now, while no lane works.
 
-        On the host, compiling takes seconds, which the first exchange would have to end in. On a device, CUDA
-        loads a kernel when it is first launched, and may wait until the device is idle. A call of NCCL on the
+        On the host, this begins to compile them where they are not on disk. On a device, CUDA loads a kernel when
+        it is first launched, and may wait until the device is idle. A call of NCCL on the
         lane may be running then, whose peer waits in another thread to launch the same kernel. Kernels of sums,
         of optimizers and of CuPy itself are loaded when they are first used.
         """

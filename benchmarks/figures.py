@@ -99,7 +99,10 @@ JOBS: dict[str, list[Command]] = {
     ],
     "shared": [shared_memory(2)],
     "codecs": [["-m", "benchmarks.codecs", "--json", RESULTS / "codecs.json"]],
-    "first_run": [["-m", "benchmarks.first_run", "--json", RESULTS / "first_run.json"]],
+    "first_run": [
+        ["-m", "benchmarks.first_run", "-n", ranks, "--json", RESULTS / f"first_run-{ranks}.json"]
+        for ranks in (1, 2)
+    ],
     "tuner": [tuner("resnet50", "1M,4M,16M,64M")],
 }
 

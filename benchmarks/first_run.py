@@ -2,9 +2,9 @@
 
     python -m benchmarks.first_run --ranks 2 --rounds 3 --epochs 15
 
-Three kinds of runs take turns: without Numba; a first one, whose home is empty, so that kernels are compiled in the
-background; and a later one, which finds them on disk. Compare images a second within one run of this benchmark;
-seconds are from the start of the processes to their end, imports and all.
+Three kinds of runs take turns: without Numba; a first one, whose home is empty, so that kernels are compiled in
+the background; and a later one, which finds them on disk. Compare images a second within one run of this
+benchmark; seconds are from the start of the processes to their end, imports and all.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class Codec(ABC):
         return Steps(self._encode, self._decode, lambda wire, out, op: self._combine(wire, out, op, count, dtype))
 
     def prepare(self, like: Array) -> None:
-        """Compile and load all kernels that code arrays like this one, on the host or on its device."""
+        """Load all kernels that code arrays like this one, on the host or on its device, if they are ready."""
         run = arrays.namespace(like)
         for count in (1, _LONG):
             chunk = run.zeros((1, count), like.dtype)

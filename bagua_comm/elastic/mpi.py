@@ -97,7 +97,7 @@ def gather(timeout_s: float) -> MPIFleet:
             f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
             "them, or fewer spares"
         )
-    kernels.on_host()  # this takes long the first time, and after a death all wait for the slowest
+    kernels.on_host()  # this loads them, and after a death all would wait for the slowest
     fleet = MPIFleet(MPI.COMM_WORLD, timeout_s=timeout_s, wanted=size - spares)
     fleet.begin()
     return fleet

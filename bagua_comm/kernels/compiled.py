@@ -8,7 +8,6 @@ elements are not aligned go to `host`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,15 @@ _KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
 DTYPES = tuple(_KINDS)
 """The names of the dtypes of elements."""
 
-_run = SimpleNamespace()
-"""The compiled functions, once they are there."""
+
+class _Functions:
+    """The compiled functions, once they are there."""
+
+    def __getattr__(self, name: str) -> Function:
+        raise AttributeError(f"the kernel {name} is not loaded: call kernels.compile_now() before")
+
+
+_run = _Functions()
 
 
 def take(functions: dict[str, Function]) -> None:

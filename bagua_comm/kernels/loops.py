@@ -525,7 +525,7 @@ class _Sum(NamedTuple):
     """How many rows of a wire to add (0: encode elements as they are), and whether to divide by their number."""
 
     rows: int
-    mean: bool
+    mean: int
 
 
 class _Levels(NamedTuple):
@@ -549,7 +549,7 @@ def encode_rows(
     for row in range(n):
         source, target = x + row * count * _itemsize(kind), wire + row * stride
         for begin in range(0, count, block):
-            _encode_block(layout, source, _Sum(0, False), begin, target, wide, pair)
+            _encode_block(layout, source, _Sum(0, 0), begin, target, wide, pair)
         _clear_padding(layout, target)
 
 

@@ -51,7 +51,7 @@ KERNELS = {
 }
 """The kernels, with a letter for each argument: i, an integer of 64 bits, or f, a float of 64 bits."""
 
-_TYPES = {"i": ctypes.c_int64, "f": ctypes.c_double}
+_TYPES: dict[str, type[ctypes.c_int64 | ctypes.c_double]] = {"i": ctypes.c_int64, "f": ctypes.c_double}
 
 _GOOD = "good"
 """The verdict on kernels that may be used; any other says why not."""
@@ -62,7 +62,7 @@ _RENEW_S, _STALE_S, _POLL_S = 1.0, 15.0, 0.25
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "BAGUA_")
 """How the environment variables begin by which launchers know the processes of a job."""
 
-Function = Callable[..., Any]
+Function = Callable[..., None]
 
 
 class UnavailableError(Exception):
@@ -337,6 +337,7 @@ def _start(step: str, folder: Path, lease: _Lease) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=variables,
+        start_new_session=True,
     )
 
 
@@ -354,7 +355,7 @@ def main(step: str, folder: str, token: str, parent: str) -> None:
         token: What is written in the lease, which this process renews.
         parent: The number of the process that started this one, which ends with it.
     """
-    os.nice(19)
+    _give_way()
     lease = _Lease(Path(folder))
     lease.token = token
     threading.Thread(target=_renew, args=(lease, int(parent)), daemon=True).start()
@@ -362,6 +363,15 @@ def main(step: str, folder: str, token: str, parent: str) -> None:
         _make(Path(folder), lease)
     else:
         _check(Path(folder))
+
+
+def _give_way() -> None:
+    """Take processor time only where nobody else wants it."""
+    os.nice(19)
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has the following
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        # Processors may be shared out among sessions first, and this process is alone in its own.
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _renew(lease: _Lease, parent: int) -> None:
