@@ -8,6 +8,7 @@ in a folder in the memory of each host. One file of it is the record, a line of 
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
     death      each rank that learnt it  dead: the number, host and pid of the process; reason; meeting
+    recruits   the rank that starts processes in the place of dead ones: count
     recovery   each rank that goes on    seconds, ranks, the commit that it goes on from, meeting
     trained    each rank that trained to the end
     exit       each rank that came to the end of its program
@@ -39,7 +40,20 @@ from .launchers import checked_number
 RECORD, COMMITTED = "record", "committed"
 """The names of the files in the folder of a job: the record, and the number of the last commit."""
 
-KINDS = ("job", "attempt", "start", "death", "recovery", "trained", "exit", "error", "commit", "end", "verdict")
+KINDS = (
+    "job",
+    "attempt",
+    "start",
+    "death",
+    "recruits",
+    "recovery",
+    "trained",
+    "exit",
+    "error",
+    "commit",
+    "end",
+    "verdict",
+)
 
 _CURE = "unset it, or start this program with python -m bagua_comm run --spares N"
 

@@ -8,7 +8,9 @@ host has died. An attempt
                   end
     failed        if a rank ended with an exception of its own that nobody caught, or with an exit code of its
                   own: the same would come again; or if it died between the end of training and that of the
-                  program, when commits are gone. It is not started again
+                  program, when commits are gone. It is not started again. mpirun's exit code may also be that
+                  of a process that was started in the place of a dead one, and ended before it connected: then
+                  it says nothing
     was lost      otherwise: ranks were killed by signals or ended because of others, mpirun was killed, or hosts
                   are gone; it is started again
 """
@@ -50,7 +52,7 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     missing = without_end(entries)
     if own:
         return Verdict("failed", code if 0 < code < 128 else 1, _told(own[0]))
-    if 1 < code < 128 or (code == 1 and not (errors or missing or gone)):
+    if (1 < code < 128 and not _a_recruit_vanished(entries)) or (code == 1 and not (errors or missing or gone)):
         return Verdict("failed", code, f"the program ended with exit code {code}")
     if trained:
         missing = [entry for entry in missing if _process(entry) in trained]
@@ -78,6 +80,13 @@ def without_end(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The starts of those ranks that recorded no end: they were killed, also by mpirun because of others."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
+
+
+def _a_recruit_vanished(entries: Sequence[dict[str, Any]]) -> bool:
+    """Whether a process that was started in the place of a dead one has not connected."""
+    recruits = sum(entry["count"] for entry in entries if entry["kind"] == "recruits")
+    sizes = [entry.get("size", 1) for entry in entries if entry["kind"] == "start"]
+    return recruits > 0 and len(sizes) < max(sizes, default=1) + recruits
 
 
 def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:

@@ -131,7 +131,7 @@ class MPIFleet(Fleet):
             self._crew.meetings, self._started = welcome.meetings, welcome.started
             self._crew.dead = set(range(self._crew.size)) - set(welcome.numbers)
         self.recruits = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._recruiter = Recruiter(bootstrap.variables_of_the_job())
+        self._recruiter = Recruiter(bootstrap.variables_of_the_job(), bootstrap.job())
         self.me, self.wanted, self.timeout_s = self._crew.me, wanted, timeout_s
         self._round = 0
         self._control: ChannelTransport | None = None

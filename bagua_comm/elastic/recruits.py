@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, cast
 from mpi4py import MPI
 
 from ..errors import RankFailed
+from ..job import Job
 from ..processes import kill, start_of, started_with, state_of, this_host
 from ..transports.mpi.blocking import in_time
 from .origin import VARIABLE, Origin
@@ -86,18 +87,24 @@ class Recruiter:
 
     Args:
         variables: Their environment variables, beside those that MPI needs.
+        job: Whose record tells of them.
     """
 
-    def __init__(self, variables: dict[str, str]) -> None:
-        self._variables = variables
+    def __init__(self, variables: dict[str, str], job: Job) -> None:
+        self._variables, self._job = variables, job
         self._group: Group | None = None
         self._count, self._here, self._tries = 0, True, 0
 
     def start(self, count: int, *, here: bool) -> None:
         """Start so many processes, unless some are being started; `here` if the job has no other host."""
         if self._group is None:
-            self._count, self._here, self._tries = count, here, 1
-            self._group = Group(count, self._variables, here=here)
+            self._count, self._here, self._tries = count, here, 0
+            self._try()
+
+    def _try(self) -> None:
+        self._tries += 1
+        self._job.record("recruits", count=self._count)
+        self._group = Group(self._count, self._variables, here=self._here)
 
     def ready(self) -> Group | None:
         """Those that are ready; looks after those that are not, and starts others in their place."""
@@ -111,8 +118,7 @@ class Recruiter:
         self._group = None
         if self._tries < TRIES:
             _log.warning("processes that were started in the place of dead ones %s; others are started", trouble)
-            self._tries += 1
-            self._group = Group(self._count, self._variables, here=self._here)
+            self._try()
         else:
             _log.warning(
                 "%d times processes were started in the place of dead ones, and %s; training goes on with fewer",

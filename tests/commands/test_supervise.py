@@ -269,9 +269,10 @@ def entry(kind, rank=0, attempt=0, **facts):
     return {"kind": kind, "attempt": attempt, "host": "a", "pid": 100 + rank, "rank": rank, **facts}
 
 
-START = [entry("start", rank) for rank in range(2)]
+START = [entry("start", rank, size=2) for rank in range(2)]
 TRAINED = [entry("trained", rank) for rank in range(2)]
 EXIT = [entry("exit", rank) for rank in range(2)]
+RECRUIT, NEWCOMER = entry("recruits", count=1), entry("start", 2, size=1)
 OWN = entry("error", 1, error="ValueError", text="x", due_to_others=False)
 OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others=True)
 
@@ -284,6 +285,9 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([*START, TRAINED[0], EXIT[0]], 0, [], ("well", 0)),
         ([*START, *TRAINED, EXIT[0]], 0, [], ("failed", 1)),  # killed after training, in what follows
         ([*START, *TRAINED, *EXIT], 3, [], ("failed", 3)),
+        ([*START, RECRUIT, *TRAINED, *EXIT], 3, [], ("well", 0)),  # the code may be that of the one that vanished
+        ([*START, RECRUIT, NEWCOMER, *TRAINED, *EXIT], 3, [], ("failed", 3)),
+        ([*START, RECRUIT, EXIT[0]], 3, ["b"], ("lost", 3)),
         ([*START, EXIT[0], OWN], 1, [], ("failed", 1)),
         ([*START, OTHERS, OWN], 137, [], ("failed", 1)),
         ([*START, OTHERS], 1, [], ("lost", 1)),

@@ -39,6 +39,8 @@ TRAINING = """
     is_new = "BAGUA_RECRUITER" in os.environ
     if is_new and "early" in kills and once("early"):
         die()
+    if is_new and "exit" in kills and once("exit"):
+        sys.exit(3)
     state = elastic.State(step=0, sums=np.zeros(3))
 
     def train(comm):
@@ -114,5 +116,6 @@ def test_a_newcomer_that_dies_before_it_is_ready_is_replaced(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_supervised_job_that_has_grown_again_ends_well(tmp_path):
-    regrow(tmp_path, 2, ["rank 1"], "--restarts", "1")
+@pytest.mark.parametrize("newcomer", ["exit", "lives"])
+def test_a_supervised_job_that_has_grown_again_ends_well(tmp_path, newcomer):
+    regrow(tmp_path, 2, ["rank 1", newcomer], "--restarts", "1")
