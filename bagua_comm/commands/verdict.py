@@ -84,8 +84,8 @@ def without_end(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _a_recruit_vanished(entries: Sequence[dict[str, Any]]) -> bool:
     """Whether a process that was started in the place of a dead one has not connected."""
-    recruits = sum(entry["count"] for entry in entries if entry["kind"] == "recruits")
-    sizes = [entry.get("size", 1) for entry in entries if entry["kind"] == "start"]
+    recruits: int = sum(entry["count"] for entry in entries if entry["kind"] == "recruits")
+    sizes: list[int] = [entry.get("size", 1) for entry in entries if entry["kind"] == "start"]
     return recruits > 0 and len(sizes) < max(sizes, default=1) + recruits
 
 

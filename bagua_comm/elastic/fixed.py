@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..comm import Communicator
 from ..errors import CommError, RankFailed, UnsupportedError
@@ -50,7 +50,7 @@ class FixedFleet(Fleet):
             )
         return self._world.dup()
 
-    def stand_by(self) -> bool:
+    def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`; nobody stands by here."""
         return False
 

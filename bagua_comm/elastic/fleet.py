@@ -10,7 +10,7 @@ change. A process that is started in the place of another one gets a number of i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +88,9 @@ class Fleet(ABC):
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """A communicator of the processes with these numbers, in this order; they alone call this.
 
-        Collective among `members`, directly after a meeting, in the same order on all of them. A death in the
-        middle of it is a `CommError`, also in every later call of the communicator, and its close waits for
-        nobody.
+        Collective among `members`, directly after a meeting, in the same order on all of them. The death of a
+        member in the middle of it is a `CommError`, also in every later call of the communicator, and its close
+        waits for nobody.
 
         Args:
             members: The numbers of the processes, by rank.
@@ -99,8 +99,14 @@ class Fleet(ABC):
         """
 
     @abstractmethod
-    def stand_by(self) -> bool:
-        """Wait without training; True when a meeting was called, False when the job has ended."""
+    def stand_by(self, training: Collection[int]) -> bool:
+        """Wait without training; True when a meeting is to be held, False when the job has ended.
+
+        A death calls a meeting if it is that of a process that trains. Who else has died is told at the next one.
+
+        Args:
+            training: The numbers of the processes that train.
+        """
 
     @abstractmethod
     def recruit(self, count: int) -> None:

@@ -226,10 +226,11 @@ class _Loop:
         before, self._members, self._entered = known.members, members, known.entered + 1
         if self._regrow and len(members) < fleet.wanted and fleet.me == meeting.alive[0].number:
             fleet.recruit(fleet.wanted - len(members))
-        if fleet.me not in [process.number for process in members]:
+        training = [process.number for process in members]
+        if fleet.me not in training:
             self._dead = []
-            return _Outcome(over=not fleet.stand_by())
-        comm = fleet.connect([process.number for process in members])
+            return _Outcome(over=not fleet.stand_by(training))
+        comm = fleet.connect(training)
         self._session.record_later(comm)
         if known.entered:
             self._changed(comm, meeting, failure, before, commit)

@@ -22,7 +22,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -173,7 +173,7 @@ class MPIFleet(Fleet):
             elif all(card.wants == MEET for card in cards.values()):
                 break
         self._crew.meetings += 1
-        self._crew.dead = set(range(self._crew.size)) - set(cards)
+        self._crew.dead, self._crew.needed = set(range(self._crew.size)) - set(cards), set(cards)
         reasons: dict[int, str] = {}
         for process, why in (each for card in cards.values() for each in card.killed):
             # Several may have killed it; the first of them has seen most.
@@ -183,13 +183,13 @@ class MPIFleet(Fleet):
         ]
         return Meeting(self._crew.meetings, tuple(map(self._process, sorted(cards))), tuple(dead))
 
-    def stand_by(self) -> bool:
+    def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`."""
         crew = self._crew
+        crew.needed = set(training)
         while True:
             kinds = {notice.kind for _, notice in crew.calls()}
-            dead = crew.failed() - crew.dead
-            if dead:
+            if dead := crew.deaths():
                 self._noticed = RankFailed(f"process {self.me}, standing by: {crew.obituary(dead)}")
             if dead or MEETS in kinds or FAILS in kinds:
                 return True
@@ -400,6 +400,7 @@ class MPIFleet(Fleet):
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         numbers = list(members)
+        self._crew.needed = set(numbers)
         transport = ChannelTransport(
             self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s, with_window=not control
         )

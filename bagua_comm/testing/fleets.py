@@ -201,12 +201,17 @@ class ThreadFleet(Fleet):
         transport = _Mortal(job, job.hub(key, len(members)), members.index(self.me), tuple(members), job.met, key)
         return Communicator([transport], nodes=[job.processes[n].host for n in members])
 
-    def stand_by(self) -> bool:
+    def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`."""
         job = self._job
         met = job.met
+
+        def ends() -> bool:
+            is_needed = any(death.process.number in training for death in job.dead)
+            return job.called > met or is_needed or job.over or self.me in job.doomed
+
         with job.changed:
-            job.changed.wait_for(lambda: job.called > met or job.dead or job.over or self.me in job.doomed)
+            job.changed.wait_for(ends)
         job.check(self.me, "stand_by")
         return job.called > met or not job.over
 

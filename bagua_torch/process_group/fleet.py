@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, TimeoutError  # noqa: A004 - another one until Python 3.11
 from contextlib import suppress
 from dataclasses import asdict
@@ -209,16 +209,15 @@ class TorchrunFleet(Fleet):
     def _process(self, number: int) -> Process:
         return self._cards[number].process(number)
 
-    def stand_by(self) -> bool:
+    def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`."""
-        others = [each for each in self._alive if each != self.me]
         look_s = 0.0
         while not self._called.wait(LOOK_S):
             if self._board.has("over"):
                 return False
             if time.monotonic() >= look_s:
                 look_s = time.monotonic() + BEAT_S
-                if self._vigil.look(others, [self.me], silent_s=self.timeout_s):
+                if self._vigil.look(training, [self.me], silent_s=self.timeout_s):
                     return True
         return True
 

@@ -257,7 +257,7 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
         members = [0, 1] if fleet.me < 2 else None
         heard = []
         while members is None or fleet.me not in members:
-            heard.append(fleet.stand_by())
+            heard.append(fleet.stand_by([0, 1]))
             if not heard[-1]:
                 return heard
             meeting = fleet.meet()

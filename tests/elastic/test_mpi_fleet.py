@@ -42,10 +42,11 @@ DYING = """
     said["first"] = [process.number for process in first.alive]
     error_of(fleet.connect, [fleet.me, fleet.me])
     spares = said["first"][fleet.wanted :]
-    old = fleet.connect(said["first"][: fleet.wanted]) if fleet.me not in spares else None
+    first_members = said["first"][: fleet.wanted]
+    old = fleet.connect(first_members) if fleet.me not in spares else None
     cause = None
     if fleet.me in spares:
-        said["called"] = fleet.stand_by()
+        said["called"] = fleet.stand_by(first_members)
     else:
         assert bagua_comm.default() is old
         old.barrier()
@@ -64,7 +65,7 @@ DYING = """
             comm.broadcast(x, root=0)
             assert (x == alive[-1]).all()
             assert (comm.allreduce(np.ones(n, np.float32)) == comm.size).all()
-    fleet.end() if fleet.me not in spares else fleet.stand_by()
+    fleet.end() if fleet.me not in spares else fleet.stand_by(alive)
     print(json.dumps(said), flush=True)
 """
 
@@ -166,7 +167,7 @@ def test_one_process_without_a_launcher_is_a_fleet_that_meets_once():
     with pytest.raises(UnsupportedError, match="run --ulfm"):
         fleet.recruit(1)
     assert not fleet.recruits_wait()
-    assert not fleet.stand_by()
+    assert not fleet.stand_by([0])
     with pytest.raises(RankFailed, match=r"lost \(rank 1 died\); start it by .*--ulfm") as caught:
         fleet.meet(RankFailed("rank 1 died", [1]))
     assert caught.value.ranks == (1,)
@@ -206,6 +207,44 @@ def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
     env = {**os.environ, "BAGUA_SPARES": "1"}
     result = run_python(3, script=(tmp_path / "end.py", text), flags=["--ulfm"], env=env, timeout_s=90)
     assert result.stdout.count("ended") == 2, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
+    text = """
+        import json
+        import os
+        import signal
+        import time
+
+        from bagua_comm import elastic
+        from bagua_comm.elastic.start import start
+
+        fleet = start(timeout_s=20)
+        if fleet.me == 2:
+            fleet.stand_by = lambda training: os.kill(os.getpid(), signal.SIGKILL)
+        state, entered = elastic.State(step=0), []
+
+        def train(comm):
+            entered.append(state.step)
+            while state.step < 40:
+                if fleet.me == 1 and state.step == 30:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(0.01)
+                state.step += 1
+                comm.barrier()
+                state.commit()
+
+        elastic.run(state, fleet=fleet)(train)
+        dead = [[death.process.number for death in change.dead] for change in elastic.history()]
+        print(json.dumps({"me": fleet.me, "entered": entered, "dead": dead}), flush=True)
+    """
+    env = {**os.environ, "BAGUA_SPARES": "2"}
+    result = run_python(4, script=(tmp_path / "spares.py", text), flags=["--ulfm"], env=env, timeout_s=90)
+    said = {each["me"]: each for each in map(json.loads, result.stdout.splitlines())}
+    assert {me: each["entered"] for me, each in said.items()} == {0: [0, 30], 3: [30]}, result.stderr
+    assert said[0]["dead"] == [[1, 2]]
 
 
 @pytest.mark.slow

@@ -54,6 +54,10 @@ class Crew(World):
         super().__init__(comm, [], frozenset())
         self.dead: set[int] = set()
         """Those who were dead at the last meeting."""
+        self.needed: set[int] = set()
+        """Those whose death calls a meeting: who trains, or all from a meeting until it is clear who does."""
+        self._passed_over: set[int] = set()
+        """The dead whom nobody needs."""
         self.meetings = 0
         """How many meetings were held."""
         self.watch: Callable[[], None] | None = None
@@ -125,12 +129,21 @@ class Crew(World):
         dead = self.failed()
         return [process for process in range(self.size) if process != self.me and process not in dead]
 
-    def look_for_deaths(self, transport: MPITransport) -> None:
-        """Raise `RankFailed` if a process has died since the last meeting; at one, if it is in `transport`."""
+    def deaths(self) -> set[int]:
+        """Those who are needed, and have died since the last meeting."""
         dead = self.failed() - self.dead
-        if self.watch is not None:
+        if (others := dead - self.needed) != self._passed_over:
+            self._passed_over = others
+            self.acknowledge()  # else nobody is heard any more
+        return dead & self.needed
+
+    def look_for_deaths(self, transport: MPITransport) -> None:
+        """Raise `RankFailed` if a process that is needed has died since the last meeting; at one, a member."""
+        if self.watch is None:
+            dead = self.deaths()
+        else:
             self.watch()
-            dead &= set(transport.members)
+            dead = (self.failed() - self.dead) & set(transport.members)
         if dead:
             ranks = [rank for rank, member in enumerate(transport.members) if member in dead]
             raise RankFailed(f"rank {transport.rank} of {transport.size}: {self.obituary(dead)}", ranks)
