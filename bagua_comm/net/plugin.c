@@ -22,6 +22,7 @@
 #include <fcntl.h>
 #include <ifaddrs.h>
 #include <limits.h>
+#include <linux/sockios.h>
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -34,6 +35,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -502,17 +504,19 @@ static size_t write_frame(struct comm *comm, struct flow *flow) {
   return moved;
 }
 
-/* Whether a flow that is slow would still be busy with one more piece when the others have sent all there is. */
+/* Whether a slow flow would still be busy with one more piece when the others have sent all that is posted. */
 static bool too_slow(struct comm *comm, struct flow *flow) {
   double others = 0;
   if (comm->active == 1 || flow->rate <= 0) return false;
   for (int i = 0; i < comm->active; i++)
     if (&comm->flows[i] != flow) others += comm->flows[i].rate;
   if (flow->rate * (comm->active - 1) * 2 > others) return false; /* at least half of the mean of the others */
+  int queued = 0;
+  ioctl(flow->fd, SIOCOUTQ, &queued);
   uint64_t rest = 0;
   for (uint32_t message = comm->cut; message != atomic_load(&comm->posted); message++)
     rest += comm->requests[message % REQUESTS].size - comm->requests[message % REQUESTS].cut;
-  return (double)rest * flow->rate < 2.0 * all.chunk * others;
+  return (double)rest * flow->rate < 1.5 * ((double)queued + all.chunk) * others;
 }
 
 static void push(struct comm *comm) {
@@ -601,7 +605,9 @@ static void rate_flows(struct comm *comm, double rate) {
   for (int i = 0; i < comm->active; i++) {
     struct flow *flow = &comm->flows[i];
     double own = rate * (double)(flow->written - flow->before) / (double)sum;
-    flow->rate = own > 0 ? own : flow->rate * 1.05; /* who was given nothing is tried again later */
+    if (own > 0) flow->rate = flow->rate > 0 ? (flow->rate + own) / 2 : own;
+    else if (flow->ready) flow->rate *= 1.02; /* it was passed over, and is tried again later */
+    else flow->rate /= 2;
   }
 }
 
