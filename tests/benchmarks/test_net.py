@@ -1,0 +1,57 @@
+"""The benchmark of the network plugin: its classes, its tables, and a short trial of every byte."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import net, net_check
+from benchmarks.net_traffic import random_sizes
+
+
+def result(name="capped", **scale):
+    """Rates in MB/s of schemes, at two sizes."""
+    results = [
+        {"scheme": scheme, "bytes": size, "median_s": size / 1e6 / rate, "rounds": 3}
+        for scheme, rate in scale.items()
+        for size in (8, 1 << 20)
+    ]
+    return {"scenario": name, "text": "a link", "sockets": {"plugin": 4}, "wrong": 0, "results": results}
+
+
+def test_the_table_compares_with_the_default_and_with_the_best_of_the_grid():
+    lines = net.table(result(plugin=80.0, default=10.0, **{"4x1": 40.0, "one flow": 11.0}))
+    assert lines[2] == "| 8 | 80 | 11 | 10 | 40 (4x1) | 8.00 | 2.00 |"
+
+
+@pytest.mark.needs("matplotlib")
+def test_a_record_is_reported_and_drawn(tmp_path):
+    path = tmp_path / "net.json"
+    machine = {"cpu": "one", "cores": 2}
+    record = {"machine": machine, "ranks": 1, "versions": {}, "results": [result(plugin=2.0, default=1.0)]}
+    path.write_text(json.dumps(record))
+    assert net.main(["--report", "--out", str(tmp_path / "net")]) == 0
+    assert "| 8 | 2 | - | 1 | 1 (default) | 2.00 | 2.00 |" in (tmp_path / "net.md").read_text()
+    assert (tmp_path / "net.png").stat().st_size > 1000
+
+
+def test_each_source_port_has_a_class_of_its_own():
+    lines = [net.class_line("add", port, "1mbit") for port in range(net.FIRST_PORT, net.FIRST_PORT + net.PORTS)]
+    assert len({*lines}) == net.PORTS
+    assert "classid 1:10 " in lines[0]
+
+
+def test_sizes_reach_from_nothing_to_the_largest_and_have_the_mean():
+    sizes = random_sizes(np.random.default_rng(0), 200_000, 64 << 20, 16_000.0)
+    assert min(sizes) == 0
+    assert max(sizes) == 64 << 20
+    assert 8_000 < np.mean(sizes) < 32_000
+
+
+def test_a_short_trial_finds_no_wrong_byte(tmp_path):
+    path = tmp_path / "net_check.json"
+    options = ["--messages", "800", "--builds", "short", "--json", str(path)]
+    assert net_check.main(options) == 0
+    (found,) = json.loads(path.read_text())["results"]
+    assert found["faults"] == []
+    assert found["bytes"] > 64 << 20
