@@ -387,6 +387,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms to time")
     parser.add_argument("--batches", type=at_least(1), default=200, help="batches of overhead, on each side")
     parser.add_argument("--calls", type=at_least(1), default=50, help="calls in each batch of overhead")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="how often to go through all operations")
     parser.add_argument("--label", default="", help="kept in the record: which network this is")
     options = parser.parse_args(argv)
 
@@ -445,16 +446,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         world.say(*header_lines(record), *_notes(world, options))
 
         results = []
-        for name in options.operations:
-            if name == "overhead":
-                results += run_overhead(world, options)
-                continue
-            for case in [EXACT[name]] if name in EXACT else [quantized(CODECS[key]) for key in options.codec]:
-                results += run_case(world, case, options)
+        for number in range(options.rounds):
+            results += [{"round": number, **result} for result in _round(world, options)]
 
         if options.json and comm.rank == 0:
             write_json(options.json, {**record, "results": results})
     return 1 if any(_wrong(result) for result in results) else 0
+
+
+def _round(world: World, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All operations once, at all sizes. Collective."""
+    results = []
+    for name in options.operations:
+        if name == "overhead":
+            results += run_overhead(world, options)
+            continue
+        for case in [EXACT[name]] if name in EXACT else [quantized(CODECS[key]) for key in options.codec]:
+            results += run_case(world, case, options)
+    return results
 
 
 def _wrong(result: dict[str, Any]) -> int:

@@ -88,7 +88,7 @@ def test_bus_factors_on_four_ranks_are_those_of_nccl_tests(name, factor):
 
 
 def test_examples_in_docstrings():
-    for module in (arguments, checking, collectives, named, record, report, table, timing):
+    for module in (arguments, checking, collectives, named, record, report, reports, table, timing):
         assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
@@ -223,7 +223,7 @@ def test_one_rank_prints_the_columns_of_nccl_tests_and_writes_json(tmp_path):
     assert record["ranks"] == 1
     assert len(record["results"]) == 3 * (len(cases.EXACT) + 1) == len(rows(lines))
     first = record["results"][0]
-    wanted = {"operation", "codec", "size_bytes", "count", "dtype", "op", "root", "forms"}
+    wanted = {"round", "operation", "codec", "size_bytes", "count", "dtype", "op", "root", "forms"}
     assert wanted == set(first)
     wanted = {"time_us", "algbw_gbs", "busbw_gbs", "wrong", "wire_bytes", "beside"}
     assert wanted == set(first["forms"]["in-place"])
@@ -322,6 +322,34 @@ def test_the_report_of_slow_networks_is_that_of_its_records(tmp_path):
     records = sorted(str(path) for path in bench.RESULTS.glob("network-*.json"))
     assert reports.main([*records, "--out", str(tmp_path / "network")]) == 0
     assert (tmp_path / "network.md").read_text() == (bench.RESULTS / "network.md").read_text()
+
+
+def test_all_operations_are_timed_once_in_each_round(tmp_path):
+    path = tmp_path / "rounds.json"
+    run("allgather", "alltoall", "-b", 8, "-e", 8, "-n", 1, "-w", 0, "--rounds", 2, "--json", path)
+    results = json.loads(path.read_text())["results"]
+    assert [(result["round"], result["operation"]) for result in results] == [
+        (0, "allgather"),
+        (0, "alltoall"),
+        (1, "allgather"),
+        (1, "alltoall"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("operation", "nbytes", "label", "ours", "gloo", "expected"),
+    [
+        ("allreduce", 1 << 20, "1gbit", [0.116, 0.117, 0.115], [0.11, 0.12, 0.1], "2 of 3"),
+        ("allreduce", 1 << 20, "1gbit", [0.117], [0.121], "0 of 1"),  # gloo was faster than the line
+        ("allreduce", 1 << 20, "10gbit", [0.3, 0.3], [0.3, 0.4], "1 of 2"),
+        ("quantized_allreduce", 8 << 20, "1gbit", [0.37, 0.35], [0.1, 0.1], "1 of 2"),
+        ("quantized_allreduce", 2 << 20, "1gbit", [0.36], [0.1], "-"),  # no goal
+        ("allreduce", 1 << 20, "1gbit", [0.117], [], "-"),
+    ],
+)
+def test_the_report_counts_the_rounds_that_reach_the_goal(operation, nbytes, label, ours, gloo, expected):
+    found = {"ours": ours, "gloo": gloo} if gloo else {"ours": ours}
+    assert reports.reached(operation, nbytes, label, found) == expected
 
 
 def test_a_wrong_result_has_no_report(tmp_path, capsys):

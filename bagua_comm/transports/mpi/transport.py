@@ -75,6 +75,10 @@ let 128 KiB pass at once:
     32 KiB, 9 ahead                   0.99     0.99   0.97     1.03     0.87   0.96
 """
 
+FEW = 64
+"""Up to this number of ranks, what they agree on between hosts goes from each to each at once, not along a tree:
+along a tree, data of ranks that know the result would come in before what others still wait for."""
+
 FAST_BYTES_S = 0.28e9
 """A network is fast if a rank sends more bytes than this in a second."""
 
@@ -324,8 +328,14 @@ class MPITransport(Transport):
 
     def _minimum(self, values: Array) -> Array:
         """The smallest of all ranks' values, one by one; `values` may be overwritten. Collective."""
-        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, values, MPI.MIN), values)
-        return values
+        if self._window is not None or self.size > FEW:
+            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, values, MPI.MIN), values)
+            return values
+        table = np.empty((self.size, values.size), values.dtype)
+        table[self.rank] = values
+        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [table, MPI.BYTE]), table)
+        smallest: Array = table.min(axis=0)
+        return smallest
 
     def _mismatch(self, call: str, x: Array) -> CommMismatch:
         """The error to raise when all ranks know that their calls differ. Collective."""
