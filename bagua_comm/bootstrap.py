@@ -46,7 +46,9 @@ from .files import private_folder
 from .flight import explain
 from .flight.recorder import FlightRecorder, default_folder, forget_old_jobs
 from .job import Job
-from .logs import tell_world
+from .logs import tell, tell_world
+from .net import choosing
+from .net.choosing import Net
 from .processes import mapped_files, slurm_step, this_host
 from .roll import LOOK_S, Limit, Roll, Wait
 from .topology import hosts
@@ -103,6 +105,9 @@ ADVICE = (
 
 _log = logging.getLogger(__name__)
 
+_nccl_started_with: dict[str, str | None] | None = None
+"""The variables by which NCCL chose its network in this process; None if this library has not started it."""
+
 _default: Communicator | None = None
 _unasked: Communicator | None = None
 """The communicator that `default` made, if it made one."""
@@ -118,6 +123,7 @@ def connect(
     comm: MPI.Comm | None = None,
     transport: Transport | None = None,
     gpu: GPU = "auto",
+    net: Net | None = None,
     record: str | Path | None = None,
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
@@ -168,13 +174,19 @@ def connect(
         gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
             a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
             memory): this one, or an error. "none": nothing, and CuPy is not imported.
+        net: What NCCL sends with between hosts, in this library and in PyTorch. "bagua": this library's plugin,
+            which uses many TCP connections; it is built once on each host, and needs a C compiler there. "auto":
+            the plugin if there are several hosts, all can build it, none has InfiniBand, and no variable asks for
+            something else; else NCCL's own. "nccl": NCCL's own network. It is settled by NCCL_NET_PLUGIN and
+            NCCL_NET, which this sets, on all ranks alike. If None, what BAGUA_NET says, which `run --net` sets;
+            without it, these variables stay as they are. On one host NCCL uses shared memory, whatever this is.
         record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
             this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
             else one of this user's under the folder of temporary files, on each host.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
-            the transport that `gpu` asks for cannot be set up, on all ranks alike; or an argument is not what it
+            what `gpu` or `net` asks for cannot be set up, on all ranks alike; or an argument is not what it
             should be; or the communicator that was made last is open.
         CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A rank died meanwhile, and mpirun let the others go on.
@@ -199,7 +211,7 @@ def connect(
         transport = LocalTransport(timeout_s=timeout_s)
     flight = _flight_recorder(transport, name, record)
     return open_world(
-        transport, machines, ending=ending, node=node, gpu=gpu, check=check, trace=trace, flight=flight
+        transport, machines, ending=ending, node=node, gpu=gpu, net=net, check=check, trace=trace, flight=flight
     )
 
 
@@ -210,6 +222,7 @@ def open_world(
     ending: _Ending | None = None,
     node: str | int | None = None,
     gpu: GPU = "auto",
+    net: Net | None = None,
     check: bool = False,
     trace: bool = True,
     flight: FlightRecorder | None = None,
@@ -224,6 +237,7 @@ def open_world(
         ending: What ends this process, if the world is to be left then.
         node: See `connect`; so are the others.
         gpu: What carries device arrays.
+        net: What NCCL sends with between hosts.
         check: Compare every call among the ranks.
         trace: Keep the latest spans.
         flight: Its flight recorder; if None, a new one, which writes if the job has a name.
@@ -231,6 +245,7 @@ def open_world(
     global _default
     setup = Communicator([transport], nodes=machines, tracer=NULL)
     nodes = machines if node is None else setup.allgather_object(node)
+    _choose_net(setup, net)
     device, beside = _device_side(setup, gpu)
     world = _World(
         [transport, *beside],
@@ -995,6 +1010,26 @@ def make_room_for_cupy() -> None:
             os.environ["CUPY_CACHE_DIR"] = str(private_folder() / "cupy")
 
 
+def _choose_net(setup: Communicator, net: str | None) -> None:
+    """Set the variables by which NCCL chooses its network, if somebody asks for one. Collective."""
+    choice = choosing.agree(setup.allgather_object(choosing.asked_for(net)))
+    if choice is None:
+        return
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    several_hosts = len(set(setup.allgather_object(host))) > 1
+    # The first rank of each host compiles, and the others find what it has made.
+    mine = (
+        None if setup.local_rank else choosing.look(choice, host, _nccl_started_with, several_hosts=several_hosts)
+    )
+    setup.barrier()
+    mine = mine or choosing.look(choice, host, _nccl_started_with, several_hosts=several_hosts)
+    gathered: list[Any] = setup.allgather_object(tuple(mine))
+    everyone = [choosing.Facts(*facts) for facts in gathered]
+    decision = choosing.decide(choice, everyone, setup.rank)
+    choosing.apply(decision)
+    tell(_log, setup.rank, "net %s: %s", choice, decision.why)
+
+
 def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transport]]:
     """Choose this rank's device, make it the current one, and make its transport. Collective."""
     if gpu == "none":
@@ -1076,8 +1111,11 @@ def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
 
 def _connect_nccl(host: Transport) -> tuple[Transport | None, str]:
     """The transport over NCCL, or why there is none on this rank. Collective."""
+    global _nccl_started_with
     from .transports.nccl import NcclTransport
 
+    if _nccl_started_with is None:
+        _nccl_started_with = choosing.current()
     try:
         return NcclTransport.connect(host), ""
     except CommError as exc:

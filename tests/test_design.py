@@ -21,7 +21,7 @@ FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rg
 LAYERS = [
     {"errors", "files", "flight", "former", "links", "logs", "processes", "trace"},
     {"arrays", "launchers", "refusals", "topology"},
-    {"roll", "job"},
+    {"roll", "job", "net"},
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
@@ -33,7 +33,7 @@ LAYERS = [
     {"pace"},
     {"engine"},
     {"planning", "costmodel", "tuner", "checkpoint", "data"},
-    {"elastic", "net"},
+    {"elastic"},
     {"testing", "commands", "__main__", "__init__"},
     {"bagua_torch"},
 ]

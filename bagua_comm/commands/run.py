@@ -17,9 +17,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from .. import bootstrap
 from ..job import Job
+from ..net import choosing
+from ..net.choosing import Net
 from . import base, links, write
 from .base import CommandError, count, natural, parse_variable, positive, program_name
 from .hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
@@ -99,6 +102,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=links.number_or_auto,
         metavar="N",
         help="TCP connections between two ranks on different hosts (Open MPI; 1); auto: measure what is best",
+    )
+    parser.add_argument(
+        "--net",
+        choices=get_args(Net),
+        help="what NCCL sends with between hosts: our plugin, which uses many TCP connections; its own; "
+        "or, with auto, the plugin where it can be built and there are several hosts",
     )
     parser.add_argument(
         "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
@@ -366,6 +375,8 @@ def _variables(job: _Job) -> Iterator[Setting]:
         if job.alone:
             _check_interface(options.interface)
         yield mpirun.interface(options.interface)
+    if options.net:
+        yield Setting("--net: what NCCL sends with between hosts", variables={choosing.VARIABLE: options.net})
     if job.supervised is not None:
         why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
         yield Setting(why, variables=job.supervised.variables())

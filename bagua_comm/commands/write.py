@@ -213,6 +213,7 @@ def _arguments(options: argparse.Namespace) -> list[str]:
     words = [word for text in options.env for word in ("--env", text)]
     words += ["--interface", options.interface] if options.interface else []
     words += ["--links", str(options.links)] if options.links else []
+    words += ["--net", options.net] if options.net else []
     words += [f"--mpirun={text}" for text in options.mpirun]
     words += ["--ulfm"] if options.ulfm else []
     for name in ("spares", "restarts", "min_ranks", "record"):

@@ -17,6 +17,7 @@ from bagua_comm import (
     Communicator,
     bootstrap,
 )
+from bagua_comm.net.choosing import Net
 from bagua_comm.transports import Transport
 
 from .transport import ProcessGroupTransport, count
@@ -30,6 +31,7 @@ def connect(
     node: str | int | None = None,
     alone: bool = False,
     gpu: bootstrap.GPU = "auto",
+    net: Net | None = None,
     record: str | Path | None = None,
 ) -> Communicator:
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
@@ -51,11 +53,12 @@ def connect(
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
         alone: Be a world of one rank, whatever started this process.
         gpu: What carries CUDA tensors; see `bagua_comm.connect`.
+        net: What NCCL sends with between hosts, also in torch.distributed; see `bagua_comm.connect`.
         record: A folder for what each rank did last, written when a call fails; see `bagua_comm.connect`.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
-            the transport that `gpu` asks for cannot be set up; or the communicator that was made last is open.
+            what `gpu` or `net` asks for cannot be set up; or the communicator that was made last is open.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
@@ -78,6 +81,7 @@ def connect(
         alone=alone,
         transport=transport,
         gpu=gpu,
+        net=net,
         record=record,
     )
     use_device(comm)

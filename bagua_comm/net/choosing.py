@@ -1,0 +1,218 @@
+"""Which network NCCL uses: this library's plugin, or its own; the same on all ranks, before NCCL starts.
+
+NCCL reads its variables when its first communicator is made. Where a plugin cannot be loaded it takes sockets
+without a word, and where only some ranks have one it hangs. So ranks tell each other what they have (`look`), and
+each comes to the same decision (`decide`). NCCL_NET=bagua then makes the silent way an error.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+from ..errors import BootstrapError
+from .building import NAME, build, source_hash
+
+Net: TypeAlias = Literal["bagua", "auto", "nccl"]
+"""What NCCL sends with between hosts; see `connect`."""
+
+VARIABLE = "BAGUA_NET"
+"""Where `run --net` tells ranks what to use."""
+
+PLUGIN, NETWORK = "NCCL_NET_PLUGIN", "NCCL_NET"
+"""By which NCCL is told what to load, and what it must use of that."""
+
+ALIKE = ("BAGUA_NET_FLOWS", "BAGUA_NET_CHUNK", "BAGUA_NET_TIMEOUT_S")
+"""Settings of the plugin that must be the same on all ranks."""
+
+NO_PLUGIN = "none"
+"""What NCCL_NET_PLUGIN is where NCCL is to load none."""
+
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+class Facts(NamedTuple):
+    """What a rank tells the others."""
+
+    host: str
+    """The machine's name for NCCL."""
+    source: str = ""
+    """The hash of the plugin's source; empty if it is not wanted here."""
+    library: str = ""
+    """Where the plugin is; empty if it could not be built."""
+    problem: str = ""
+    """Why not."""
+    variables: Mapping[str, str] = {}
+    """NCCL's and the plugin's, as far as they are set."""
+    started: Mapping[str, str | None] | None = None
+    """NCCL's, with which it was started in this process; None if it was not."""
+    infiniband: bool = False
+
+
+class Decision(NamedTuple):
+    """What a rank does."""
+
+    variables: dict[str, str | None]
+    """What is set, or for None, removed."""
+    why: str
+
+
+def asked_for(given: str | None) -> str | None:
+    """What the program asks for, or `run --net`; None if nobody asks."""
+    return given or os.environ.get(VARIABLE) or None
+
+
+def agree(choices: Sequence[str | None]) -> str | None:
+    """The choice of all ranks.
+
+    Raises:
+        BootstrapError: They differ, or it is none that is known.
+    """
+    if len(set(choices)) > 1:
+        which = ", ".join(f"{choice!r} on rank {choices.index(choice)}" for choice in dict.fromkeys(choices))
+        raise BootstrapError(f"connect: net (or {VARIABLE}) differs between ranks: {which}; give all the same")
+    if choices[0] not in (None, *get_args(Net)):
+        known = ", ".join(map(repr, get_args(Net)))
+        raise BootstrapError(f"connect: net (or {VARIABLE}) is {choices[0]!r}, expected one of {known}, or None")
+    return choices[0]
+
+
+def look(choice: str, host: str, started: Mapping[str, str | None] | None, *, several_hosts: bool) -> Facts:
+    """What this rank tells the others. Builds the plugin where it may be needed, which takes seconds once."""
+    names = (PLUGIN, NETWORK, *ALIKE)
+    variables = {name: os.environ[name] for name in names if name in os.environ}
+    infiniband = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+    facts = Facts(host, variables=variables, started=started, infiniband=infiniband)
+    if choice == "nccl" or (choice == "auto" and not several_hosts):
+        return facts
+    try:
+        return facts._replace(source=source_hash(), library=str(build()))
+    except (BootstrapError, OSError) as exc:
+        return facts._replace(source=source_hash(), problem=str(exc))
+
+
+def decide(choice: str, everyone: Sequence[Facts], rank: int) -> Decision:
+    """What this rank does; the same on all ranks, but for where the plugin is.
+
+    Raises:
+        BootstrapError: The ranks cannot do what was asked for; on all ranks alike; it names who cannot.
+    """
+    several_hosts = len({facts.host for facts in everyone}) > 1
+    if choice == "auto":
+        why_not = (
+            _why_not(everyone) if several_hosts else "all ranks are on one host, where NCCL uses shared memory"
+        )
+        if why_not is not None:
+            return Decision({}, f"NCCL's own, since {why_not}")
+    if choice == "nccl":
+        wanted: list[dict[str, str | None]] = [{PLUGIN: NO_PLUGIN, NETWORK: None} for _ in everyone]
+    else:
+        _check_same(everyone)
+        wanted = [{PLUGIN: facts.library, NETWORK: NAME} for facts in everyone]
+    for number, (facts, variables) in enumerate(zip(everyone, wanted, strict=True)):
+        _check_free(f"connect: net is {choice!r}, but rank {number} on {facts.host}", facts, variables)
+    if choice == "nccl":
+        return Decision(wanted[rank], "NCCL's own network, without a plugin")
+    no_effect = (
+        "" if several_hosts else ", without effect: all ranks are on one host, where NCCL uses shared memory"
+    )
+    return Decision(
+        wanted[rank], f"the plugin {everyone[rank].library} (source {everyone[rank].source}){no_effect}"
+    )
+
+
+def apply(decision: Decision) -> None:
+    """Set the variables."""
+    for name, value in decision.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def current() -> dict[str, str | None]:
+    """NCCL's variables, as they are now."""
+    return {name: os.environ.get(name) for name in (PLUGIN, NETWORK)}
+
+
+def breaks(variables: Mapping[str, str]) -> list[str]:
+    """What in these variables keeps NCCL from using the plugin, or makes it fall back without a word."""
+    found = [f"{PLUGIN}={variables[PLUGIN]} names another plugin"] if _is_foreign(variables, PLUGIN) else []
+    if variables.get(PLUGIN) == NO_PLUGIN:
+        found = [f"{PLUGIN}={NO_PLUGIN}: NCCL loads no plugin"]
+    if variables.get(NETWORK, NAME).lower() != NAME:
+        found.append(f"{NETWORK}={variables[NETWORK]}: NCCL uses that network")
+    if _is_ours(variables.get(PLUGIN, "")) and NETWORK not in variables:
+        found.append(f"{NETWORK} is not set: where the plugin fails, NCCL takes sockets without a word")
+    return found
+
+
+def _why_not(everyone: Sequence[Facts]) -> str | None:
+    """Why "auto" does not take the plugin; None if it does."""
+    for rank, facts in enumerate(everyone):
+        if not facts.library:
+            return f"rank {rank} on {facts.host} cannot build the plugin: {facts.problem}"
+        if facts.infiniband:
+            return f"rank {rank} on {facts.host} has InfiniBand, which needs no flows of TCP"
+        if NETWORK in facts.variables or PLUGIN in facts.variables:
+            ours = facts.variables.get(PLUGIN) == facts.library and facts.variables.get(NETWORK) == NAME
+            if not ours:
+                return f"rank {rank} on {facts.host} has {_shown(facts.variables)} set"
+    try:
+        _check_same(everyone)
+    except BootstrapError as exc:
+        return str(exc)
+    return None
+
+
+def _check_same(everyone: Sequence[Facts]) -> None:
+    """Raise unless all ranks have the plugin, of the same source, with the same settings."""
+    for rank, facts in enumerate(everyone):
+        if not facts.library:
+            raise BootstrapError(f"connect: net: rank {rank} on {facts.host} has no plugin: {facts.problem}")
+    first = everyone[0]
+    for rank, facts in enumerate(everyone):
+        if facts.source != first.source:
+            raise BootstrapError(
+                f"connect: net: rank {rank} on {facts.host} has another plugin (source {facts.source}) than "
+                f"rank 0 on {first.host} ({first.source}); install the same version of bagua_comm on all hosts"
+            )
+        for name in ALIKE:
+            values = [each.variables.get(name) for each in (first, facts)]
+            if values[0] != values[1]:
+                raise BootstrapError(
+                    f"connect: net: {name} is {values[1]} on rank {rank} on {facts.host}, and {values[0]} on "
+                    f"rank 0 on {first.host} (None: not set); set the same on all ranks"
+                )
+
+
+def _check_free(who: str, facts: Facts, wanted: Mapping[str, str | None]) -> None:
+    """Raise if the user has set something else, or NCCL was started with something else."""
+    for name in (PLUGIN, NETWORK):
+        found = facts.variables.get(name)
+        if found not in (None, wanted[name]) and _is_foreign(facts.variables, name):
+            raise BootstrapError(f"{who} has {name}={found}, which asks for another; unset it, or leave net out")
+    if facts.started is not None and dict(facts.started) != dict(wanted):
+        raise BootstrapError(
+            f"{who} has started NCCL with {_shown(facts.started)}; NCCL reads them once, so give the same net in "
+            "each connect of a process"
+        )
+
+
+def _is_foreign(variables: Mapping[str, str], name: str) -> bool:
+    """Whether a variable is set, and not as `apply` sets it."""
+    value = variables.get(name)
+    if value is None:
+        return False
+    return value != NAME if name == NETWORK else value != NO_PLUGIN and not _is_ours(value)
+
+
+def _is_ours(plugin: str) -> bool:
+    return Path(plugin).name.startswith(f"libnccl-net-{NAME}-")
+
+
+def _shown(variables: Mapping[str, str | None]) -> str:
+    found = [f"{name}={variables[name]}" for name in (PLUGIN, NETWORK) if variables.get(name) is not None]
+    return " and ".join(found) or f"neither {PLUGIN} nor {NETWORK}"
