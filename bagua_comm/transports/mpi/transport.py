@@ -61,7 +61,7 @@ is copied less often, but waits until its receiver says that it is there."""
 FAST_CODED_PIECE_BYTES = 1 << 18
 """The same for encoded elements on fast networks; on one host it is `PIECE_BYTES`."""
 
-TURN_BYTES = 1 << 15
+TURN_BYTES = 3 << 14
 AHEAD = 12
 """On slow networks: bytes of a message, and how many more of them a rank may have sent than received (`turns`).
 The table has bus bandwidths as shares of the link's, in float32, with 4 emulated hosts at 1 Gbit/s whose links
@@ -73,6 +73,9 @@ let 128 KiB pass at once:
     48 KiB, 9 ahead                   0.97     0.98   0.96     1.01     0.82   0.93
     48 KiB, 12 ahead                  0.99     0.98   0.98     1.00     0.87   0.95
     32 KiB, 9 ahead                   0.99     0.99   0.97     1.03     0.87   0.96
+
+Quantized averages do not notice that a network is fast. At 10 Gbit/s they take a third longer in messages of 32
+KiB than in pieces of 128 KiB, and 4 % longer in messages of 48 KiB.
 """
 
 FEW = 64
