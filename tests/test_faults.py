@@ -54,10 +54,17 @@ def test_a_seed_gives_the_same_trials_and_another_one_others():
     assert first == again
     assert [trial.blows for trial in first] != [trial.blows for trial in other]
     assert {trial.kind for trial in first} == {"spare", "fewer", "too few"}
-    assert {trial.kind for trial in plans.kills(60, 1, regrow=True)} == {"spare", "spawn", "too few"}
     assert {trial.case for trial in first} == set(plans.CASES)
     assert {blow.phase for trial in first for blow in trial.blows} >= {"construct", "step", "commit", "recover"}
     assert list(plans.kills(20, 1)) == first[:20]
+
+
+def test_newcomers_are_let_in_after_all_kinds_of_deaths():
+    trials = list(plans.newcomers(60, 1))
+    assert {trial.kind for trial in trials} == {"spawn"}
+    blows = [blow for trial in trials for blow in trial.blows]
+    assert {blow.phase for blow in blows} == {"construct", "step", "commit", "regrow"}
+    assert {blow.whom for blow in blows} == {"rank", "newcomer"}
 
 
 # How it is judged -------------------------------------------------------------------------------------------
@@ -203,6 +210,11 @@ def test_the_table_counts_outcomes_and_the_report_has_a_figure(tmp_path):
     machine = {"cpu": "one", "cores": 2, "cores_per_rank": 2}
     record = {"machine": machine, "versions": {}, "ranks": 3, "seed": 1, "trials": rows}
     assert "| fewer | 3 | 2 | 1 | 0 | 0 | 50.00 |" in report.markdown(record)
+
+
+def test_where_newcomers_are_started_there_must_be_as_many_ranks_again():
+    verdict = judge(of_kind("spawn"), a_recovery())
+    assert verdict.problems == ["there were never 3 ranks again"]
 
 
 def test_an_unknown_trial_is_refused():

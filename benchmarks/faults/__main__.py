@@ -66,11 +66,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=at_least(0), default=15, help="trainings whose ranks are killed (15)")
     parser.add_argument("--torch", type=at_least(0), default=0, help="the same with DistributedDataParallel (0)")
+    parser.add_argument("--regrow", type=at_least(0), default=0, help="the same, and newcomers are let in (0)")
     parser.add_argument("--stops", type=at_least(0), default=0, help="trainings whose ranks are stopped (0)")
     parser.add_argument("--hosts", type=at_least(0), default=0, help="trainings that lose a host (0); needs root")
     parser.add_argument("--commits", action="store_true", help="what it costs to commit 100 MB; needs root")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--regrow", action="store_true", help="start processes in the place of dead ones")
     parser.add_argument("--only", metavar="NAME", help="the trial of this name alone")
     parser.add_argument("--out", type=Path, metavar="STEM", help="write STEM.json, STEM.md and STEM.png")
     parser.add_argument("--continue", dest="go_on", action="store_true", help="leave out trials in STEM.json")
@@ -83,8 +83,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def planned(options: argparse.Namespace) -> list[Trial]:
     """The trials that are asked for."""
     trials = [
-        *plans.kills(options.trials, options.seed, regrow=options.regrow),
+        *plans.kills(options.trials, options.seed),
         *plans.torch_kills(options.torch, options.seed),
+        *plans.newcomers(options.regrow, options.seed),
         *plans.stops(options.stops, options.seed),
     ]
     trials += hosts.deaths(options.hosts, options.seed)
@@ -132,6 +133,8 @@ def group_of(trial: Trial) -> str:
     """The group of a table that a trial belongs to."""
     if trial.kind == "host":
         return trial.blows[0].phase
+    if trial.kind == "spawn":
+        return "let in"
     stopped = any(blow.signal != plans.SIGKILL for blow in trial.blows)
     return f"stop, {trial.kind}" if stopped else trial.kind
 
@@ -149,8 +152,8 @@ def digest_undisturbed(case: Case, data: Path) -> str:
 
 def line_of(row: dict[str, Any]) -> str:
     """A trial in one line."""
-    time = row["recovery_s"] if row["recovery_s"] is not None else row["ended_s"]
-    took = "" if time is None else f", {time * 1e3:.0f} ms"
+    times = report.times_of([row])
+    took = f", {times[0]:.0f} ms" if times.size else ""
     where = ", ".join(row["blows"])
     left = f", left {row['left']}" if row["left"] else ""
     return (

@@ -155,16 +155,32 @@ _DELAYS = {"construct": 0.02, "step": 0.02, "commit": 0.004, "recover": 0.03, "r
 """How long a phase may take: delays are drawn from 0 to this."""
 
 
-def kills(count: int, seed: int, *, regrow: bool = False) -> Iterator[Trial]:
-    """Trials with SIGKILL; with `regrow`, processes are started in the place of dead ones in some of them."""
+def kills(count: int, seed: int) -> Iterator[Trial]:
+    """Trials with SIGKILL."""
     for number in range(count):
-        yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)], regrow=regrow)
+        yield draw(f"kill-{seed}-{number}", CASES[number % len(CASES)])
 
 
 def torch_kills(count: int, seed: int) -> Iterator[Trial]:
     """Trials of DistributedDataParallel with SIGKILL."""
     for number in range(count):
         yield draw(f"torch-{seed}-{number}", TORCH_CASES[number % len(TORCH_CASES)])
+
+
+def newcomers(count: int, seed: int) -> Iterator[Trial]:
+    """Trials with SIGKILL in which processes are started in the place of dead ones, and may die as well."""
+    for number in range(count):
+        name = f"grow-{seed}-{number}"
+        chance = random.Random(name)
+        phase: Phase = chance.choices(["step", "commit", "construct"], [50, 30, 20])[0]
+        step = 0 if phase == "construct" else chance.randrange(1, STEPS - 10)
+        victims = 2 if chance.random() < TWO_AT_ONCE else 1
+        delay_s = chance.uniform(0, _DELAYS[phase])
+        blows = [Blow(phase, step, delay_s, choices=tuple(chance.random() for _ in range(victims)))]
+        if victims == 1 and chance.random() < 0.3:
+            whom = chance.choice(["rank", "newcomer"])
+            blows.append(Blow("regrow", 0, chance.uniform(0, _DELAYS["regrow"]), whom, (chance.random(),)))
+        yield Trial(name, "spawn", CASES[number % len(CASES)], 0, 1, STEPS, 1, tuple(blows))
 
 
 def stops(count: int, seed: int) -> Iterator[Trial]:
@@ -186,16 +202,12 @@ def stops(count: int, seed: int) -> Iterator[Trial]:
         yield Trial(name, kind, CASES[number % len(CASES)], spares, 1, STEPS, 1, (stop,), timeout_s=3.0)
 
 
-def draw(name: str, case: Case, *, regrow: bool = False) -> Trial:
+def draw(name: str, case: Case) -> Trial:
     """The trial of this name."""
     chance = random.Random(name)
     kind: Kind = chance.choices(["spare", "fewer", "too few"], [50, 30, 20])[0]
-    if regrow and kind == "fewer":
-        kind = "spawn"
     phase: Phase = chance.choices(["step", "commit", "construct", "recover", "leave"], [40, 20, 15, 20, 5])[0]
-    if kind == "spawn" and phase == "recover":
-        phase = "regrow"
-    first: Phase = "step" if phase in ("recover", "regrow") else phase
+    first: Phase = "step" if phase == "recover" else phase
     step = 0 if first == "construct" else chance.randrange(1, STEPS - 10)
     spare_dies = kind == "spare" and phase == "step" and chance.random() < 0.2
     pair = chance.random() < TWO_AT_ONCE
@@ -209,8 +221,7 @@ def draw(name: str, case: Case, *, regrow: bool = False) -> Trial:
         )
     ]
     if phase != first and (kind == "spare" or not pair):  # somebody must be left
-        whom = chance.choice(["rank", "newcomer"]) if phase == "regrow" else "rank"
-        blows.append(Blow(phase, 0, chance.uniform(0, _DELAYS[phase]), whom, (chance.random(),)))
+        blows.append(Blow(phase, 0, chance.uniform(0, _DELAYS[phase]), "rank", (chance.random(),)))
     deaths = sum(len(blow.choices) for blow in blows)
     spares = 1 if kind == "spare" else 0
     least = RANKS if kind == "too few" else max(1, RANKS + spares - deaths)

@@ -1,6 +1,7 @@
 """How a trial ended: whether it went on, or ended as it must; and how soon.
 
 A trial that goes on must:
+* have as many ranks as before again, where newcomers are started;
 * end in time with exit code 0, every process that lives having come to its end, as many ranks as there may be;
 * come back to what was committed: to bytes that some rank committed at that step, or, where ranks have different
   weights and their number has changed, to the mean of all of theirs; and to no earlier step than the last that
@@ -64,12 +65,11 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
         problems, ended_s = list(_of_an_end(seen, alive)), _end_of(seen, alive)
         return Verdict("failed" if problems else "ended", problems, ended_s=ended_s)
     problems = [*_of_the_end(trial, seen, alive), *_of_restoring(seen), *_of_weights(trial, seen, undisturbed)]
-    return Verdict(
-        "failed" if problems else "went on",
-        problems,
-        recovery_s=_first_step(seen, alive, least=1),
-        regrowth_s=_first_step(seen, alive, least=trial.ranks) if trial.kind == "spawn" else None,
-    )
+    regrowth_s = _first_step(seen, alive, least=trial.ranks) if trial.kind == "spawn" else None
+    if trial.kind == "spawn" and regrowth_s is None and not _late(seen):
+        problems.append(f"there were never {trial.ranks} ranks again")
+    recovery_s = _first_step(seen, alive, least=1)
+    return Verdict("failed" if problems else "went on", problems, recovery_s=recovery_s, regrowth_s=regrowth_s)
 
 
 # Trials that go on ------------------------------------------------------------------------------------------
