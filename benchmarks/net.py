@@ -52,7 +52,7 @@ from .bench.report import machine_of, markdown_table, write_report
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SIZES = (8, 64, 512, 4096, 32_768, 131_072, 524_288, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+SIZES = (8, 512, 4096, 32_768, 131_072, 524_288, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 SLICE, OUTSTANDING = 1 << 20, 4
 REPLY = 8
 PORTS = 2048
@@ -60,7 +60,7 @@ PORTS = 2048
 
 FIRST_PORT = 32_768
 CONTROL_PORT = 29_398
-GRID = [(t, s) for t in (1, 2, 4, 8, 16) for s in (1, 4, 16) if t * s <= 64]
+GRID = ((1, 1), (1, 4), (1, 16), (2, 4), (2, 16), (4, 1), (4, 4), (4, 16), (8, 4), (16, 1), (16, 4))
 """Threads and sockets each, for NCCL's scheme."""
 
 
@@ -125,7 +125,8 @@ def shape(lab: netlab.Lab, scenario: Scenario) -> None:
     space = f"{lab.prefix}-h0"
     _do(*f"ip netns exec {space} sysctl -qw".split(), port_range())
     lines = [
-        "qdisc replace dev eth0 root handle 1: htb default 1",
+        "qdisc delete dev eth0 root",
+        "qdisc add dev eth0 root handle 1: htb default 1",
         f"class add dev eth0 parent 1: classid 1:1 htb rate {scenario.link} burst 64k cburst 64k quantum 60000",
     ]
     lines += [class_line("add", port, scenario.flows[port % len(scenario.flows)]) for port in range(PORTS)]

@@ -68,10 +68,12 @@
 #define DEVICES 16
 #define GUESTS 16                   /* sockets that have not yet said who they are */
 #define GUEST_S 10.0                /* how long they may take */
+#define SMALL 16384                 /* bytes of a frame at least, where there are many flows */
 #define STAGED 4096                 /* bytes read ahead: headers and small messages */
 #define WHOLE (16u << 20)           /* of a message in a frame while there is one flow */
 #define TURN (4u << 20)             /* bytes that a thread moves before it looks around */
 #define LAST (1ull << 63)           /* in a frame's offset: the message ends here */
+#define GAP_S 5e-3                  /* flows that wait for data for longer are not full */
 #define NEGLECTED_S 50e-6           /* helpers take over then */
 #define LARGEST (1ull << 40)
 
@@ -246,9 +248,8 @@ enum { SETTLE_BASE, BASE, OPENING, SETTLE_MORE, MORE, REST };
 /* How many flows pay: the rate is measured while there is more to send than flows take. */
 struct growth {
   int phase, base; /* `base`: flows that are known to pay */
-  bool full;       /* since `since`, when `start` bytes had been written, there has been more than flows took */
   double since, seconds, rate, rested_s, rest_s;
-  uint64_t start, bytes; /* `bytes` in `seconds`: this window's */
+  uint64_t start, bytes; /* written until `since`; in this window's `seconds` */
 };
 
 struct comm {
@@ -258,6 +259,7 @@ struct comm {
   atomic_int failed;
   pthread_mutex_t lock;
   atomic_uint posted, finished; /* messages */
+  int turn;                     /* the flow that is asked first */
   uint32_t cut;                 /* the message of which the next frame is made */
   uint64_t written, read;
   _Atomic double visited;
@@ -459,11 +461,25 @@ static void finish_frame(struct comm *comm, struct flow *flow) {
   }
 }
 
+static uint64_t uncut(struct comm *comm) {
+  uint64_t rest = 0;
+  for (uint32_t message = comm->cut; message != atomic_load(&comm->posted); message++)
+    rest += comm->requests[message % REQUESTS].size - comm->requests[message % REQUESTS].cut;
+  return rest;
+}
+
+/* How large the next frame is at most: a share of what is to send, so that all flows have some. */
+static size_t piece(struct comm *comm) {
+  if (comm->active == 1) return WHOLE;
+  size_t share = uncut(comm) / (size_t)comm->active;
+  return least(share < SMALL ? SMALL : share, all.chunk);
+}
+
 /* Cut the next frame from the oldest message that has bytes left; whether there is one. */
 static bool cut_frame(struct comm *comm, struct flow *flow) {
   if (comm->cut == atomic_load(&comm->posted)) return false;
   struct request *request = &comm->requests[comm->cut % REQUESTS];
-  size_t length = least(request->size - request->cut, comm->active == 1 ? WHOLE : all.chunk);
+  size_t length = least(request->size - request->cut, piece(comm));
   bool last = request->cut + length == request->size;
   flow->frame = (struct frame){request->message, (uint32_t)length, request->cut | (last ? LAST : 0)};
   flow->head = 0;
@@ -513,27 +529,22 @@ static bool too_slow(struct comm *comm, struct flow *flow) {
   if (flow->rate * (comm->active - 1) * 2 > others) return false; /* at least half of the mean of the others */
   int queued = 0;
   ioctl(flow->fd, SIOCOUTQ, &queued);
-  uint64_t rest = 0;
-  for (uint32_t message = comm->cut; message != atomic_load(&comm->posted); message++)
-    rest += comm->requests[message % REQUESTS].size - comm->requests[message % REQUESTS].cut;
-  return (double)rest * flow->rate < 1.5 * ((double)queued + all.chunk) * others;
+  return (double)uncut(comm) * flow->rate < 1.5 * ((double)queued + all.chunk) * others;
 }
 
 static void push(struct comm *comm) {
   size_t moved = 0;
   for (bool any = true; any && moved < TURN && !comm->error;) {
     any = false;
-    for (int i = 0; i < comm->opened && !comm->error; i++) {
-      struct flow *flow = &comm->flows[i];
+    for (int i = 0, first = comm->turn; i < comm->opened && !comm->error; i++) {
+      struct flow *flow = &comm->flows[(first + i) % comm->opened];
       if (flow->state != OPEN || !flow->ready) continue;
       if (!flow->request) {
-        if (i >= comm->active || too_slow(comm, flow) || !cut_frame(comm, flow)) continue;
+        if (flow - comm->flows >= comm->active || too_slow(comm, flow) || !cut_frame(comm, flow)) continue;
+        comm->turn = (first + i + 1) % comm->opened;
       }
       moved += write_frame(comm, flow);
       any = true;
-      if (i == 0 && flow->ready && comm->cut != atomic_load(&comm->posted) &&
-          comm->requests[comm->cut % REQUESTS].size <= all.chunk)
-        i = -1; /* small messages stay on the first flow while it takes them */
     }
   }
 }
@@ -608,6 +619,8 @@ static void rate_flows(struct comm *comm, double rate) {
     if (own > 0) flow->rate = flow->rate > 0 ? (flow->rate + own) / 2 : own;
     else if (flow->ready) flow->rate *= 1.02; /* it was passed over, and is tried again later */
     else flow->rate /= 2;
+    /* What waits in a flow is 2 ms of its rate. */
+    set(flow->fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, (int)least((size_t)(flow->rate * 2e-3) + SMALL, 4 * all.chunk));
   }
 }
 
@@ -655,21 +668,19 @@ static void use_more(struct comm *comm) {
   begin_window(comm);
 }
 
-/* After each push. */
+/* After each push. Only what lies between two moments at which flows were full counts, if these are close. */
 static void measure(struct comm *comm) {
   struct growth *growth = &comm->growth;
-  bool full = comm->cut != atomic_load(&comm->posted);
-  if (!full && !growth->full) return;
+  if (comm->cut == atomic_load(&comm->posted)) return;
   double time = now();
   if (growth->phase == OPENING) use_more(comm);
-  if (growth->full) {
+  if (time - growth->since < GAP_S) {
     growth->seconds += time - growth->since;
     growth->bytes += comm->written - growth->start;
   }
-  growth->full = full;
   growth->since = time;
   growth->start = comm->written;
-  if (growth->seconds > WINDOW_S && growth->bytes > 4ull * all.chunk * (uint64_t)comm->active) end_window(comm);
+  if (growth->seconds > WINDOW_S && growth->bytes > 2ull * all.chunk * (uint64_t)comm->active) end_window(comm);
 }
 
 /* ---------------------------------------------------------------------------------------------------------------
