@@ -160,6 +160,17 @@ class Engine:
         self._in_step = True
         self._pace.ready(name)
 
+    def ready_bucket(self, index: int) -> None:
+        """Say that the values of all tensors of a bucket are complete in this step; see `ready`.
+
+        Raises:
+            ArrayError: There is no such bucket, or a tensor was complete already.
+        """
+        if not 0 <= index < len(self.buckets):
+            raise ArrayError(f"ready_bucket: index is {index}, expected 0 to {len(self.buckets) - 1}")
+        self._in_step = True
+        self._pace.ready_bucket(index)
+
     def at(self, point: Point) -> None:
         """Say that training has reached a point: the window opens or closes, if it does so there.
 

@@ -95,6 +95,10 @@ class PerStep:
 
     def __init__(self, window: Window, exchanges: Exchanges) -> None:
         self._window, self._exchanges = window, exchanges
+        self._waiting: list[set[str]] = [set() for _ in exchanges.buckets]
+        self._waiting_for = {
+            name: self._waiting[bucket.index] for bucket in exchanges.buckets for name in bucket.views
+        }
         self._expect_all()
 
     def ready(self, name: str) -> None:
@@ -108,7 +112,23 @@ class PerStep:
         waiting = self._waiting_for[name]
         if name not in waiting:
             raise ArrayError(f"ready: {name!r} was complete already in this step")
-        waiting.discard(name)
+        waiting.remove(name)
+        if not waiting:
+            self._send_complete()
+
+    def ready_bucket(self, index: int) -> None:
+        """Say that all tensors of a bucket are complete.
+
+        Raises:
+            ArrayError: A tensor was complete already.
+        """
+        if self._window.opens is not Point.GRADIENT:
+            return
+        waiting, bucket = self._waiting[index], self._exchanges.buckets[index]
+        if len(waiting) != len(bucket.views):
+            name = next(name for name in bucket.views if name not in waiting)
+            raise ArrayError(f"ready_bucket: {name!r} was complete already in this step")
+        waiting.clear()
         self._send_complete()
 
     def at(self, point: Point) -> None:
@@ -142,8 +162,8 @@ class PerStep:
 
     def _expect_all(self) -> None:
         """Wait for all tensors again."""
-        self._waiting = [set(bucket.views) for bucket in self._exchanges.buckets]
-        self._waiting_for = {name: names for names in self._waiting for name in names}
+        for bucket in self._exchanges.buckets:
+            self._waiting[bucket.index].update(bucket.views)
 
     def _send_complete(self) -> None:
         """Send the next buckets in the order of the plan, up to the first one that waits for a tensor."""
@@ -177,6 +197,9 @@ class InRounds:
         self._began_s = float("-inf")
 
     def ready(self, name: str) -> None:
+        """Rounds wait for no tensor."""
+
+    def ready_bucket(self, index: int) -> None:
         """Rounds wait for no tensor."""
 
     def at(self, point: Point) -> None:

@@ -1,8 +1,9 @@
 """Watching backward passes: when one begins, which gradients are complete, and when it has ended.
 
-This file knows PyTorch's autograd and nothing of ranks, buckets or streams. It uses public hooks only: a tensor
-hook on each parameter (its gradient was computed), `register_post_accumulate_grad_hook` (it was accumulated),
-and `register_multi_grad_hook` (which gradients this pass computes, once it has computed the last of them).
+This file knows PyTorch's autograd and nothing of ranks, buckets or streams. Each parameter has two hooks, which
+do little, since models have many small parameters: a tensor hook (its gradient was computed), and one of
+`register_post_accumulate_grad_hook` (it was accumulated). The last of these tells the end of a pass, if all
+parameters got a gradient; else a callback of the autograd engine does, like that of PyTorch's own FSDP.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import FrameType, MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import get_gradient_edge
+
+from .errors import MisuseError
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
@@ -25,19 +28,20 @@ class BackwardWatch:
     """Calls back in the course of each backward pass over `parameters`.
 
     The watch follows a pass only while it is `armed`. It disarms itself when a pass has ended; a new watch is not
-    armed. A pass ends when every parameter that takes part in it has its gradient. A pass that another pass
-    starts (reentrant checkpoints do that) is a pass of its own; the outer one then ends when all parameters
-    have a gradient.
+    armed. A pass ends when all parameters have a gradient, or when PyTorch has nothing left to compute in it. A
+    pass that another pass starts (reentrant checkpoints do that) is a pass of its own, if it computes a gradient
+    before the outer one does.
 
     Bound methods among the callbacks are held weakly, so that a watch keeps no object alive. Once the object is
-    gone, its callback does nothing. What a callback raises, `backward()` raises.
+    gone, its callback does nothing. What a callback raises, `backward()` raises. `torch.autograd.grad` of
+    parameters raises `MisuseError` while the watch is armed: it accumulates nothing.
 
     Args:
         parameters: The parameters to watch, by name.
+        groups: Their names, in groups of which each name is in one.
         began: Called before the first gradient of an armed pass is accumulated.
-        before: Called before a gradient is accumulated, in every pass, with the name and whether the watch is
-            armed.
-        after: Called when a gradient of an armed pass is accumulated, with the name.
+        before: Called before a gradient is accumulated in a pass that is not followed, with the name.
+        after: Called when the last gradient of a group is accumulated in an armed pass, with the group's index.
         ended: Called after the last gradient of an armed pass, with the names of all parameters that got a
             gradient, and whether another pass started this one and goes on.
     """
@@ -45,22 +49,37 @@ class BackwardWatch:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        groups: Sequence[Sequence[str]],
         *,
         began: Callable[[], None],
-        before: Callable[[str, bool], None],
-        after: Callable[[str], None],
+        before: Callable[[str], None],
+        after: Callable[[int], None],
         ended: Callable[[set[str], bool], None],
     ) -> None:
         self.armed = False
         """Whether the pass that goes on, or else the next one, is followed."""
-        self._names = list(parameters)
-        self._began, self._before = _weakly(began), _weakly(before)
-        self._after, self._ended = _weakly(after), _weakly(ended)
-        self._without_gradient: set[str] = set()  # parameters between their two hooks
-        self._computed: dict[str, torch.Tensor] = {}  # gradients, between their first hook and their last
-        self.reset()
+        self.count = len(parameters)
+        """How many parameters are watched."""
+        self.began, self.before = _weakly(began), _weakly(before)
+        self.after, self.ended = _weakly(after), _weakly(ended)
+        self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _nobody
+        self._by_name = {name: _Hooks(self, name) for name in parameters}
+        self.regroup(groups)
         self._hooks: list[Any] = []
-        self._attach(parameters)
+        for name, parameter in parameters.items():
+            hooked: Any = parameter  # torch leaves these methods untyped
+            self._hooks.append(hooked.register_hook(self._by_name[name].computed))
+            self._hooks.append(hooked.register_post_accumulate_grad_hook(self._by_name[name].accumulated))
+        # As long as these are here, all gradients are accumulated on the stream that is current now.
+        self._edges = [get_gradient_edge(parameter) for parameter in parameters.values()]
+
+    def regroup(self, groups: Sequence[Sequence[str]]) -> None:
+        """Watch the same parameters in other groups, and forget the pass that has begun, if one has."""
+        self._groups = [_Group(index, len(names)) for index, names in enumerate(groups)]
+        for group, names in zip(self._groups, groups, strict=True):
+            for name in names:
+                self._by_name[name].group = group
+        self.reset()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def arm_at(self, output: Any) -> None:
@@ -85,120 +104,128 @@ class BackwardWatch:
     @property
     def unfinished(self) -> bool:
         """Whether a pass has begun that has not ended: it goes on, or it has failed."""
-        return bool(self._complete)
+        return bool(self.complete)
 
     @property
     def owner(self) -> object | None:
         """The object whose method `ended` is, if it is a method and the object is still there."""
-        return getattr(self._ended(), "__self__", None)
+        return self._owner()
+
+    def begin(self, *, computed: bool) -> None:
+        """A hook of an armed pass runs, and nothing was accumulated yet; `computed`: a gradient was computed."""
+        self._computed = self._computed or computed
+        complete, engine = self.complete, torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._pass_has_ended(complete))  # type: ignore[no-untyped-call]
+        if not self._begun:
+            self._begun = True
+            self.began()
+
+    def _pass_has_ended(self, complete: set[str]) -> None:
+        """PyTorch has nothing left to compute in the pass of `complete`; it may have ended before."""
+        if complete is not self.complete:
+            return
+        if self._computed and not complete:
+            self._forget_pass()
+            raise MisuseError(
+                "DistributedDataParallel: torch.autograd.grad of parameters is not supported; expected that "
+                "backward() accumulates their gradients"
+            )
+        self.end()
 
     def end(self) -> None:
         """End the pass now: the caller knows that no gradient is to come."""
-        complete = self._complete
+        complete = self.complete
         self.reset()
         self.armed = _inside_a_pass()  # the outer pass goes on
-        if ended := self._ended():
-            ended(complete, self.armed)
+        self.ended(complete, self.armed)
 
     def reset(self) -> None:
         """Disarm, and forget the pass that has begun, if one has."""
         self.armed = False
-        self._begun = False
-        self._complete: set[str] = set()
-        self._expected: set[str] | None = None
-        """The parameters that get a gradient in this pass, as far as that is known."""
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._begun = self._computed = False
+        self.complete: set[str] = set()
+        """The parameters that got a gradient in this pass so far; another set in each pass."""
+        for group in self._groups:
+            group.missing = group.size
 
     def remove(self) -> None:
         """Remove all hooks; the watch calls back no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Register all hooks, in the order in which they are to run.
-
-        `register_multi_grad_hook` keeps all gradients of a pass in memory until it has the last of them. So the
-        hook before it puts a stand-in of one element into the gradient's place, and the hook behind it takes
-        that out again.
-        """
-        hooked: dict[str, Any] = dict(parameters)  # torch leaves these methods untyped
-        for name, parameter in hooked.items():
-            self._hooks.append(parameter.register_hook(_FirstHook(self, name, parameter)))
-        multi = register_multi_grad_hook(tuple(parameters.values()), self._all_are_computed, mode="all")
-        self._hooks.append(multi)
-        for name, parameter in hooked.items():
-            self._hooks.append(parameter.register_hook(self._last_hook(name)))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._accumulated(name)))
-
-    def _last_hook(self, name: str) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        return lambda _: self._computed.pop(name, None)
-
-    def _accumulated(self, name: str) -> Callable[[torch.Tensor], None]:
-        def accumulated(_: torch.Tensor) -> None:
-            if name in self._without_gradient:
-                self._without_gradient.remove(name)
-            elif self.armed:
-                self._complete.add(name)
-                if after := self._after():
-                    after(name)
-                if len(self._complete) == len(self._names) or self._complete == self._expected:
-                    self.end()
-
-        return accumulated
-
-    def _all_are_computed(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The pass has computed all its gradients; the last may still have to be accumulated.
-
-        A pass inside another one comes here with its own gradients only, and then PyTorch does not call for the
-        outer pass.
-        """
-        if self.armed:
-            names = {name for name, g in zip(self._names, gradients, strict=True) if g is not None}
-            self._expected = names | (self._expected or set())
-            if self._complete == self._expected:
-                self.end()
+        self._edges.clear()
 
 
-class _FirstHook:
-    """The hook that runs first on a gradient: it says that the gradient is there, and hides it."""
+class _Group:
+    """How many gradients of a group are missing in this pass."""
 
-    def __init__(self, watch: BackwardWatch, name: str, parameter: nn.Parameter) -> None:
+    __slots__ = ("index", "missing", "size")
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+
+
+class _Hooks:
+    """The two hooks of one parameter, which autograd runs one behind the other."""
+
+    __slots__ = ("_made", "_name", "group", "watch")
+    group: _Group
+
+    def __init__(self, watch: BackwardWatch, name: str) -> None:
         self.watch, self._name = watch, name
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        self._stand_in = zero.expand(parameter.shape)
+        self._made = True
 
-    def __call__(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        watch, name = self.watch, self._name
-        if watch.armed and not watch._complete:
-            watch._expected = None  # of an earlier pass that failed before its first gradient
-            if not watch._begun:
-                watch._begun = True
-                if began := watch._began():
-                    began()
-        if gradient is None:  # a Function may make none; the other hooks run all the same
-            watch._without_gradient.add(name)
-        elif before := watch._before():
-            before(name, watch.armed)
-        if (
-            gradient is None or gradient.layout is not torch.strided
-        ):  # autograd takes no stand-in of another layout
-            watch._computed.pop(name, None)  # of a pass that failed
-            return None
-        watch._computed[name] = gradient
-        return self._stand_in
+    def computed(self, gradient: torch.Tensor | None) -> None:
+        """The gradient is there. A Function may make none, and then the other hook runs all the same."""
+        watch = self.watch
+        self._made = made = gradient is not None
+        if watch.armed:
+            if not watch.complete:
+                watch.begin(computed=made)
+        elif made:
+            watch.before(self._name)
+
+    def accumulated(self, _: torch.Tensor) -> None:
+        """The gradient is in `p.grad`."""
+        watch = self.watch
+        if watch.armed and self._made:
+            complete, group = watch.complete, self.group
+            if self._name in complete:
+                raise MisuseError(
+                    f"DistributedDataParallel: {self._name!r} got two gradients in one backward pass"
+                )
+            complete.add(self._name)
+            group.missing -= 1
+            if not group.missing:
+                watch.after(group.index)
+                if len(complete) == watch.count:
+                    watch.end()
 
 
 def watches_of(parameter: torch.Tensor) -> list[BackwardWatch]:
     """All watches that have hooks on `parameter`."""
-    hooks = (parameter._backward_hooks or {}).values()
-    return [hook.watch for hook in hooks if isinstance(hook, _FirstHook)]
+    hooks = [getattr(hook, "__self__", None) for hook in (parameter._backward_hooks or {}).values()]
+    return [hook.watch for hook in hooks if isinstance(hook, _Hooks)]
 
 
-def _weakly(callback: Callback) -> Callable[[], Callback | None]:
-    """A function that gives `callback`; if that is a method, only as long as its object is there."""
-    if isinstance(callback, MethodType):
-        return weakref.WeakMethod(callback)
-    return lambda: callback
+def _weakly(callback: Callback) -> Callback:
+    """`callback`; if that is a method, it does nothing once its object, which is held weakly, is gone."""
+    if not isinstance(callback, MethodType):
+        return callback
+    owner, function = weakref.ref(callback.__self__), callback.__func__
+
+    def call(*args: Any) -> None:
+        if (there := owner()) is not None:
+            function(there, *args)
+
+    return cast(Callback, call)
+
+
+def _nobody() -> None:
+    return None
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

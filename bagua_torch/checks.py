@@ -226,6 +226,25 @@ def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> 
         ArrayError: A parameter was added, replaced, frozen, unfrozen, moved or converted.
         UnsupportedError: An optimizer would step within the backward pass.
     """
+    if not contents.unchanged:
+        _check_parameters(contents)
+    for name, parameter in contents.trained.items():
+        # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
+                "call optimizer.step() after backward(), when gradients are averaged"
+            )
+    for name, view in weights.items():
+        if contents.trained[name].data_ptr() != view.data_ptr():
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
+                "weights would not be exchanged; close this one and wrap the module again"
+            )
+
+
+def _check_parameters(contents: Contents) -> None:
+    """Raise `ArrayError` if a parameter that is not ignored was added, replaced, frozen or unfrozen."""
     trained = {id(p) for p in contents.trained.values()}
     for name, parameter in contents.module.named_parameters():
         if (id(parameter) in trained) == parameter.requires_grad or name in contents.ignored:
@@ -242,19 +261,6 @@ def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> 
             f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
             "wrapped; close this one and wrap the module again"
         )
-    for name, parameter in contents.trained.items():
-        # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
-        if hasattr(parameter, "_in_backward_optimizers"):
-            raise UnsupportedError(
-                f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
-                "call optimizer.step() after backward(), when gradients are averaged"
-            )
-    for name, view in weights.items():
-        if contents.trained[name].data_ptr() != view.data_ptr():
-            raise ArrayError(
-                f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
-                "weights would not be exchanged; close this one and wrap the module again"
-            )
 
 
 def check_open(closed: bool) -> None:
@@ -270,6 +276,6 @@ def check_backward_ended(unfinished: bool) -> None:
     """Raise `CommError` if a backward pass has begun and not ended."""
     if unfinished:
         raise CommError(
-            "DistributedDataParallel: the last backward pass did not end: it raised, or the module has "
-            "unused parameters and reentrant checkpoints; checkpoint with use_reentrant=False"
+            "DistributedDataParallel: the last backward pass did not end, because it raised; close this one and "
+            "wrap the module again, or load a checkpoint"
         )

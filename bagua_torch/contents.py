@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 
 import torch
 from torch import nn
@@ -10,6 +12,26 @@ from torch import nn
 from bagua_comm import Communicator
 
 from .broadcast import broadcast_optimizer, broadcast_tensors
+
+
+def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The module and all parts of it, each once, with what stands before the names of their parameters.
+
+    In the order of `module.named_modules()`, in a fraction of its time: it is asked in every forward pass.
+    """
+    seen: set[nn.Module] = set()
+    parts: list[tuple[str, nn.Module]] = []
+    left = [("", module)]
+    while left:
+        path, part = left.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        parts.append((path, part))
+        if part._modules:
+            inner = [(f"{path}{name}.", child) for name, child in part._modules.items() if child is not None]
+            left += reversed(inner)
+    return parts
 
 
 class Contents:
@@ -31,10 +53,29 @@ class Contents:
         """The parameters that are not ignored."""
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """The parameters among these that get a gradient."""
+        self._places = self._places_now()
+        self._required = [parameter.requires_grad for parameter in self._places]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether every parameter is where it was when the module was wrapped, and as many get a gradient."""
+        now = self._places_now()
+        same = len(now) == len(self._places) and all(map(is_, now, self._places))
+        return same and [parameter.requires_grad for parameter in now] == self._required
+
+    def _places_now(self) -> list[nn.Parameter]:
+        """The parameters of all parts of the module, tied ones several times."""
+        held = (part._parameters.values() for _, part in parts_of(self.module))
+        return [parameter for parameter in chain.from_iterable(held) if parameter is not None]
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now, without the ignored ones."""
-        return {name: buffer for name, buffer in self.module.named_buffers() if name not in self.ignored}
+        """The buffers as they are now, without the ignored ones; one that has several names under its first."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for path, part in parts_of(self.module):
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    found.setdefault(id(buffer), (f"{path}{name}", buffer))
+        return {name: buffer for name, buffer in found.values() if name not in self.ignored}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers."""
@@ -53,7 +94,8 @@ class Contents:
 
         Collective.
         """
-        broadcast_tensors(comm, list(self.buffers().values()), root=root)
+        if comm.size > 1:
+            broadcast_tensors(comm, list(self.buffers().values()), root=root)
 
     def copy_optimizers(
         self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0

@@ -72,7 +72,6 @@ class DistributedDataParallel(nn.Module):
     second backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be
     accumulated by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd`
     computes is not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
-    Reentrant checkpoints need all parameters used.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only

@@ -67,11 +67,6 @@ class TorchEngine(Engine):
         with torch_stream(device):
             super().__init__(comm, algorithm, memory.plan, _arrays_of(memory))
 
-    def ready_all(self, names: Iterable[str]) -> None:
-        """Say that several tensors are complete; see `Engine.ready`."""
-        for name in names:
-            super().ready(name)
-
     def move(self, memory: BucketMemory, algorithm: Algorithm) -> None:
         """Go on with other memory, and the same algorithm with other settings; see `Engine.replan`.
 

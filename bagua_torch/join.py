@@ -104,7 +104,8 @@ class Join:
                 keep = accumulates and self.divide_by_initial_size
                 for name, view in memory.gradients.items():
                     memory.parameters[name].grad = view if keep else view.zero_()
-                engine.ready_all(memory.gradients)
+                for index in range(len(memory.names)):
+                    engine.ready_bucket(index)
             engine.at(Point.BACKWARD)
             if engine.payload == "weight":
                 # Ranks that have data may wait for this exchange before they announce their next step.

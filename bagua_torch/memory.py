@@ -44,12 +44,16 @@ class BucketMemory:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
         self.parameters, self.plan = parameters, plan
+        self.names = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
+        """The parameters of each bucket."""
         self.flats: dict[Payload, list[torch.Tensor]] = {}
         """One flat tensor for each bucket, by what the buckets hold."""
         self.gradients: dict[str, torch.Tensor] = {}
         """Views of the buckets of gradients, by parameter."""
         self.weights: dict[str, torch.Tensor] = {}
         """Views of the buckets of weights, by parameter."""
+        self._pairs: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
+        """The parameters of each bucket, each with its view; empty while gradients are not exchanged."""
         self.commits = 0
         """How often, when autograd was last told, the engine had written to the buckets."""
 
@@ -63,6 +67,7 @@ class BucketMemory:
         views = self.plan.cut(self.flats[payload])
         if payload == "grad":
             self.gradients = views
+            self._pairs = [[(self.parameters[name], views[name]) for name in names] for names in self.names]
         else:
             self.weights = views
 
@@ -87,14 +92,31 @@ class BucketMemory:
 
     def attach(self, name: str) -> None:
         """Make `p.grad` a view of its bucket, if gradients are exchanged: with its values, or zeros for none."""
-        parameter, view = self.parameters[name], self.gradients.get(name)
-        if view is None or parameter.grad is view:
-            return
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad.detach())
-        parameter.grad = view
+        if name in self.gradients:
+            _attach(self.parameters[name], self.gradients[name])
+
+    def attach_bucket(self, index: int) -> None:
+        """Do the same for all parameters of a bucket."""
+        for parameter, view in self._pairs[index] if self._pairs else ():
+            _attach(parameter, view)
+
+    def attach_all(self) -> set[str]:
+        """Do the same for all parameters.
+
+        Returns:
+            The names of those that had no gradient.
+        """
+        without: set[str] = set()
+        for index, pairs in enumerate(self._pairs):
+            fresh = [name for name, (p, _) in zip(self.names[index], pairs, strict=True) if p.grad is None]
+            without.update(fresh)
+            if len(fresh) < len(pairs):
+                self.attach_bucket(index)
+                continue
+            self.flats["grad"][index].zero_()  # at once, which takes less time than one after another
+            for parameter, view in pairs:
+                parameter.grad = view
+        return without
 
     def note(self, commits: int) -> None:
         """Tell autograd if the engine, by its number of commits, has written to the buckets since the last time.
@@ -104,6 +126,17 @@ class BucketMemory:
         if self.commits != commits:
             self.commits = commits
             increment_version(self.parameters.values())
+
+
+def _attach(parameter: nn.Parameter, view: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is view:
+        return
+    if gradient is None:
+        view.zero_()
+    else:
+        view.copy_(gradient.detach())
+    parameter.grad = view
 
 
 class KeptGradients:

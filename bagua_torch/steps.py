@@ -82,6 +82,7 @@ class TrainingSteps:
         """Which ranks have data left, in `join`."""
         self.find_unused, self.static = find_unused, static
         self._stepped: set[int] = set()  # optimizers that stepped since the last backward pass
+        self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
         self._trained = contents.trained
         self._unused = UnusedParameters(comm, self._trained)
         self.memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, comm.size))
@@ -91,9 +92,10 @@ class TrainingSteps:
         self.span = BackwardSpan(comm.tracer, device)
         self.watch = BackwardWatch(
             self._trained,
-            began=self.span.begin,
+            self.memory.names,
+            began=self._begin_backward,
             before=self._before_gradient,
-            after=self._after_gradient,
+            after=self._send,
             ended=self._end_backward,
         )
         self._hooks: list[Any] = []
@@ -133,6 +135,7 @@ class TrainingSteps:
         self.engine.move(memory, algorithm)
         memory.replace(self.memory)
         self.memory = memory
+        self.watch.regroup(memory.names)
         self.note_new_weights()
         self.lend()
 
@@ -198,24 +201,24 @@ class TrainingSteps:
         self.engine.at(Point.FORWARD)
         self.note_new_weights()
 
-    def _before_gradient(self, name: str, armed: bool) -> None:
-        """Make `p.grad` the view, so that autograd accumulates into the bucket."""
-        if armed or self._trained[name].grad is None:  # else it may be in the bucket of another wrapper
+    def _begin_backward(self) -> None:
+        """Let autograd accumulate into the buckets."""
+        self.span.begin()
+        self._fresh |= self.memory.attach_all()
+
+    def _before_gradient(self, name: str) -> None:
+        """Let autograd accumulate into the bucket in a pass that averages nothing, too."""
+        if self._trained[name].grad is None:  # else it may be in the bucket of another wrapper
             self.memory.attach(name)
 
-    def _after_gradient(self, name: str) -> None:
-        """Hand a complete gradient to the engine."""
-        self.memory.attach(name)  # create_graph=True replaces p.grad
-        self._scale(name)
-        self.engine.ready(name)
-
-    def _scale(self, name: str) -> None:
-        """In `join`, turn the mean over all ranks into the mean over those that have data.
-
-        That is done before the gradient is sent: an algorithm may average more than the gradient.
-        """
+    def _send(self, index: int) -> None:
+        """Hand a bucket to the engine whose gradients are complete."""
+        self.memory.attach_bucket(index)  # create_graph=True replaces p.grad
         if self.join is not None and self.join.scale != 1 and self.engine.payload == "grad":
-            self.memory.gradients[name].mul_(self.join.scale)
+            # The mean over all ranks becomes the mean over those that have data: before the gradients are sent,
+            # as an algorithm may average more than these.
+            self.memory.flats["grad"][index].mul_(self.join.scale)
+        self.engine.ready_bucket(index)
 
     def _end_backward(self, complete: set[str], inner: bool) -> None:
         """Send what is left, and wait for the averages; on a device, the host does not wait. Collective.
@@ -227,12 +230,12 @@ class TrainingSteps:
         self.span.end(parameters=len(complete))
         fresh = []
         if self.engine.payload == "grad" and len(complete) < len(self._trained):
-            unused = [name for name in self._trained if name not in complete]
-            fresh = [name for name in unused if self._trained[name].grad is None]
-            for name in unused:
-                self.memory.attach(name)
-                self._scale(name)
-            self.engine.ready_all(unused)  # so that no rank waits for them
+            self._fresh |= self.memory.attach_all()
+            fresh = sorted(self._fresh - complete)
+            for index, names in enumerate(self.memory.names):
+                if not complete.issuperset(names):
+                    self._send(index)  # so that no rank waits for it
+        self._fresh.clear()
         self.engine.at(Point.BACKWARD)
         self.note_new_weights()
         self.lend()
@@ -245,8 +248,7 @@ class TrainingSteps:
 
     def hold(self) -> None:
         """Keep the gradients in `p.grad` as one addend of the next mean, and leave zeros."""
-        for name in self._trained:
-            self.memory.attach(name)
+        self.memory.attach_all()
         self.engine.hold()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:

@@ -85,6 +85,22 @@ def test_buckets_leave_in_plan_order_whatever_order_they_become_ready_in():
         assert flats == [[0.5] * 4] * 3
 
 
+def test_buckets_that_are_ready_as_a_whole_leave_in_plan_order():
+    def body(comm):
+        with make_engine(comm) as engine:
+            for step in range(2):
+                fill(engine, comm.rank)
+                for index in (1, 0, 2) if comm.rank else (0, 1, 2):
+                    engine.ready_bucket(index)
+                engine.at(Point.BACKWARD)
+                assert [bucket.flat.tolist() for bucket in engine.buckets] == [[0.5] * 4] * 3
+                engine.at(Point.STEP)
+                assert engine.step == step + 1
+            return [s.args["bucket"] for s in comm.tracer.spans() if s.name == "exchange"]
+
+    assert run_ranks(2, body) == [[0, 1, 2] * 2] * 2
+
+
 def test_a_complete_bucket_leaves_before_the_others_are_complete():
     def body(comm):
         with make_engine(comm) as engine:
@@ -212,6 +228,12 @@ def test_a_name_that_is_wrong_or_ready_twice_is_refused():
             engine.ready("bias")
             with pytest.raises(ArrayError, match="'bias' was complete already"):
                 engine.ready("bias")
+            with pytest.raises(ArrayError, match="ready_bucket: 'bias' was complete already"):
+                engine.ready_bucket(0)
+            for index in (-1, 1):
+                with pytest.raises(ArrayError, match=rf"index is {index}, expected 0 to 0"):
+                    engine.ready_bucket(index)
+            engine.ready("layer.weight")
 
     run_ranks(1, body)
 

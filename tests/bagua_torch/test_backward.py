@@ -9,17 +9,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bagua_torch.backward import BackwardWatch, watches_of
+from bagua_torch.errors import MisuseError
 
 
 class Heard:
     """What a watch has called back, in order."""
 
-    def __init__(self, module, **raises):
+    def __init__(self, module, groups=None, **raises):
         self.calls, self.raises, self.parameters = [], raises, dict(module.named_parameters())
+        self.names = list(self.parameters)
         self.watch = BackwardWatch(
             self.parameters,
+            [[name] for name in self.parameters] if groups is None else groups,
             began=lambda: self.hear("began"),
-            before=lambda name, armed: self.hear("before" if armed else "before, not armed", name),
+            before=lambda name: self.hear("before", name),
             after=self.after,
             ended=lambda names, inner: self.hear("ended", *sorted(names), *["inner"] * inner),
         )
@@ -31,7 +34,8 @@ class Heard:
         if call[0] in self.raises:
             raise self.raises[call[0]]
 
-    def after(self, name):
+    def after(self, index):
+        name = self.names[index]
         self.complete_after[name] = self.parameters[name].grad.clone()
         self.hear("after", name)
 
@@ -46,7 +50,7 @@ def two_layers():
 
 
 X = torch.ones(4, 2)
-ONE_PASS = ["began", "before 1.weight", "after 1.weight", "before 0.weight", "after 0.weight"]
+ONE_PASS = ["began", "after 1.weight", "after 0.weight"]
 BOTH = "ended 0.weight 1.weight"
 
 
@@ -74,26 +78,79 @@ def test_gradients_are_the_same_as_without_a_watch_and_the_very_tensors():
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_gradients_are_not_kept_in_memory_until_the_pass_ends():
-    module = nn.Sequential(*[nn.Linear(1000, 1000, bias=False) for _ in range(4)])
-    heard = Heard(module)
-    alive = []
+def test_a_group_is_told_when_its_last_gradient_is_there():
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    heard = Heard(module, [["1.bias", "0.bias"], ["0.weight", "1.weight"]])
+    heard.names = ["biases", "weights"]
+    heard.parameters |= {"biases": module[0].bias, "weights": module[0].weight}
+    module(X).sum().backward()
+    told = heard.take()
+    assert sorted(told[1:-1]) == ["after biases", "after weights"]
+    assert told[-1] == "ended 0.bias 0.weight 1.bias 1.weight"
+    heard.watch.regroup([["0.weight"], ["1.weight", "0.bias", "1.bias"]])
+    heard.names, heard.watch.armed = ["0.weight", "others"], True
+    heard.parameters["others"] = module[0].bias
+    module(X).sum().backward()
+    assert sorted(heard.take()[1:-1]) == ["after 0.weight", "after others"]
 
-    class Noted(torch.autograd.Function):
+
+def test_a_group_that_lacks_a_gradient_is_not_told():
+    module = two_layers()
+    heard = Heard(module, [["0.weight", "1.weight"]])
+    for _ in range(2):  # what one pass has counted, the next one does not
+        heard.watch.armed = True
+        module[1](torch.ones(4, 3)).sum().backward()
+        assert heard.take() == ["began", "ended 1.weight"]
+
+
+def test_gradients_that_are_not_accumulated_are_refused():
+    module = two_layers()
+    heard = Heard(module)
+    loss = module(X).sum()
+    with pytest.raises(MisuseError, match=r"autograd\.grad of parameters"):
+        torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+    assert heard.take() == ["began"]
+    loss.backward()
+    assert heard.take() == [*ONE_PASS, BOTH]
+
+
+def test_two_gradients_of_a_parameter_in_one_pass_are_refused():
+    """The inner pass computes both, when the outer one has computed one of them."""
+    module = two_layers()
+    Heard(module)
+
+    class Inner(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            alive.append(len(heard.watch._computed))
+            with torch.enable_grad():
+                module(X).sum().backward()
             return gradient
 
-    x = torch.ones(1, 1000, requires_grad=True)
-    for layer in module:
-        x = layer(Noted.apply(x))
-    x.sum().backward()
-    assert max(alive) <= 1
+    with pytest.raises(MisuseError, match=r"'1\.weight' got two gradients"):
+        module[1](Inner.apply(module[0](X))).sum().backward()
+
+
+def test_a_pass_that_fails_before_its_first_gradient_leaves_no_trace():
+    module = two_layers()
+    heard = Heard(module)
+    fails = [True]
+
+    def fail(_):
+        if fails:
+            raise ValueError("not yet")
+
+    module[1].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="not yet"):
+        module(X).sum().backward()
+    assert heard.take() == ["began"]
+    assert not heard.watch.unfinished
+    fails.clear()
+    module[1](torch.ones(4, 3)).sum().backward()  # its end is found, too
+    assert heard.take() == ["after 1.weight", "ended 1.weight"]
 
 
 def test_a_watch_that_is_not_armed_follows_no_pass():
@@ -101,7 +158,7 @@ def test_a_watch_that_is_not_armed_follows_no_pass():
     heard = Heard(module)
     heard.watch.armed = False
     module(X).sum().backward()
-    assert heard.take() == ["before, not armed 1.weight", "before, not armed 0.weight"]
+    assert heard.take() == ["before 1.weight", "before 0.weight"]
     assert not heard.watch.unfinished
 
 
@@ -122,7 +179,7 @@ def test_parameters_that_take_no_part_are_not_waited_for():
     module = two_layers()
     heard = Heard(module)
     module[1](torch.ones(4, 3)).sum().backward()
-    assert heard.take() == ["began", "before 1.weight", "after 1.weight", "ended 1.weight"]
+    assert heard.take() == ["began", "after 1.weight", "ended 1.weight"]
     heard.watch.armed = True
     module(X).sum().backward()
     assert heard.take() == [*ONE_PASS, BOTH]
@@ -192,14 +249,14 @@ def test_a_gradient_that_is_not_made_is_not_told():
     module = two_layers()
     heard = Heard(module)
     NoGradient.apply(module[1](torch.ones(4, 3)), module[0].weight).sum().backward()
-    assert heard.take() == ["began", "before 1.weight", "after 1.weight", "ended 1.weight"]
+    assert heard.take() == ["began", "after 1.weight", "ended 1.weight"]
 
 
 def test_sparse_gradients_are_told_and_arrive():
     module = nn.Embedding(5, 2, sparse=True)
     heard = Heard(module)
     module(torch.tensor([1, 3])).sum().backward()
-    assert heard.take() == ["began", "before weight", "after weight", "ended weight"]
+    assert heard.take() == ["began", "after weight", "ended weight"]
     assert module.weight.grad.to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
 
 
@@ -218,7 +275,7 @@ def test_a_pass_that_fails_is_unfinished_until_it_is_forgotten():
     heard = Heard(module)
     with pytest.raises(ValueError, match="in the middle"):
         module[1](Failing.apply(module[0](X))).sum().backward()
-    assert heard.take() == ["began", "before 1.weight", "after 1.weight"]
+    assert heard.take() == ["began", "after 1.weight"]
     assert heard.watch.unfinished
     heard.watch.reset()
     assert not heard.watch.unfinished
@@ -236,6 +293,14 @@ def test_what_a_callback_raises_the_backward_pass_raises(call):
     assert heard.calls[-1].startswith(call)
 
 
+def test_what_is_raised_at_the_end_of_a_pass_with_unused_parameters_the_backward_pass_raises():
+    module = two_layers()
+    heard = Heard(module, ended=ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        module[1](torch.ones(4, 3)).sum().backward()
+    assert not heard.watch.unfinished
+
+
 def test_a_checkpoint_is_part_of_the_pass_and_a_reentrant_one_is_a_pass_inside_it():
     module = two_layers()
     heard = Heard(module)
@@ -246,7 +311,7 @@ def test_a_checkpoint_is_part_of_the_pass_and_a_reentrant_one_is_a_pass_inside_i
         checkpoint(module[1], x, use_reentrant=reentrant).sum().backward()
         told[reentrant] = heard.take()
     assert told[False] == [*ONE_PASS, BOTH]
-    assert told[True] == [*ONE_PASS[:3], "ended 1.weight inner", "began", *ONE_PASS[3:], "ended 0.weight inner"]
+    assert told[True] == [*ONE_PASS[:2], "ended 1.weight inner", "began", *ONE_PASS[2:], "ended 0.weight inner"]
 
 
 def test_a_pass_inside_another_one_ends_and_the_outer_one_goes_on():
@@ -305,7 +370,7 @@ def test_several_watches_of_one_module():
     second.watch.armed = False
     module(X).sum().backward()
     assert first.take() == [*ONE_PASS, BOTH]
-    assert second.take() == ["before, not armed 1.weight", "before, not armed 0.weight"]
+    assert second.take() == ["before 1.weight", "before 0.weight"]
 
 
 def test_methods_are_held_weakly():
@@ -315,6 +380,7 @@ def test_methods_are_held_weakly():
         def __init__(self, module):
             self.watch = BackwardWatch(
                 dict(module.named_parameters()),
+                [[name] for name, _ in module.named_parameters()],
                 began=self.count,
                 before=self.count,
                 after=self.count,
@@ -329,7 +395,7 @@ def test_methods_are_held_weakly():
     owner = Owner(module)
     assert all(watch.owner is owner for p in module.parameters() for watch in watches_of(p))
     module(X).sum().backward()
-    assert Owner.calls == 6
+    assert Owner.calls == 4
     gc.disable()
     try:
         watch, dropped = owner.watch, weakref.ref(owner)
@@ -340,4 +406,4 @@ def test_methods_are_held_weakly():
     assert watch.owner is None
     watch.armed = True
     module(X).sum().backward()
-    assert Owner.calls == 6
+    assert Owner.calls == 4

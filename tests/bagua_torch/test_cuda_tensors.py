@@ -334,7 +334,7 @@ def test_every_method_of_the_engine_enters_pytorchs_stream(monkeypatch):
         bagua_torch.engine, "torch_stream", lambda device: entered.append(device) or contextlib.nullcontext()
     )
     methods = [name for name, _ in inspect.getmembers(TorchEngine, inspect.isfunction) if name[0] != "_"]
-    assert {"ready", "at", "settle", "close", "ready_all"} <= set(methods)
+    assert {"ready", "at", "settle", "close", "ready_bucket"} <= set(methods)
     for name in methods:
         with contextlib.suppress(TypeError, AttributeError):  # there is no engine behind it
             getattr(TorchEngine, name)(types.SimpleNamespace(device=name))

@@ -338,19 +338,29 @@ def test_checkpointed_layers(reentrant, last):
             assert a.abs().sum() > 0
 
 
-def test_reentrant_checkpoints_with_unused_parameters_are_refused_before_the_step():
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_reentrant_checkpoints_with_unused_parameters_are_averaged(last):
+    """Layer 3 is never used; the outer pass computes a gradient before the inner one, behind it, or neither."""
+
     def body(comm):
         class Checkpointed(Layers):
             def forward(self, x):
-                return self[2](checkpoint(self[1], self[0](x), use_reentrant=True))
+                for number in range(last + 1):
+                    layer = self[number]
+                    x = checkpoint(layer, x, use_reentrant=True) if number == 1 else layer(x)
+                return x
 
         model = Checkpointed(4)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 2.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
-        ddp(torch.full((1, 1), 1.0 + comm.rank)).sum().backward()
-        for call in (optimizer.step, lambda: ddp(torch.ones(1, 1))):
-            with pytest.raises(CommError, match=r"did not end.*use_reentrant=False"):
-                call()
+        ddp = DistributedDataParallel(model, optimizer, comm=comm, find_unused_parameters=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(torch.full((1, 1), 1.0 + comm.rank)).sum().backward()
+            expected = [2.0**last * 1.5 if number <= last else None for number in range(4)]
+            assert [None if p.grad is None else p.grad.item() for p in model.parameters()] == expected
+        optimizer.step()
         ddp.close()
 
     run_ranks(2, body)
