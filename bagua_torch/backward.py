@@ -58,6 +58,7 @@ class BackwardWatch:
     ) -> None:
         self.armed = False
         """Whether the pass that goes on, or else the next one, is followed."""
+        self._begun = self._computed = False  # whether `began` was called, and a gradient computed
         self.count = len(parameters)
         """How many parameters are watched."""
         self.began, self.before = _weakly(began), _weakly(before)
@@ -115,7 +116,7 @@ class BackwardWatch:
         """A hook of an armed pass runs, and nothing was accumulated yet; `computed`: a gradient was computed."""
         self._computed = self._computed or computed
         complete, engine = self.complete, torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._pass_has_ended(complete))  # type: ignore[no-untyped-call]
+        engine.queue_callback(lambda: self._pass_has_ended(complete))
         if not self._begun:
             self._begun = True
             self.began()
@@ -165,7 +166,8 @@ class _Group:
     __slots__ = ("index", "missing", "size")
 
     def __init__(self, index: int, size: int) -> None:
-        self.index, self.size = index, size
+        self.index = index
+        self.size = self.missing = size
 
 
 class _Hooks:
