@@ -191,8 +191,29 @@ def _itemsize(kind: int) -> int:
 # ---------------------------------------------------------------------------------------------------
 # Conversions
 #
-# By integers: not every processor has instructions for float16, and NumPy's own functions are not vectorised.
+# A processor without instructions for float16 has no compiled kernels: LLVM calls functions of C in their place,
+# which are not there when kernels are loaded and compared with NumPy's.
 # ---------------------------------------------------------------------------------------------------
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _extended(_: Any, half: Any) -> Any:
+    """The bits of a float16, as float32."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return numba.types.float32(numba.types.uint16), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _truncated(_: Any, x: Any) -> Any:
+    """The bits of a float32, rounded to float16."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
+
+    return numba.types.uint16(numba.types.float32), code
 
 
 @_inner
@@ -207,26 +228,19 @@ def _float(bits: Any) -> Any:
 
 @_inner
 def _from_float16(half: Any) -> Any:
-    magnitude = np.uint32(half & 0x7FFF)
-    normal = np.uint32((magnitude << 13) + (112 << 23))  # 127 - 15, the difference of the two biases of exponents
-    not_finite = np.uint32((magnitude << 13) + (224 << 23))
-    denormal = _bits(np.float32(magnitude) * np.float32(2.0**-24))
-    bits = normal if magnitude >= 0x0400 else denormal
-    bits = bits if magnitude < 0x7C00 else not_finite
-    return _float(bits | np.uint32(half & 0x8000) << 16)
+    return _extended(np.uint16(half))
 
 
 @_inner
 def _to_float16(x: Any) -> Any:
     """Round half to even; NaN becomes the canonical NaN."""
-    magnitude = np.uint32(_bits(x) & 0x7FFFFFFF)
-    odd = np.uint32(magnitude >> 13) & 1
-    normal = np.uint32(np.uint32(magnitude - (112 << 23) + 0xFFF + odd) >> 13)
-    # In float32, the last place of 0.5 is the last place of a denormal float16.
-    denormal = np.uint32(_bits(_float(magnitude) + np.float32(0.5)) - _bits(np.float32(0.5)))
-    half = denormal if magnitude < 113 << 23 else normal
-    half = min(half, np.uint32(0x7C00)) | np.uint32(np.uint32(_bits(x) >> 16) & 0x8000)
-    return np.uint16(0x7E00) if magnitude > _INFINITY else np.uint16(half)
+    return _finite_to_float16(x) if x == x else np.uint16(0x7E00)
+
+
+@_inner
+def _finite_to_float16(x: Any) -> Any:
+    """Round what is not NaN."""
+    return _truncated(np.float32(x))
 
 
 @_inner
@@ -237,9 +251,13 @@ def _from_bfloat16(half: Any) -> Any:
 @_inner
 def _to_bfloat16(x: Any) -> Any:
     """Round half to even; NaN becomes the canonical NaN."""
+    return _finite_to_bfloat16(x if x == x else _float(_NAN))
+
+
+@_inner
+def _finite_to_bfloat16(x: Any) -> Any:
+    """Round what is not NaN."""
     bits = _bits(x)
-    if np.uint32(bits & 0x7FFFFFFF) > _INFINITY:
-        bits = _NAN
     return np.uint16(np.uint32(bits + 0x7FFF + (np.uint32(bits >> 16) & 1)) >> 16)
 
 
@@ -521,13 +539,6 @@ class _Wire(NamedTuple):
     eps: Any
 
 
-class _Sum(NamedTuple):
-    """How many rows of a wire to add (0: encode elements as they are), and whether to divide by their number."""
-
-    rows: int
-    mean: int
-
-
 class _Levels(NamedTuple):
     """Decoding constants of a block."""
 
@@ -545,11 +556,17 @@ def encode_rows(
 ) -> None:
     """Encode n rows of elements."""
     layout = _Wire(kind, count, stride, start, block, np.float32(eps))
-    wide, pair = numba.carray(_scratch(), (_STRIP,)), numba.carray(_scratch(), (2,))
+    pair = numba.carray(_scratch(), (2,))
     for row in range(n):
         source, target = x + row * count * _itemsize(kind), wire + row * stride
         for begin in range(0, count, block):
-            _encode_block(layout, source, _Sum(0, 0), begin, target, wide, pair)
+            where, length = source + begin * _itemsize(kind), min(block, count - begin)
+            if kind == _FLOAT32:
+                _encode_floats(layout, _floats(where, length).view(np.uint32), begin, target, pair)
+            elif kind == _FLOAT16:
+                _encode_halves(layout, _halves(where, length), _from_float16, begin, target, pair)
+            else:
+                _encode_halves(layout, _halves(where, length), _from_bfloat16, begin, target, pair)
         _clear_padding(layout, target)
 
 
@@ -570,7 +587,7 @@ def combine_rows(
     layout = _Wire(kind, count, stride, start, block, np.float32(eps))
     total, pair = numba.carray(_scratch(), (_STRIP,)), numba.carray(_scratch(), (2,))
     for begin in range(0, count, block):
-        _encode_block(layout, wires, _Sum(n, mean), begin, wire, total, pair)
+        _encode_sum(layout, wires, n, mean, begin, wire, total, pair)
     _clear_padding(layout, wire)
 
 
@@ -580,18 +597,19 @@ def decode_rows(
 ) -> None:
     """Decode n rows."""
     layout = _Wire(kind, count, stride, start, block, np.float32(eps))
-    wide, pair = numba.carray(_scratch(), (_STRIP,)), numba.carray(_scratch(), (2,))
+    pair = numba.carray(_scratch(), (2,))
     for row in range(n):
         source, target = wire + row * stride, out + row * count * _itemsize(kind)
         for begin in range(0, count, block):
             levels = _read_levels(layout, source, begin, pair)
-            end = min(begin + block, count)
-            for at in range(begin, end, _STRIP):
-                where, length = target + at * _itemsize(kind), min(_STRIP, end - at)
-                values = _floats(where, length) if kind == _FLOAT32 else wide[:length]
-                _decode(_bytes(source + start + at, length), levels, False, values)
-                if kind != _FLOAT32:
-                    _store(kind, values, where)
+            where, length = target + begin * _itemsize(kind), min(block, count - begin)
+            codes = _bytes(source + start + begin, length)
+            if kind == _FLOAT32:
+                _decode(codes, levels, False, _floats(where, length))
+            elif kind == _FLOAT16:
+                _decode_rounded(codes, levels, _to_float16, _finite_to_float16, _halves(where, length))
+            else:
+                _decode_rounded(codes, levels, _to_bfloat16, _finite_to_bfloat16, _halves(where, length))
 
 
 @_inner
@@ -644,71 +662,117 @@ def _decode(codes: Array, levels: Any, adding: bool, out: Array) -> None:
 
 
 @_inner
-def _strip(
-    layout: Any, source: int, summed: Any, begin: int, at: int, count: int, scratch: Array, pair: Array
-) -> Array:
-    """`count` elements from `at` on, in the block that begins at `begin`: as they are, or summed over rows."""
-    if summed.rows == 0:
-        return _load(layout.kind, source + at * _itemsize(layout.kind), count, scratch)
-    total = scratch[:count]
-    total[:] = _NOTHING
-    for row in range(summed.rows):
-        wire = source + row * layout.stride
-        _decode(_bytes(wire + layout.start + at, count), _read_levels(layout, wire, begin, pair), True, total)
-    if summed.mean:
-        _divide(total, summed.rows)
-    _round(layout.kind, total)
-    return total
+def _decode_rounded(codes: Array, levels: Any, rounded: Any, finite_rounded: Any, out: Array) -> None:
+    """Decode to elements of 16 bits, whose bits two functions give: of any float32, and of what is not NaN."""
+    scale, lower, largest = levels.scale, levels.lower, levels.largest
+    if levels.plain:
+        for i in range(len(out)):
+            out[i] = finite_rounded((np.float32(codes[i]) + lower) / scale)
+    else:
+        for i in range(len(out)):
+            value = min(max((np.float32(codes[i]) + lower) / scale, -largest), largest)
+            out[i] = rounded(levels.fill if levels.constant else value)
 
 
 @_inner
-def _extremes(values: Array, signed_most: Any, most: Any, least: Any) -> Any:
-    """Update three extremes of the bits of floats by `values`: one as signed integers, two as unsigned."""
-    bits, signed = values.view(np.uint32), values.view(np.int32)
-    for i in range(len(values)):
-        signed_most = max(signed_most, signed[i])
-        most = max(most, bits[i])
-        least = min(least, bits[i])
+def _sum_strip(
+    layout: Any, wires: int, n: int, mean: int, begin: int, at: int, total: Array, pair: Array
+) -> None:
+    """Sum elements of n rows, from `at` on, in the block that begins at `begin`, into `total`."""
+    total[:] = _NOTHING
+    for row in range(n):
+        wire = wires + row * layout.stride
+        codes = _bytes(wire + layout.start + at, len(total))
+        _decode(codes, _read_levels(layout, wire, begin, pair), True, total)
+    if mean:
+        _divide(total, n)
+    _round(layout.kind, total)
+
+
+@_inner
+def _extremes(bits: Array, signed: Array, signed_most: Any, most: Any, least: Any) -> Any:
+    """Update three extremes of the bits of floats: one of them as signed integers, two as unsigned."""
+    for i in range(len(bits)):
+        signed_most = signed[i] if signed[i] > signed_most else signed_most
+        most = bits[i] if bits[i] > most else most
+        least = bits[i] if bits[i] < least else least
     return signed_most, most, least
 
 
 @_inner
-def _ends(signed_most: Any, most: Any, least: Any) -> Any:
-    """Min and max of the floats whose bits have these extremes; NaN if any is not finite, and zeros are +0.0."""
+def _ends(signed_most: Any, most: Any, least: Any, sign: Any, value: Any) -> Any:
+    """Min and max of the floats whose bits have these extremes; NaN if any is not finite, and zeros are +0.0.
+
+    Args:
+        signed_most: The largest as signed integers.
+        most: The largest as unsigned integers.
+        least: The smallest as unsigned integers.
+        sign: The bit of the sign.
+        value: A function that gives the float32 of some bits.
+    """
     # The bits of positive floats ascend with them, those of negative ones descend and, unsigned, are above.
-    low = _float(most if most >= _SIGN else least) + _ZERO
-    high = _float(signed_most if signed_most >= 0 else least) + _ZERO
+    low = value(most if most >= sign else least) + _ZERO
+    high = value(signed_most if signed_most >= 0 else least) + _ZERO
     if not (np.isfinite(low) and np.isfinite(high)):
         low = high = _float(_NAN)
     return low, high
 
 
 @_inner
-def _encode_block(
-    layout: Any, source: int, summed: Any, begin: int, row: int, scratch: Array, pair: Array
-) -> None:
-    end = min(begin + layout.block, layout.elements)
-    signed_most, most, least = np.int32(-(2**31)), np.uint32(0), np.uint32(0xFFFFFFFF)
-    for at in range(begin, end, _STRIP):
-        values = _strip(layout, source, summed, begin, at, min(_STRIP, end - at), scratch, pair)
-        signed_most, most, least = _extremes(values, signed_most, most, least)
-    low, high = pair[0], pair[1] = _ends(signed_most, most, least)
-    _store(layout.kind, pair, _header(layout, row, begin))
-    scale, lower = _scale_and_lower(low, high, layout.eps)
-    for at in range(begin, end, _STRIP):
-        if end - begin > _STRIP:  # a single strip is still in `values`
-            values = _strip(layout, source, summed, begin, at, min(_STRIP, end - at), scratch, pair)
-        _quantize(values, low, scale, lower, _bytes(row + layout.start + at, len(values)))
+def _encode_floats(layout: Any, bits: Array, begin: int, row: int, pair: Array) -> None:
+    """Encode elements of float32, all those of a block."""
+    most = _extremes(bits, bits.view(np.int32), np.int32(-(2**31)), np.uint32(0), np.uint32(0xFFFFFFFF))
+    low, high = _ends(most[0], most[1], most[2], _SIGN, _float)
+    scale, lower = _write_ends(layout, low, high, begin, row, pair)
+    _quantize(bits, _float, low, scale, lower, _bytes(row + layout.start + begin, len(bits)))
 
 
 @_inner
-def _quantize(values: Array, low: Any, scale: Any, lower: Any, codes: Array) -> None:
+def _encode_halves(layout: Any, bits: Array, value: Any, begin: int, row: int, pair: Array) -> None:
+    """Encode elements of 16 bits, all those of a block; `value` gives the float32 of their bits."""
+    most = _extremes(bits, bits.view(np.int16), np.int16(-(2**15)), np.uint16(0), np.uint16(0xFFFF))
+    low, high = _ends(most[0], most[1], most[2], np.uint16(0x8000), value)
+    scale, lower = _write_ends(layout, low, high, begin, row, pair)
+    _quantize(bits, value, low, scale, lower, _bytes(row + layout.start + begin, len(bits)))
+
+
+@_inner
+def _encode_sum(
+    layout: Any, wires: int, n: int, mean: int, begin: int, row: int, scratch: Array, pair: Array
+) -> None:
+    """Encode the sum of a block of n rows of `wires`."""
+    end = min(begin + layout.block, layout.elements)
+    most = np.int32(-(2**31)), np.uint32(0), np.uint32(0xFFFFFFFF)
+    for at in range(begin, end, _STRIP):
+        total = scratch[: min(_STRIP, end - at)]
+        _sum_strip(layout, wires, n, mean, begin, at, total, pair)
+        most = _extremes(total.view(np.uint32), total.view(np.int32), most[0], most[1], most[2])
+    low, high = _ends(most[0], most[1], most[2], _SIGN, _float)
+    scale, lower = _write_ends(layout, low, high, begin, row, pair)
+    for at in range(begin, end, _STRIP):
+        total = scratch[: min(_STRIP, end - at)]
+        if end - begin > _STRIP:  # a single strip is still in `total`
+            _sum_strip(layout, wires, n, mean, begin, at, total, pair)
+        codes = _bytes(row + layout.start + at, len(total))
+        _quantize(total.view(np.uint32), _float, low, scale, lower, codes)
+
+
+@_inner
+def _write_ends(layout: Any, low: Any, high: Any, begin: int, row: int, pair: Array) -> Any:
+    """Write the pair of a block; returns its scale and lower level."""
+    pair[0], pair[1] = low, high
+    _store(layout.kind, pair, _header(layout, row, begin))
+    return _scale_and_lower(low, high, layout.eps)
+
+
+@_inner
+def _quantize(bits: Array, value: Any, low: Any, scale: Any, lower: Any, codes: Array) -> None:
     """Encode: code = clip(rint(x * scale) - lower, 0, 255), or 0 where that is not a number."""
     if not (np.isfinite(low) and np.isfinite(scale) and np.isfinite(lower)):
         codes[:] = 0
     elif np.rint(low * scale) - lower >= 0 and abs(lower) < _EXACT:  # then no code needs clipping: see `host`
-        for i in range(len(values)):
-            codes[i] = np.uint8(np.int32(np.rint(values[i] * scale) - lower))
+        for i in range(len(bits)):
+            codes[i] = np.uint8(np.int32(np.rint(value(bits[i]) * scale) - lower))
     else:
-        for i in range(len(values)):
-            codes[i] = np.uint8(min(max(np.rint(values[i] * scale) - lower, _ZERO), _LEVELS))
+        for i in range(len(bits)):
+            codes[i] = np.uint8(min(max(np.rint(value(bits[i]) * scale) - lower, _ZERO), _LEVELS))
