@@ -1,6 +1,6 @@
 """A long trial of the network plugin: many messages of random sizes, every byte compared, in several builds.
 
-    python -m benchmarks.net_check                                   # a million messages, about five minutes
+    python -m benchmarks.net_check --json benchmarks/results/net_check.json    # a million messages
     python -m benchmarks.net_check --messages 20000 --builds plain
 
 Builds: `plain`; `short`, whose every read and write moves at most 1000 bytes; `eager`, which opens up to 64 flows

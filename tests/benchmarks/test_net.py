@@ -16,7 +16,7 @@ def result(name="capped", **scale):
         for scheme, rate in scale.items()
         for size in (8, 1 << 20)
     ]
-    return {"scenario": name, "text": "a link", "sockets": {"plugin": 4}, "wrong": 0, "results": results}
+    return {"scenario": name, "text": "a link", "wrong": 0, "results": results}
 
 
 def test_the_table_compares_with_the_default_and_with_the_best_of_the_grid():
