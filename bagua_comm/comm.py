@@ -24,11 +24,12 @@ import numpy.typing as npt
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, contiguous, parts
+from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, parts
 from .bucket import Bucket
 from .call import (
     NOTHING,
     Call,
+    Kinds,
     Turn,
     Work,
     as_argument,
@@ -139,6 +140,8 @@ class Communicator:
         """What keeps the engines that are made on this very communicator, as `elastic.run` does."""
         self.settled: dict[Hashable, Any] = {}
         """What calls have prepared once, for later calls of the same kind."""
+        self.kinds = Kinds()
+        """What was worked out for calls, for others like them."""
         self._numbers: Counter[str] = Counter()
         self._nodes: Nodes | None = None
         self._messages = Messages()
@@ -168,12 +171,16 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
         [array([1. , 0.5]), array([1. , 0.5])]
         """
+        repeated: A | None = self.kinds.repeat(self, "allreduce", (op,), x, out, timeout_s)
+        if repeated is not None:
+            return repeated
         call = Call(self, "allreduce", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         call.into(out, call.x.shape)
         call.in_place()
-        with call:
-            call.transport.allreduce(as_real(contiguous(call.x), op), as_real(call.target, op), op)
+        call.contiguous()
+        transport = call.transport
+        call.make(lambda x, out: transport.allreduce(as_real(x, op), as_real(out, op), op), op)
         result: A = call.result
         return result
 
@@ -189,17 +196,22 @@ class Communicator:
             ArrayError: `out` does not fit `x`, `root` is not a rank, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
         """
+        root = self._check_peer("reduce", "root", root)
+        at_root = self.rank == root
+        repeated: A | None = self.kinds.repeat(self, "reduce", (op, root), x, out, timeout_s)
+        if repeated is not None:
+            return repeated if at_root else None
         call = Call(self, "reduce", x, op=op, root=root, timeout_s=timeout_s)
-        self._check_peer("reduce", "root", root)
         call.check_reduction(op)
-        if self.rank != root:
-            with call:
-                call.transport.reduce(as_real(contiguous(call.x), op), None, root, op)
+        transport = call.transport
+        if not at_root:
+            call.contiguous()
+            call.make(lambda x, _: transport.reduce(as_real(x, op), None, root, op), op, root, into="nothing")
             return None
         call.into(out, call.x.shape)
         call.in_place()
-        with call:
-            call.transport.reduce(as_real(contiguous(call.x), op), as_real(call.target, op), root, op)
+        call.contiguous()
+        call.make(lambda x, out: transport.reduce(as_real(x, op), as_real(out, op), root, op), op, root)
         result: A = call.result
         return result
 
@@ -212,16 +224,17 @@ class Communicator:
             ArrayError: `root` is not a rank, or `x` cannot be written to.
             UnsupportedError: No transport takes such an array.
         """
+        root = self._check_peer("broadcast", "root", root)
+        if self.kinds.repeat(self, "broadcast", (root,), x, None, timeout_s) is not None:
+            return x
         call = Call(self, "broadcast", x, root=root, timeout_s=timeout_s)
-        self._check_peer("broadcast", "root", root)
         value = call.x
         check = check_mutable if self.rank == root else check_writable
         check("broadcast", "x", x, value)
         call.contiguous()
         call.sends(call.x if self.rank == root else None)
-        call.target = call.x
-        with call:
-            call.transport.broadcast(call.x, root)
+        call.target, transport = call.x, call.transport
+        call.make(lambda x, _: transport.broadcast(x, root), root, into="x")
         if call.x is not value and self.rank != root:
             value[...] = call.x
         return x
@@ -248,12 +261,15 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
         array([[0, 7], [1, 7]])
         """
+        shape = None if out is None else getattr(out, "shape", "unknown")
+        result = self.kinds.repeat(self, "allgather", (shape,), x, out, timeout_s)
+        if result is not None:
+            return result
         call = Call(self, "allgather", x, timeout_s=timeout_s)
         call.into(out, (self.size, *call.x.shape), any_shape=True)
         call.contiguous()
         call.check_overlap(arrays.rows(call.target, self.size)[self.rank])
-        with call:
-            call.transport.allgather(call.x, call.target)
+        call.make(call.transport.allgather, shape)
         return call.result
 
     @overload
@@ -317,6 +333,10 @@ class Communicator:
         >>> run_ranks(2, lambda comm: comm.reduce_scatter(np.arange(4.0)))
         [array([0., 2.]), array([4., 6.])]
         """
+        if counts is None:
+            result = self.kinds.repeat(self, "reduce_scatter", (op,), x, out, timeout_s)
+            if result is not None:
+                return result
         call = Call(self, "reduce_scatter", x, op=op, timeout_s=timeout_s)
         call.check_reduction(op)
         if counts is None:
@@ -328,13 +348,14 @@ class Communicator:
         call.into(out, shape, any_shape=counts is not None)
         call.contiguous()
         call.check_overlap(parts(call.x, chunks)[self.rank])
-        real, result = as_real(call.x, op), as_real(call.target, op)
+        transport = call.transport
+        if counts is None:
+            call.make(lambda x, out: transport.reduce_scatter(as_real(x, op), as_real(out, op), op), op)
+            return call.result
         with call:
-            if counts is None:
-                call.transport.reduce_scatter(real, result, op)
-            else:
-                width = 1 if real is call.x else 2
-                call.transport.reduce_scatterv(real, result, [width * count for count in chunks], op)
+            real = as_real(call.x, op)
+            width = 1 if real is call.x else 2
+            transport.reduce_scatterv(real, as_real(call.target, op), [width * count for count in chunks], op)
         return call.result
 
     def scan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
@@ -687,12 +708,15 @@ class Communicator:
             ArrayError: `x` does not split evenly, or `out` does not fit.
             UnsupportedError: No transport takes such an array.
         """
+        repeated: A | None = self.kinds.repeat(self, "alltoall", (), x, out, timeout_s)
+        if repeated is not None:
+            return repeated
         call = Call(self, "alltoall", x, timeout_s=timeout_s)
         self._even_chunk("alltoall", call.x)
         call.into(out, call.x.shape)
         call.in_place()
-        with call:
-            call.transport.alltoall(contiguous(call.x), call.target)
+        call.contiguous()
+        call.make(call.transport.alltoall)
         result: A = call.result
         return result
 
@@ -772,8 +796,10 @@ class Communicator:
 
         Collective.
         """
-        with Call.on_host(self, "barrier", timeout_s=timeout_s):
-            self.host.barrier()
+        if self.kinds.repeat(self, "barrier", (), NOTHING, None, timeout_s) is None:
+            call = Call.on_host(self, "barrier", timeout_s=timeout_s)
+            host = self.host
+            call.make(lambda *_: host.barrier(), into="nothing")
 
     # Objects ----------------------------------------------------------------------------------------
 
@@ -1278,6 +1304,7 @@ class Communicator:
         with ExitStack() as ends:  # the last transport first: it may be set up over the first
             ends.callback(self.scratch.clear)
             ends.callback(self.settled.clear)
+            ends.callback(self.kinds.clear)
             for transport in self.transports:
                 ends.callback(transport.close)
 

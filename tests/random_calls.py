@@ -727,9 +727,10 @@ SMALL = {
         "PIECE_BYTES": 300,
         "FAST_PIECE_BYTES": 300,
         "TURN_BYTES": 300,
+        "SHOWN_BYTES": 1000,
         "SHARED_BYTES": 1500,
     },
-    "mpi.window": {"SLOT_BYTES": 1024},
+    "mpi.window": {"SLOT_BYTES": 1024, "PIECE_BYTES": 300},
 }
 """Thresholds of transports, by module, with which small arrays take all the ways that large ones take."""
 

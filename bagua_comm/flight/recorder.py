@@ -1,7 +1,7 @@
 """The ring in which a rank keeps its last calls, and the file that it writes of them when one fails.
 
-A call costs one list in a ring, made when it begins, and two assignments when it ends. Texts are made when the
-ring is written.
+A call costs one short list in a ring, made when it begins, and an assignment when it ends. Texts are made when
+the ring is written.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FAILURES = 8
 JOBS = 16
 """How many jobs leave their records in the folder that is used by default."""
 
+Head: TypeAlias = tuple[str, bool, str, Any, tuple[int, ...], Mapping[str, Any], bool]
+"""What calls of one kind have in common: group, whether they are collective, name, dtype (None for a call without
+an array), shape, detail, and whether the work is only enqueued on a device when the call ends."""
+
 Record: TypeAlias = list[Any]
 """A call in the ring; its fields are those of `Entry`, in another form."""
 
-GROUP, NUMBER, COLLECTIVE, NAME, DTYPE, SHAPE, DETAIL, WITHIN, START, END, ENQUEUED, ERROR = range(12)
-"""The fields of a `Record`. DTYPE is None for a call without an array; WITHIN is a bucket and a step, or None;
-START and END are times by `time.perf_counter_ns`, END None before the end; ENQUEUED is whether the work is only
-enqueued on a device when the call ends."""
-
-_RESULTS = frozenset({"dtype", "bytes", "wire_bytes", "error"})
-"""What a call adds to its detail when it ends."""
+HEAD, NUMBER, WITHIN, START, END, ERROR = range(6)
+"""The fields of a `Record`. WITHIN is a bucket and a step, or None; START and END are times by
+`time.perf_counter_ns`, END None before the end."""
 
 
 class Queue(Protocol):
@@ -151,21 +151,24 @@ class FlightRecorder:
         return self.folder
 
     def _entry(self, record: Record) -> Entry:
-        shift, (bucket, step) = self._epoch_ns, record[WITHIN] or (None, None)
+        head: Head
+        head, number, within, start, end, error = record
+        group, collective, name, dtype, shape, detail, enqueued = head
+        bucket, step = within or (None, None)
         return Entry(
-            record[GROUP],
-            record[NUMBER],
-            record[COLLECTIVE],
-            record[NAME],
-            _dtype_name(record[DTYPE]),
-            () if record[DTYPE] is None else tuple(record[SHAPE]),
-            _told(record[DETAIL]),
+            group,
+            number,
+            collective,
+            name,
+            _dtype_name(dtype),
+            () if dtype is None else tuple(shape),
+            _told(detail),
             bucket,
             step,
-            record[START] + shift,
-            None if record[END] is None else record[END] + shift,
-            record[ENQUEUED],
-            record[ERROR],
+            start + self._epoch_ns,
+            None if end is None else end + self._epoch_ns,
+            enqueued,
+            error,
         )
 
 
@@ -180,7 +183,6 @@ def _told(detail: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: value if isinstance(value, (int, str, list, type(None))) else str(value)
         for key, value in dict(detail).items()
-        if key not in _RESULTS
     }
 
 

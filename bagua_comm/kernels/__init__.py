@@ -7,17 +7,18 @@ the same bytes. `making` has the compiled ones made once for a machine, in the b
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import UFUNCS, Array, DType
 from . import compiled, host, making
 from .making import state
 
@@ -87,6 +88,40 @@ def use(name: Literal["host", "compiled"]) -> Iterator[None]:
 _chosen: ContextVar[ModuleType | None] = ContextVar("kernels of NumPy arrays", default=None)
 
 
+Reducer: TypeAlias = Callable[[Sequence[Array], Array], None]
+"""Reduces the rows of as many ranks as there are, (m,) each, to an array, (m,), that is none of them."""
+
+
+def reducer(dtype: DType, op: str, count: int) -> Reducer:
+    """`reduce_rows` of `count` host arrays of one dtype, two at least, worked out for many calls.
+
+    Small arrays take less time to add than to find out how. Like a `Scratch` it belongs to one thread at a time.
+    """
+    if not host.is_plain(dtype, op):
+        return lambda rows, out: on_host().reduce_rows(rows, out, op)
+    run, ufunc = host.silent_context().run, UFUNCS[op]
+    # Few of NumPy's functions want `out` by name, which takes longer.
+    combine = functools.partial(_by_name, ufunc) if op in ("min", "max") else ufunc
+
+    def reduce(rows: Sequence[Array], out: Array) -> None:
+        run(combine, rows[0], rows[1], out)
+        for row in rows[2:]:
+            run(combine, out, row, out)
+
+    def average(rows: Sequence[Array], out: Array) -> None:
+        reduce(rows, out)
+        run(np.divide, out, divisor, out)
+
+    if op != "avg":
+        return reduce
+    divisor = dtype.type(count)
+    return average
+
+
+def _by_name(ufunc: np.ufunc, x: Array, y: Array, out: Array) -> None:
+    ufunc(x, y, out=out)
+
+
 _ready: ModuleType | None = None
 """The fastest module that is ready; None before anybody has asked."""
 
@@ -125,4 +160,4 @@ def _take_over(functions: dict[str, making.Function]) -> None:
     _ready = compiled
 
 
-__all__ = ["compile_now", "host", "of", "on_host", "state", "use"]
+__all__ = ["compile_now", "host", "of", "on_host", "reducer", "state", "use"]

@@ -17,6 +17,7 @@ half-way ties, or where float32 cannot hold upper - 255 exactly.
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,18 @@ _EXACT = 2.0**23
 # ---------------------------------------------------------------------------------------------------
 # Sums
 # ---------------------------------------------------------------------------------------------------
+
+
+def is_plain(dtype: DType, op: str) -> bool:
+    """Whether rows are reduced in their own dtype: they are neither widened, nor divided as integers."""
+    return dtype_name(dtype) not in REDUCED_PRECISION and not (op == "avg" and dtype.kind in "iu")
+
+
+def silent_context() -> contextvars.Context:
+    """A context that runs functions of NumPy without warnings; entering `np.errstate` takes far longer."""
+    context = contextvars.Context()
+    context.run(np.seterr, all="ignore")
+    return context
 
 
 def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:

@@ -15,7 +15,7 @@ from bagua_comm.flight.pytorch import PREFIX
 
 def write(folder, rank, number):
     flight = FlightRecorder(rank, 2, folder=folder)
-    flight.ring.append(["world", number, True, "barrier", None, (), {}, None, 1, None, False, None])
+    flight.ring.append([("world", True, "barrier", None, (), {}, False), number, None, 1, None, None])
     flight.write()
 
 

@@ -137,7 +137,7 @@ def test_a_folder_that_cannot_be_written_to_raises_no_second_error(tmp_path):
 
 def test_an_argument_that_json_cannot_hold_is_written_as_text(tmp_path):
     flight = FlightRecorder(folder=tmp_path)
-    flight.ring.append(["world", 1, True, "f", None, (), {"codec": object()}, None, 1, None, False, None])
+    flight.ring.append([("world", True, "f", None, (), {"codec": object()}, False), 1, None, 1, None, None])
     assert flight.write() == tmp_path
     assert "object object" in read_folder(tmp_path)[0].entries[0].detail["codec"]
 

@@ -88,7 +88,9 @@ def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm,
 def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1 << 12)
     monkeypatch.setattr(mpi_transport, "FAST_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 1 << 12)
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
+    monkeypatch.setattr(mpi_transport, "SHOWN_BYTES", 0)
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
             start = mpi_transport.MPITransport.start

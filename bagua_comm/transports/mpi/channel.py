@@ -43,8 +43,6 @@ it to the others: then no rank sends more than about twice the array."""
 BLOCK_BYTES = 1 << 24
 """How much of an array is cut into parts at a time."""
 
-NOTHING: Array = np.empty(0, np.uint8)
-
 
 class Channel:
     """The calls of an MPI communicator that `MPITransport` makes, among some ranks of another communicator.
@@ -187,10 +185,6 @@ class ChannelTransport(MPITransport):
         else:
             flow.begin([], [(root, mine)])()
             flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
-
-    def barrier(self) -> None:
-        """A message from each rank to each other one."""
-        self._gather_small("barrier", NOTHING)
 
     def _minimum(self, values: Array) -> Array:
         if self.size == 1:

@@ -1,10 +1,11 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype can be sent. Small arrays are gathered by MPI, whose latency is low, each
-with a number for its call, dtype and size, and are reduced here. Integers of middle size are reduced by MPI, if
-it computes as NumPy does. Large reductions among ranks on one host go through memory that all of them map
-(`window`). All other large collectives are derived from `Flow.begin`. Floats are added in rank order, however
-many there are, so a sum does not depend on what else was in its bucket.
+Messages travel as bytes, so every dtype can be sent. Small arrays are gathered, each with a number for its call,
+dtype and size, and are reduced here: among ranks on one host through memory that all of them map (`window`), else
+by MPI, whose latency is low. Large reductions on one host go through that memory as well. On several hosts,
+integers of middle size are reduced by MPI, if it computes as NumPy does. All other large collectives are derived
+from `Flow.begin`. Floats are added in rank order, however many there are, so a sum does not depend on what else
+was in its bucket.
 
 Every wait polls, with a deadline: a rank that waits long sleeps between polls, and leaves its core to the
 backward pass. It listens as well to what other ranks say beside their calls (`notices`): a rank that leaves, or
@@ -23,6 +24,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -44,7 +46,7 @@ from ..pipeline import Encoding, Message, Wait
 from .blocking import in_time
 from .reductions import OPS, REDUCTIONS, is_sound
 from .turns import Turns
-from .window import open_window
+from .window import Rows, SharedWindow, open_window
 from .world import Place, World
 
 NATIVE_BYTES = 1 << 16
@@ -85,16 +87,11 @@ along a tree, data of ranks that know the result would come in before what other
 FAST_BYTES_S = 0.28e9
 """A network is fast if a rank sends more bytes than this in a second."""
 
+SHOWN_BYTES = 1 << 18
+"""Ranks of one host show each other whole arrays if these have at most this many bytes together."""
+
 SHARED_BYTES = 1 << 20
-"""From this size on, ranks of one host reduce through memory that they share. The table has the time of MPI's own
-allreduce as a multiple of that, in place, in float32, on two cores:
-
-               4 MiB   8 MiB   16 MiB   32 MiB
-    2 ranks    0.8     1.0     1.1      2.7
-    4 ranks    0.8                      1.8
-
-Below 4 MiB, MPI's own is faster, but adds in an order of its own.
-"""
+"""From this size on, ranks of one host add what they encode through memory that they share."""
 
 QUANTIZE_BYTES = 1 << 17
 """Below this size, averaging in eight bits takes longer than exact averaging, between four emulated hosts at 1
@@ -102,8 +99,9 @@ Gbit/s, because the cost of a call dominates. Between ranks that share memory it
 user decides what to send."""
 
 EAGER_BYTES = 2048
-"""Collectives on larger arrays begin only after all ranks have agreed on the size: Open MPI 5.0 writes a message
-that is longer than expected beyond the end of the receiver's array, unless it is short enough to go eagerly."""
+"""Without shared memory, collectives on larger arrays begin only after all ranks have agreed on the size: Open
+MPI 5.0 writes a message that is longer than expected beyond the end of the receiver's array, unless it is short
+enough to go eagerly."""
 
 MESSAGE_BYTES = 1 << 30
 """Larger messages are split; MPI counts with 32 bits."""
@@ -133,6 +131,10 @@ _OBITUARY_S = 3.0
 _LEAVE_QUIETLY_S = 1.0
 """How long a rank that leaves waits for the others before it says so."""
 
+NOTHING: Array = np.empty(0, np.uint8)
+
+T = TypeVar("T")
+
 _TABLES = 64
 """The largest number of kinds of small calls for which tables are kept."""
 
@@ -141,21 +143,24 @@ _MEMBERS_TOLD = 8
 
 
 class _Table:
-    """Memory for small arrays of all ranks, (p, m), each after the number of the call that it belongs to."""
+    """The small arrays of all ranks in calls of one kind."""
 
-    def __init__(self, call: str, size: int, rank: int, count: int, dtype: DType) -> None:
-        nbytes = count * dtype.itemsize
-        table = np.zeros((size, 8 + -(-nbytes // 8) * 8), np.uint8)
-        numbers = table[:, :8].view(np.int64)
-        numbers[...] = zlib.crc32(f"{call} {dtype_name(dtype)} {count}".encode())
-        self.values: Array = table[:, 8 : 8 + nbytes].view(dtype)
-        self.mine = self.values[rank]
+    def __init__(self, size: int, rank: int, window: SharedWindow | None, call: str, x: Array, op: str) -> None:
+        self.number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.size}".encode())
+        """The same on all ranks if they make the same call."""
+        self.reduce = kernels.reducer(x.dtype, op, size)
+        if window is not None:
+            self.rows = window.rows(x.size, x.dtype)
+            return
+        table = np.zeros((size, 8 + -(-x.nbytes // 8) * 8), np.uint8)  # each row begins with the number
+        self._numbers = table[:, :8].view(np.int64)
+        self._numbers[...] = self.number
         self.wire = [table, MPI.BYTE]
-        self._numbers, self._expected = numbers, numbers.tobytes()
+        self.rows = (Rows(table[:, 8 : 8 + x.nbytes].view(x.dtype), rank),) * 2
 
     def is_of_one_call(self) -> bool:
-        """Whether all ranks have sent the same number."""
-        return self._numbers.tobytes() == self._expected
+        """Whether all ranks have sent the same number, without a window."""
+        return bool((self._numbers == self.number).all())
 
 
 class MPITransport(Transport):
@@ -202,7 +207,9 @@ class MPITransport(Transport):
         """Names of the latest collective calls."""
         self._groups_made = 0
         self._told = False
-        self._window = None
+        self._window: SharedWindow | None = None
+        self._shown_bytes = 0
+        """The size of an array up to which ranks that share memory show each other all of it."""
         self._calls: memoryview | None = None
         """How many collective calls each rank has begun; None unless all share memory."""
         self._world = world if world is not None else self._new_world()
@@ -211,7 +218,9 @@ class MPITransport(Transport):
         self._world.completed[group] = self._completed
         self._window = open_window(self, self._wait) if with_window and self.size > 1 else None
         if self._window is not None:
+            self._tables.clear()  # those so far are without a window
             self._calls = self._window.calls
+            self._shown_bytes = min(SHOWN_BYTES // self.size, self._window.slot_bytes)
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
         if self._window is None:
             self.piece_bytes = self.coded_piece_bytes = TURN_BYTES
@@ -317,17 +326,24 @@ class MPITransport(Transport):
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. The ranks also agree on how large pieces are, from this call on."""
+        if self._window is not None:
+            number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
+            if not self._share(self._window.agree, number):
+                raise self._mismatch(call, x)
+            return self._at_once(FAST_PIECE_BYTES)
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
         bounds = self._minimum(np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64))
         if bounds[0] != -bounds[1] or bounds[2] != -bounds[3]:
             raise self._mismatch(call, x)
-        if self._window is not None:
-            return _MPIFlow(self, FAST_PIECE_BYTES if bounds[4] else PIECE_BYTES, Turns(self._comm, None))
         if bounds[4]:
             self.piece_bytes, self.coded_piece_bytes, ahead = FAST_PIECE_BYTES, FAST_CODED_PIECE_BYTES, None
         else:
             self.piece_bytes, self.coded_piece_bytes, ahead = TURN_BYTES, TURN_BYTES, AHEAD
         return _MPIFlow(self, self.piece_bytes, Turns(self._comm, ahead))
+
+    def _at_once(self, piece_bytes: int) -> Flow:
+        """The exchanges of a call among ranks that share memory."""
+        return _MPIFlow(self, piece_bytes, Turns(self._comm, None))
 
     def _minimum(self, values: Array) -> Array:
         """The smallest of all ranks' values, one by one; `values` may be overwritten. Collective."""
@@ -356,12 +372,19 @@ class MPITransport(Transport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
+        if self.size == 1:
+            _copy(x, out)
+            return
         call = f"allreduce {op}"
         if self._is_small(x):
-            kernels.on_host().reduce_rows(self._gather_small(call, x), out.reshape(-1), op)
+            table = self._table(call, x, op)
+            table.reduce(self._gather(table, call, x).all, _flat(out))
             return
         flow = self.agree_on_call(call, x)
-        if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
+        if self._window is not None:
+            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+            self._share(self._window.allreduce, x, out, op)
+        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             # MPI wants IN_PLACE on all ranks or on none, but only some of our ranks may pass `x` as `out`.
             if x is not out:
                 out[...] = x
@@ -371,9 +394,6 @@ class MPITransport(Transport):
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
             self._allgather_natively(x, table)
             kernels.on_host().reduce_rows(table, out.reshape(-1), op)
-        elif self._window is not None and x.nbytes >= SHARED_BYTES:
-            sent_bytes = 2 * x.nbytes * (self.size - 1) // self.size
-            self._share(self._window.allreduce, x, out, op, sent_bytes=sent_bytes)
         else:
             self._watched(self.allreduce_over, flow, x, out, op)
 
@@ -384,19 +404,26 @@ class MPITransport(Transport):
             super().allreduce_encoded(code, out)
             return
         self.agree_on_call(f"allreduce of encoded {dtype_name(code.dtype)}", out)
-        sent_bytes = (nbytes + out.nbytes) * (self.size - 1) // self.size
-        self._share(self._window.allreduce_encoded, code, out, sent_bytes=sent_bytes)
+        self.sent_bytes += (nbytes + out.nbytes) * (self.size - 1) // self.size
+        self._share(self._window.allreduce_encoded, code, out)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
+        if self.size == 1:
+            _copy(x, out)
+            return
         call = f"reduce {op} to {root}"
         if self._is_small(x):
-            table = self._gather_small(call, x)
+            table = self._table(call, x, op)
+            rows = self._gather(table, call, x)
             if out is not None:
-                kernels.on_host().reduce_rows(table, out.reshape(-1), op)
+                table.reduce(rows.all, _flat(out))
             return
         flow = self.agree_on_call(call, x)
-        if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
+        if self._window is not None:
+            self.sent_bytes += x.nbytes if out is None else 0
+            self._share(self._window.reduce, x, out, root, op)
+        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             send = MPI.IN_PLACE if x is out else x
             self._complete(lambda: self._comm.Ireduce(send, out, OPS[op], root), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
@@ -405,13 +432,19 @@ class MPITransport(Transport):
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
+        if self.size == 1:
+            _copy(x, out)
+            return
         call = f"reduce_scatter {op}"
         if self._is_small(x):
-            chunks = self._gather_small(call, x).reshape(self.size, self.size, out.size)
-            kernels.on_host().reduce_rows(chunks[:, self.rank], out.reshape(-1), op)
+            table = self._table(call, x, op)
+            table.reduce(self._gather(table, call, x).chunks, _flat(out))
             return
         flow = self.agree_on_call(call, x)
-        if x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
+        if self._window is not None:
+            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+            self._share(self._window.reduce_scatter, x, out, op)
+        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
             x = self._apart(x, out)
             self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, OPS[op]), (x, out))
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
@@ -419,9 +452,6 @@ class MPITransport(Transport):
             table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
             self._alltoall_natively(x, table)
             kernels.on_host().reduce_rows(table, out.reshape(-1), op)
-        elif self._window is not None and x.nbytes >= SHARED_BYTES:
-            sent_bytes = x.nbytes * (self.size - 1) // self.size
-            self._share(self._window.reduce_scatter, x, out, op, sent_bytes=sent_bytes)
         else:
             self._watched(self.reduce_scatter_over, flow, list(rows(x, self.size)), out, op)
 
@@ -429,8 +459,9 @@ class MPITransport(Transport):
         """Small arrays are gathered and reduced here; see `Transport`."""
         call = f"reduce_scatter {op} by {list(counts)}"
         if self._is_small(x):
-            table = self._gather_small(call, x)
-            kernels.on_host().reduce_rows([parts(row, counts)[self.rank] for row in table], out.reshape(-1), op)
+            shown = self._gather(self._table(call, x), call, x)
+            chunks = [parts(row, counts)[self.rank] for row in shown.all]
+            kernels.on_host().reduce_rows(chunks, out.reshape(-1), op)
             return
         flow = self.agree_on_call(call, x)
         self._watched(self.reduce_scatter_over, flow, parts(x, counts), out, op)
@@ -439,7 +470,7 @@ class MPITransport(Transport):
         """Small arrays are gathered and reduced here; see `Transport`."""
         call = f"{'exscan' if exclusive else 'scan'} {op}"
         if self._is_small(x):
-            before = self._gather_small(call, x)[: self.rank + (not exclusive)]
+            before = self._gather(self._table(call, x), call, x).all[: self.rank + (not exclusive)]
             if len(before):
                 kernels.on_host().reduce_rows(before, out.reshape(-1), op)
             return
@@ -448,51 +479,81 @@ class MPITransport(Transport):
 
     def allgather(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
+        if self.size == 1:
+            _copy(x, out)
+            return
         if self._is_small(x):
-            rows(out, self.size)[...] = self._gather_small("allgather", x)
+            _fill_rows(out, self._gather(self._table("allgather", x), "allgather", x).all)
             return
         flow = self.agree_on_call("allgather", x)
-        if out.nbytes <= NATIVE_BYTES:
+        if self._window is not None:
+            self.allgather_over(self._at_once(MESSAGE_BYTES), x, out)
+        elif out.nbytes <= NATIVE_BYTES:
             self._allgather_natively(x, out)
         else:
             self._watched(self.allgather_over, flow, x, out)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
+        if self.size == 1:
+            _copy(x, out)
+            return
         if self._is_small(x):
-            chunks = self._gather_small("alltoall", x).reshape(self.size, self.size, x.size // self.size)
-            rows(out, self.size)[...] = chunks[:, self.rank]
+            _fill_rows(out, self._gather(self._table("alltoall", x), "alltoall", x).chunks)
             return
         flow = self.agree_on_call("alltoall", x)
-        if out.nbytes <= NATIVE_BYTES:
+        if self._window is not None:
+            self.alltoall_over(self._at_once(MESSAGE_BYTES), x, out)
+        elif out.nbytes <= NATIVE_BYTES:
             self._alltoall_natively(self._apart(x, out), out)
         else:
             self._watched(self.alltoall_over, flow, x, out)
 
     def _is_small(self, x: Array) -> bool:
         """Whether `x` is so small that all ranks' arrays go to all ranks, each with the number of its call."""
+        if self._window is not None:
+            return bool(x.nbytes <= self._shown_bytes)
         return bool(x.nbytes <= EAGER_BYTES and x.nbytes * self.size <= NATIVE_BYTES)
 
-    def _gather_small(self, call: str, x: Array) -> Array:
-        """The arrays of all ranks, (p, m), valid until the next such call; raises on all ranks if calls differ.
-
-        Collective.
-        """
-        if self.size == 1:
-            return x.reshape(1, -1)
-        key = (call, x.size, x.dtype)
+    def _table(self, call: str, x: Array, op: str = "sum") -> _Table:
+        """What small calls on arrays such as `x` use, made once; `op` reduces the arrays."""
+        key = call, x.size, x.dtype
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= _TABLES:
                 self._tables.clear()
-            table = self._tables[key] = _Table(call, self.size, self.rank, x.size, x.dtype)
-        table.mine[...] = x.reshape(-1)
+            table = self._tables[key] = _Table(self.size, self.rank, self._window, call, x, op)
+        return table
+
+    def _gather(self, table: _Table, call: str, x: Array, *, shown: bool = True) -> Rows:
+        """The arrays of all ranks, valid until the next call; raises on all ranks if calls differ.
+
+        Collective. A rank need not show its array where nobody looks at it.
+        """
+        window = self._window
+        if self._broken is not None or self._begun:
+            self._check_idle()
+        if window is None:
+            return self._gather_over_mpi(table, call, x)
+        try:
+            gathered = window.gather(table.rows, _flat(x) if shown else None, table.number)
+        except BaseException as exc:
+            raise self._give_up(exc, None) from exc
+        if gathered is None:
+            raise self._mismatch(call, x)
+        if shown:
+            self.sent_bytes += x.nbytes * (self.size - 1)
+        return gathered
+
+    def _gather_over_mpi(self, table: _Table, call: str, x: Array) -> Rows:
+        gathered = table.rows[0]
+        gathered.mine[...] = x.reshape(-1)
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, table.wire), table)
         self.sent_bytes += x.nbytes * (self.size - 1)
         if not table.is_of_one_call():
             self._tables.clear()  # it holds the numbers of other calls
             raise self._mismatch(call, x)
-        return table.values
+        return gathered
 
     def _watched(self, call: Callable[..., None], *arguments: object) -> None:
         """Make a call, and note how fast the network was."""
@@ -520,9 +581,10 @@ class MPITransport(Transport):
         call = f"broadcast from {root}"
         if self._is_small(x):
             # This has the latency of MPI's own broadcast, which would not notice that ranks give different roots.
-            values = self._gather_small(call, x)
-            if self.rank != root:
-                x.reshape(-1)[...] = values[root]
+            at_root = self.rank == root
+            gathered = self._gather(self._table(call, x), call, x, shown=at_root)
+            if not at_root:
+                _flat(x)[...] = gathered.all[root]
             return
         self.agree_on_call(call, x)
         if x.nbytes > MESSAGE_BYTES:
@@ -532,8 +594,9 @@ class MPITransport(Transport):
         self.sent_bytes += x.nbytes if self.rank == root else 0
 
     def barrier(self) -> None:
-        """MPI's own."""
-        self._complete(self._comm.Ibarrier, None)
+        """Small arrays of all ranks, without elements; see `Transport`."""
+        if self.size > 1:
+            self._gather(self._table("barrier", NOTHING), "barrier", NOTHING)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
@@ -696,14 +759,14 @@ class MPITransport(Transport):
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
 
-    def _share(self, call: Callable[..., None], *arguments: object, sent_bytes: int) -> None:
+    def _share(self, call: Callable[..., T], *arguments: object) -> T:
         """Make a call through the window."""
-        self._check_usable()
+        if self._broken is not None or self._begun:
+            self._check_idle()
         try:
-            call(*arguments)
+            return call(*arguments)
         except BaseException as exc:
             raise self._give_up(exc, None) from exc
-        self.sent_bytes += sent_bytes
 
     def _poll(
         self,
@@ -948,6 +1011,24 @@ class _MPIFlow(Flow):
     def allgather_at_once(self, mine: Array, into: Array) -> None:
         """See `Flow.allgather_at_once`."""
         self.transport.allgather_over(self, mine, into)
+
+
+def _flat(x: Array) -> Array:
+    """View contiguous `x` as a row; `x` itself if it is one."""
+    return x if x.ndim == 1 else x.reshape(-1)
+
+
+def _fill_rows(out: Array, values: Sequence[Array]) -> None:
+    """Copy arrays, (m,) each, to the rows of `out`; NumPy takes longer to copy all of them in one go."""
+    table = rows(out, len(values))
+    for i, row in enumerate(values):
+        table[i] = row
+
+
+def _copy(x: Array, out: Array | None) -> None:
+    """What a reduction or a collection among one rank gives."""
+    if out is not None and out is not x:
+        _flat(out)[...] = _flat(x)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Reductions among ranks on one host, through memory that all of them map.
+"""Collectives among ranks on one host, through memory that all of them map.
 
 A window holds two slots and a counter of rounds for each rank. In a round every rank fills one of its slots,
 raises its counter, waits until all counters are as high, and reads what it needs from the others' slots. In the
@@ -6,9 +6,12 @@ next round it fills its other slot. All ranks have read that one by then, since 
 finished the last. Large arrays pass in pieces, one piece a round. An allreduce publishes the sums of piece i in
 the round of piece i + 1, so it needs one barrier per piece, not two.
 
-Every element has one owner, which reduces it in rank order: all ranks hold the same bytes, those of
-`kernels.host.reduce_rows`. Calls that only move data are left to MPI, which copies it once, from process to
-process.
+Small arrays take one round: each rank writes its own, with the number of its call, and reads all others'. The
+numbers are the same on all ranks if all make the same call, so no call is mistaken for another one.
+
+Rows are reduced in rank order: all ranks hold the same bytes, those of `kernels.host.reduce_rows`. Of a large
+array, each element has one owner, which reduces it. Calls that only move large arrays are left to MPI, which
+copies them once, from process to process.
 
 The window needs Linux. Its memory is allocated when it is first written to. Each window keeps one file open.
 """
@@ -36,8 +39,17 @@ SLOT_BYTES = 1 << 20
 idle cores, but up to twice as slow on busy ones, where a wait may cost a time slice. A larger one is no
 faster."""
 
+PIECE_BYTES = 1 << 18
+"""Bytes of an array that pass in a round on their way to one rank."""
+
+FEW_RANKS = 3
+"""Up to so many ranks, the root of a reduction adds all by itself."""
+
 _LINE = 64
-"""Bytes of a cache line. Each counter has a line of its own, and each part of a slot begins at a line."""
+"""Bytes of a cache line. Each rank's numbers have a line, and each part of a slot begins at one."""
+
+_SPINS = 200
+"""How often a rank looks for the others before it waits by the clock: about ten microseconds."""
 
 _NAME = "bagua-{}"
 """The name of the memory, with a number that nobody can guess."""
@@ -46,8 +58,26 @@ WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises if it takes too long."""
 
 
+class Rows:
+    """What all ranks give in a round of small arrays.
+
+    Attributes:
+        all: p rows of m elements, (m,) each.
+        mine: That of this rank.
+        chunks: This rank's chunk of each row, (m // p,) each.
+    """
+
+    __slots__ = ("all", "chunks", "mine")
+
+    def __init__(self, table: Array, rank: int) -> None:
+        size, count = table.shape
+        self.all = tuple(table)
+        self.mine, length = self.all[rank], count // size
+        self.chunks = tuple(table[:, rank * length : (rank + 1) * length])
+
+
 class SharedWindow:
-    """Memory that all ranks of one host map, and reductions through it; this is rank `rank` of `size`.
+    """Memory that all ranks of one host map, and collectives through it; this is rank `rank` of `size`.
 
     Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
     """
@@ -59,10 +89,67 @@ class SharedWindow:
         self._counters = numbers[:: _LINE // 8]
         self.calls = numbers[1 :: _LINE // 8]
         """How many collective calls each rank has begun; each rank writes its own number."""
+        self._named = numbers[2 :: _LINE // 8], numbers[3 :: _LINE // 8]
+        """The number of the call that each rank makes, by parity of the round."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
+        self.slot_bytes = SLOT_BYTES
+        """How much a rank can show in a round."""
         self._round = 0
         self._scratch = Scratch()
         self._fence = threading.Lock()
+
+    def rows(self, count: int, dtype: DType) -> tuple[Rows, Rows]:
+        """Where all ranks' arrays of `count` elements lie, by parity of the round; they fit into slots."""
+        nbytes = count * dtype.itemsize
+        even, odd = (Rows(slots[:, :nbytes].view(dtype), self.rank) for slots in self._data)
+        return even, odd
+
+    def gather(self, rows: tuple[Rows, Rows], x: Array | None, call: int) -> Rows | None:
+        """Show `x` to all ranks, unless it is None; None on all of them if they give different numbers.
+
+        Collective. What is returned is valid until the next call.
+        """
+        shown = rows[self._round & 1]
+        if x is not None:
+            shown.mine[...] = x
+        return shown if self.agree(call) else None
+
+    def agree(self, call: int) -> bool:
+        """Whether all ranks give the same number.
+
+        Collective.
+        """
+        named = self._named[self._round & 1]
+        named[self.rank] = call
+        self._meet()
+        for peer in self._others:  # noqa: SIM110 - this is faster
+            if named[peer] != call:
+                return False
+        return True
+
+    def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        """Reduce `x` over all ranks into `out` of `root`, which may be `x`.
+
+        Collective. The root adds all rows if there are `FEW_RANKS`; else each rank reduces a chunk.
+        """
+        x = x.reshape(-1)
+        if self.size > FEW_RANKS:
+            nothing, bounds = np.empty(0, x.dtype), chunk_bounds(x.size, self.size)
+            results = [nothing] * self.size if out is None else [out.reshape(-1)[chunk] for chunk in bounds]
+            chunks, mine = [x[chunk] for chunk in bounds], results[self.rank]
+            if out is None:
+                mine = self._scratch.take("mine", chunks[self.rank].shape, x.dtype, like=x)
+            self._reduce(chunks, mine, op, results)
+            return
+        length = min(PIECE_BYTES, self.slot_bytes) // x.itemsize
+        for piece in _pieces(x.size, length):
+            slots, part = self._data[self._round % 2, :, : length * x.itemsize].view(x.dtype), x[piece]
+            if out is None:
+                _fill(slots[self.rank], part)
+            self._meet()
+            if out is not None:
+                rows = [part if r == root else slots[r, : part.size] for r in range(self.size)]
+                kernels.on_host().reduce_rows(rows, out.reshape(-1)[piece], op)
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Reduce `x` over all ranks into `out` on all ranks. `out` may be `x`.
@@ -161,12 +248,17 @@ class SharedWindow:
 
     def _meet(self) -> None:
         """End this rank's writing of a round, and wait until all others have ended theirs."""
-        self._round += 1
+        this_round, counters, others = self._round + 1, self._counters, self._others
+        self._round = this_round
         self._synchronize_memory()
-        counters, this_round = self._counters, self._round
         counters[self.rank] = this_round
-        if any(counters[peer] < this_round for peer in self._others):
-            self._wait(lambda: all(counters[peer] >= this_round for peer in self._others))
+        for peer in others:
+            spins = _SPINS
+            while counters[peer] < this_round:
+                spins -= 1
+                if not spins:
+                    self._wait(lambda: all(counters[peer] >= this_round for peer in others))
+                    break
         self._synchronize_memory()
 
     def _synchronize_memory(self) -> None:
