@@ -590,7 +590,10 @@ class DistributedDataParallel(nn.Module):
         if self.module.training:
             steps.check()
         steps.watch.armed = self._averaging
-        if not self._averaging or not self.module.training:
+        if not self._averaging:
+            return
+        steps.opens_late = not self.module.training
+        if steps.opens_late:
             return
         if steps.stage in (Stage.IDLE, Stage.AVERAGED):
             steps.finish()

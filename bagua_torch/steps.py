@@ -82,6 +82,8 @@ class TrainingSteps:
         """Which ranks have data left, in `join`."""
         self.find_unused, self.static = find_unused, static
         self._stepped: set[int] = set()  # optimizers that stepped since the last backward pass
+        self.opens_late = False
+        """Whether the latest forward pass ran in evaluation mode, and so told no other rank of itself."""
         self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
         self._trained = contents.trained
         self._unused = UnusedParameters(comm, self._trained)
@@ -202,9 +204,25 @@ class TrainingSteps:
         self.note_new_weights()
 
     def _begin_backward(self) -> None:
-        """Let autograd accumulate into the buckets."""
+        """Let autograd accumulate into the buckets. Collective after a forward pass in evaluation mode."""
         self.span.begin()
+        if self.opens_late:  # the step is one of training after all
+            self.opens_late = False
+            self._open_late()
         self._fresh |= self.memory.attach_all()
+
+    def _open_late(self) -> None:
+        """Tell the other ranks of a forward pass in evaluation mode, now that its backward pass has begun.
+
+        Collective. Buffers stay as they are: evaluation mode changes none.
+        """
+        if self.stage in (Stage.OPEN, Stage.OPEN_AGAIN):
+            return  # by a training forward pass before
+        self.check()
+        if self.stage is not Stage.TOLD:
+            self.finish()
+            self.open(copy_buffers=False)
+        self.begin_forward()
 
     def _before_gradient(self, name: str) -> None:
         """Let autograd accumulate into the bucket in a pass that averages nothing, too."""

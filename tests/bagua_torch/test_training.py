@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.torch_training import (
     ALGORITHMS,
+    CHANGING_ALGORITHMS,
     GRADIENT_ALGORITHMS,
     QADAM,
     WEIGHT_ALGORITHMS,
@@ -49,6 +50,31 @@ def close(actual, expected):
 def even_ranks(algorithm, ranks):
     if "shift_one" in repr(algorithm) and ranks % 2:
         return  # refused; see test_bad_input.py
+
+
+# Evaluation mode ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS, *CHANGING_ALGORITHMS], ids=str
+)
+def test_training_in_evaluation_mode_exchanges_what_training_mode_exchanges(algorithm):
+    """Fine-tuning without dropout, and with the statistics of BatchNorm as they are."""
+
+    def body(comm, modes):
+        model, optimizer, ddp = wrapped(comm, algorithm, bucket_bytes=100)
+        for step in range(8):
+            ddp.train(modes[step % len(modes)])
+            train_step(ddp, optimizer, batch(comm.rank, step))
+        ddp.close()
+        return weights(model)
+
+    def trained(*modes):
+        return run_ranks(2, lambda comm: body(comm, modes))
+
+    for expected, late, mixed in zip(trained(True), trained(False), trained(True, False, False), strict=True):
+        assert torch.equal(late, expected)
+        assert torch.equal(mixed, expected)
 
 
 # Accumulating gradients -----------------------------------------------------------------------------------
