@@ -228,3 +228,31 @@ def test_a_message_that_meets_a_collective_says_so_on_both_ranks():
             call()
 
     run_ranks(2, body, check=True, timeout_s=0.5)
+
+
+def test_the_second_call_of_a_kind_checks_its_arrays_as_the_first_did():
+    def body(comm):
+        x, read_only, room = np.arange(4.0), np.empty(4), np.arange(6.0)
+        read_only.flags.writeable = False
+        for _ in range(3):
+            assert comm.allreduce(x).tolist() == [0, 2, 4, 6]
+            assert comm.allreduce(np.arange(8.0)[::2]).tolist() == [0, 4, 8, 12]
+            for out, message in [
+                (read_only, "read-only"),
+                (np.empty(5), r"out has shape \(5,\), expected \(4,\)"),
+                (np.empty(4, int), "out has dtype int64, expected float64"),
+            ]:
+                with pytest.raises(ArrayError, match=message):
+                    comm.allreduce(x, out)
+            with pytest.raises(ArrayError, match="out overlaps x"):
+                comm.allreduce(room[:4], room[2:])
+            with pytest.raises(ArrayError, match="timeout_s is 0"):
+                comm.allreduce(x, timeout_s=0)
+            with pytest.raises(ArrayError, match="root is 2"):
+                comm.reduce(x, root=2)
+            assert (comm.reduce(x, root=1) is None) == (comm.rank == 0)
+        return comm.counters["allreduce"].calls, [entry.state for entry in comm.flight.entries()]
+
+    for calls_made, states in run_ranks(2, body):
+        assert calls_made == 6
+        assert states == ["ended"] * 9

@@ -282,3 +282,10 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
         assert str(error).endswith(" gave up, by CommError: the device has met an error")
     assert host.heard({"another"}) is None
     comm.barrier()
+
+
+def test_a_barrier_is_told_from_other_calls(comm):
+    for _ in range(2):
+        with pytest.raises(CommMismatch, match=r"barrier of 0 .*allreduce sum|allreduce sum .*barrier of 0"):
+            comm.allreduce(np.ones(3)) if comm.rank else comm.barrier()
+        comm.barrier()
