@@ -12,7 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, bootstrap, cuda, kernels
+from .. import __version__, arrays, bootstrap, cuda, kernels, net
+from ..net import building, choosing
 from .base import cores
 from .mpirun import find_mpirun
 
@@ -21,6 +22,8 @@ SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and what can be c
 VARIABLES = (
     "BAGUA_TRACEBACK",
     "BAGUA_FLIGHT_FOLDER",
+    "BAGUA_NET",
+    "XDG_CACHE_HOME",
     "BAGUA_NVTX",
     "BAGUA_SPARES",
     "BAGUA_MIN_RANKS",
@@ -51,6 +54,7 @@ BEGINNINGS = (
     "PMI_",
     "PMIX_",
     "NCCL_",
+    "BAGUA_NET_",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_MAX_RESTARTS",
 )
@@ -94,6 +98,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
             "device arrays": _device_side(),
         },
         "kernels": {"of NumPy arrays": kernels.state()},
+        "NCCL's network plugin": plugin_facts(),
         "transports carry": {
             "local": "NumPy and CuPy arrays between threads of one process",
             "mpi": "NumPy arrays between processes and machines",
@@ -107,6 +112,19 @@ def collect_info() -> dict[str, dict[str, Any]]:
             for name, value in sorted(os.environ.items())
             if name in VARIABLES or name.startswith(BEGINNINGS)
         },
+    }
+
+
+def plugin_facts() -> dict[str, Any]:
+    """Whether the plugin is built, where, from which source, by what it could be, and what keeps NCCL from it."""
+    library, compilers = net.path(), [" ".join(command) for command in building.compilers()]
+    obstacles = choosing.breaks(os.environ)
+    return {
+        "library": str(library) if library else "not built: python -m bagua_comm net build",
+        "source": net.source_hash(),
+        "compilers": ", ".join(compilers) or "none; apt install gcc libc6-dev, or pip install ziglang",
+        "asked for by": f"{choosing.VARIABLE}={chosen}" if (chosen := choosing.asked_for(None)) else "nobody",
+        "kept away by": "; ".join(obstacles) or "nothing",
     }
 
 

@@ -31,6 +31,7 @@ HEALTHY = {
     "interfaces": {"eth0": {"address": "10.0.0.1", "Mbit/s": 10000}},
     "InfiniBand": [],
     "gpu": {"driver": False, "count": 0},
+    "plugin": {"built": True, "source": "01", "compilers": "/usr/bin/cc", "kept away by": "nothing", "net": None},
 }
 
 
@@ -56,6 +57,33 @@ def found(level, text, where):
 
 def levels(where):
     return {finding.level for finding in examine(where)} - {"ok", "note"}
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "text"),
+    [
+        ({}, "ok", "all hosts have NCCL's network plugin (source 01)"),
+        ({"source": "02"}, "problem", "hosts have different sources of NCCL's network plugin: 01, 02"),
+        ({"built": False, "compilers": "none; apt install gcc"}, "problem", "node2 can have no network plugin"),
+        (
+            {"kept away by": "NCCL_NET_PLUGIN=none: NCCL loads no plugin"},
+            "problem",
+            "on node2 NCCL would not use",
+        ),
+    ],
+)
+def test_what_keeps_the_plugin_from_nccl_is_found_where_it_is_asked_for(change, level, text):
+    plugin = HEALTHY["plugin"] | {"net": "bagua"}
+    everyone = world(size=2, plugin=plugin | change)
+    everyone.facts[0]["plugin"] = plugin
+    assert found(level, text, everyone)
+
+
+def test_the_plugin_does_nothing_on_one_host_and_is_not_spoken_of_without_gpus():
+    one = world(size=2, hosts=1)
+    one.facts[0]["plugin"] = HEALTHY["plugin"] | {"net": "bagua"}
+    assert found("note", "BAGUA_NET=bagua does nothing here: on one host NCCL uses shared memory", one)
+    assert not any("plugin" in each.what for each in examine(world()))
 
 
 def test_healthy_hosts_have_nothing_to_be_done():

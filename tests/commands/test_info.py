@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua_comm import kernels
+from bagua_comm import kernels, net
 from bagua_comm.commands import info
 from bagua_comm.commands.info import collect_info
 
@@ -27,6 +27,8 @@ def test_info_prints_versions_mpi_and_transports():
     assert facts["devices"]["CUDA devices"] == 0
     assert facts["devices"]["device arrays"] == "not carried: there is no device"
     assert "nccl" in facts["transports carry"]
+    assert facts["NCCL's network plugin"]["source"] == net.source_hash()
+    assert facts["NCCL's network plugin"]["kept away by"] == "nothing"
     assert facts["kernels"] == {"of NumPy arrays": kernels.state()}
 
 

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, bootstrap, cuda
+from ... import __version__, bootstrap, cuda, net
+from ...net import choosing
 from ...processes import this_host
 from ..base import cores
-from ..info import installed, mpi_facts
+from ..info import installed, mpi_facts, plugin_facts
 from ..mpirun import OPEN_MPI
 
 LIMITS = {
@@ -44,6 +45,7 @@ def collect() -> dict[str, Any]:
         "interfaces": interfaces(),
         "InfiniBand": _names_in("/sys/class/infiniband"),
         "gpu": gpu(),
+        "plugin": plugin(),
     }
 
 
@@ -83,6 +85,11 @@ def gpu() -> dict[str, Any]:
         return {"driver": False, "count": 0}
     bootstrap.make_room_for_cupy()
     return {"driver": driver, "count": cuda.device_count(), **cuda.device_facts()}
+
+
+def plugin() -> dict[str, Any]:
+    """What `info` tells of NCCL's network plugin, and what is asked for."""
+    return {**plugin_facts(), "built": net.path() is not None, "net": choosing.asked_for(None)}
 
 
 def _mpi() -> dict[str, Any]:

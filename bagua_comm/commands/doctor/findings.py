@@ -79,7 +79,7 @@ def examine(world: World) -> list[Finding]:
     """Everything that is to be said."""
     if world.is_mixed:
         return list(_versions(world))
-    checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus)
+    checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus, _plugin)
     return [finding for check in checks for finding in check(world)]
 
 
@@ -347,3 +347,36 @@ def _gpus(world: World) -> Iterator[Finding]:
         yield Finding("warning", f"device arrays go through host memory, since {obstacle}", "one rank to a GPU")
     elif before:
         yield Finding("ok", "each rank has a GPU, and NCCL can be used")
+
+
+def _plugin(world: World) -> Iterator[Finding]:
+    plugins = {host: world.on(host)["plugin"] for host in world.hosts}
+    chosen = [each["net"] for each in plugins.values() if each["net"]]
+    if len(plugins) == 1 or not (chosen or any(facts["gpu"]["count"] for facts in world.facts)):
+        if chosen:
+            yield Finding("note", f"BAGUA_NET={chosen[0]} does nothing here: on one host NCCL uses shared memory")
+        return
+    sources = sorted({each["source"] for each in plugins.values()})
+    if len(sources) > 1:
+        yield Finding(
+            "problem" if chosen else "warning",
+            f"hosts have different sources of NCCL's network plugin: {', '.join(sources)}",
+            "install the same version of bagua_comm on all hosts",
+        )
+    for host, each in plugins.items():
+        if not each["built"] and each["compilers"].startswith("none"):
+            yield Finding(
+                "problem" if "bagua" in chosen else "note",
+                f"{host} can have no network plugin for NCCL, since there is no C compiler",
+                "apt install gcc libc6-dev, or pip install ziglang",
+            )
+        if each["kept away by"] != "nothing":
+            yield Finding(
+                "problem" if "bagua" in chosen else "note",
+                f"on {host} NCCL would not use the network plugin: {each['kept away by']}",
+                "unset these variables, and start by run --net bagua, which sets them on all ranks",
+            )
+    if all(each["built"] for each in plugins.values()):
+        yield Finding(
+            "ok", f"all hosts have NCCL's network plugin (source {sources[0]}); run --net bagua uses it"
+        )
