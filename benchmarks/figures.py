@@ -98,7 +98,9 @@ JOBS: dict[str, list[Command]] = {
         ],
     ],
     "shared": [shared_memory(2)],
-    "codecs": [["-m", "benchmarks.codecs", "--json", RESULTS / "codecs.json"]],
+    "codecs": [
+        ["-m", "benchmarks.codecs", "-b", "8M", "-e", "32M", "-n", 7, "-w", 2, "--json", RESULTS / "codecs.json"]
+    ],
     "first_run": [
         ["-m", "benchmarks.first_run", "-n", ranks, "--json", RESULTS / f"first_run-{ranks}.json"]
         for ranks in (1, 2)
