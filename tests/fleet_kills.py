@@ -24,6 +24,9 @@ from bagua_comm import Engine, GradientAllReduce, Plan, Point, TensorSpec, elast
 from bagua_comm.elastic.start import start as start_fleet
 
 STEPS, TIMEOUT_S, LIMIT_S = 60, 12, 150
+PAUSE_S = 0.015
+"""What a step waits: tests have processes die and stop up to 0.2 s after training has begun, and a fast machine
+would nearly be through by then."""
 SPECS = [TensorSpec(f"t{i}", (40, i + 1), "float32") for i in range(3)]
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -61,6 +64,7 @@ def train_with_an_engine(state, timers):
                 engine.at(Point.STEP)
                 large = comm.allreduce(np.full(1 << 18, comm.rank, np.float32))  # through shared memory
                 assert large[-1] == comm.size * (comm.size - 1) / 2
+                time.sleep(PAUSE_S)
                 state.step += 1
                 state.commit()
 
