@@ -21,22 +21,47 @@ from ..bench.report import machine_of, markdown_table, or_dash, read_records, wr
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BASELINE = "ddp"
+BASELINE, ALONE = "ddp", "alone"
 
 
 def merge(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of all records, each with its `speedup` over PyTorch's own in the same record; None without one.
+    """The rows of all records, each with two further numbers, of what is in the same record; None without it.
 
+    `speedup` is over PyTorch's own; `of_limit` is the time that a step takes at least (`limit_s`), by its time.
     Of rows for the same model, network and algorithm the last is kept.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         baselines = {group_of(row): row for row in record["results"] if row["algorithm"] == BASELINE}
+        alone_s = {group_of(row): row["median_s"] for row in record["results"] if row["algorithm"] == ALONE}
         for row in record["results"]:
             baseline = baselines.get(group_of(row))
             speedup = row["samples_per_s"] / baseline["samples_per_s"] if baseline else None
-            rows[(*group_of(row), row["algorithm"])] = {**row, "speedup": speedup}
+            least_s = limit_s(row, alone_s.get(group_of(row)))
+            of_limit = least_s / row["median_s"] if least_s is not None else None
+            rows[(*group_of(row), row["algorithm"])] = {**row, "speedup": speedup, "of_limit": of_limit}
     return list(rows.values())
+
+
+def limit_s(row: dict[str, Any], alone_s: float | None) -> float | None:
+    """What a step takes at least: the computation alone, or its bytes at the rate of the line if that is longer.
+
+    The bytes are those that the rank sent. PyTorch's own does not count them: an allreduce of the gradients sends
+    at least 2 (p - 1) / p of them, or half as much in float16. None for hosts of several ranks, where not all
+    bytes that a rank sends cross the line, and where a time or a rate is missing.
+
+    >>> row = {"algorithm": "ddp", "hosts": 4, "ranks_per_host": 1, "rate_mbit": 8, "model_bytes": 1_000_000,
+    ...        "wire_bytes": None}
+    >>> limit_s(row, 1.0), limit_s(row, 2.0)
+    (1.5, 2.0)
+    """
+    if alone_s is None or row["rate_mbit"] is None or row["ranks_per_host"] != 1:
+        return None
+    sent = row["wire_bytes"] or 0.0
+    if row["algorithm"].startswith(BASELINE):
+        sent = 2 * (row["hosts"] - 1) / row["hosts"] * row["model_bytes"]
+        sent /= 2 if row["algorithm"] == "ddp-fp16" else 1
+    return float(max(alone_s, sent * 8 / (row["rate_mbit"] * 1e6)))
 
 
 def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -78,7 +103,9 @@ def markdown(records: Sequence[dict[str, Any]], figure: str | None = None) -> st
     lines += [
         "* All algorithms of a table trained in turn, in the same processes, for several rounds.",
         "* Samples a second are of all ranks together: mean and standard deviation over the rounds. Steps are",
-        f"  the slowest rank's. The speed-up is over `{BASELINE}`, PyTorch's DistributedDataParallel on gloo.",
+        "  the slowest rank's: median and quartiles. The speed-up is over `ddp`, PyTorch's own wrapper on gloo.",
+        "* A step takes at least as long as the computation alone, and as its bytes at the rate of the line. The",
+        "  longer of the two, by what the step took, is its share of the limit.",
         "* Bytes sent are those of one rank. Overlap is the time of exchanges within the backward pass, by the",
         "  shorter of the two: 100 % is all that can be hidden.",
     ]
@@ -105,7 +132,9 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
         "algorithm",
         f"{first['samples']}/s",
         "step (s)",
+        "quartiles (s)",
         "speed-up",
+        "of the limit",
         "MB sent a step",
         "overlap",
         "settings",
@@ -115,14 +144,16 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
             row["algorithm"],
             f"{row['samples_per_s']:.3g} ± {row['samples_per_s_std']:.2g}",
             f"{row['median_s']:.3g}",
+            f"{row['q1_s']:.3g} to {row['q3_s']:.3g}",
             or_dash(row["speedup"], "{:.2f}"),
+            or_dash(row["of_limit"], "{:.0%}"),
             or_dash(row["wire_bytes"] and row["wire_bytes"] / 1e6, "{:,.1f}"),
             or_dash(row["overlap"], "{:.0%}"),
             f"`{row['settings']}`",
         ]
         for row in rows
     ]
-    return [*lines, "", *markdown_table(titles, cells, "lrrrrrl")]
+    return [*lines, "", *markdown_table(titles, cells, "lrrrrrrrl")]
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -170,6 +170,22 @@ def test_of_rows_measured_twice_the_last_is_kept():
     assert [row["speedup"] for row in report.merge([first, again])] == [1, 4]
 
 
+def test_a_step_is_compared_with_the_longer_of_computing_and_sending():
+    rows = [
+        row_of("alone", 2.0),  # 2 s
+        row_of("ddp", 0.5),
+        row_of("ddp-fp16", 0.5),
+        row_of("exact", 1.0, wire_bytes=4e8),
+        row_of("bytegrad", 1.0, wire_bytes=1e8),
+    ]
+    found = {row["algorithm"]: row["of_limit"] for row in report.merge([record_of(*rows)])}
+    ring_s = 1.5 * 553430176 * 8 / 1e9
+    expected = {"alone": 1, "ddp": ring_s / 8, "ddp-fp16": ring_s / 16, "exact": 3.2 / 4, "bytegrad": 2 / 4}
+    assert found == pytest.approx(expected)
+    assert report.limit_s({**rows[1], "ranks_per_host": 2}, 2.0) is None  # not all bytes cross the line
+    assert report.limit_s({**rows[1], "rate_mbit": None}, 2.0) is None
+
+
 def test_the_report_has_a_table_for_each_network_and_a_figure(tmp_path):
     compute = {"forward_s": 0.25, "backward_s": 0.5, "optimizer_s": 0.125}
     record = record_of(
@@ -187,7 +203,8 @@ def test_the_report_has_a_table_for_each_network_and_a_figure(tmp_path):
     assert "## vgg16, 4 hosts at 1000 Mbit/s" in text
     assert "## vgg16, 4 hosts at 500 Mbit/s" in text
     assert "Compute alone: forward 0.25 s, backward 0.5 s, optimizer 0.125 s." in text
-    assert "| bytegrad | 1 ± 0.25 | 4 | 2.00 | 210.0 | 50% | `bytegrad()` |" in text
-    assert "| ddp | 0.5 ± 0 | 8 | 1.00 | - | - | `ddp()` |" in text
+    assert "| bytegrad | 1 ± 0.25 | 4 | 4 to 4 | 2.00 | 42% | 210.0 | 50% | `bytegrad()` |" in text
+    assert "| ddp | 0.5 ± 0 | 8 | 8 to 8 | 1.00 | 83% | - | - | `ddp()` |" in text
+    assert "| ddp | 0.25 ± 0 | 16 | 16 to 16 | 1.00 | - | - | - | `ddp()` |" in text
     needs.package("matplotlib")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
