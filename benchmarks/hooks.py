@@ -4,7 +4,7 @@
     python -m bagua_comm run -n 2 -m benchmarks.hooks --json hooks.json
 
 A forward and a backward pass over small linear layers is timed, with new gradients in each step, as `zero_grad`
-leaves it. All ways take turns of some steps, each behind a barrier and on one core a rank; a step has taken
+leaves it. All ways take turns of some steps, each behind a barrier; one rank stays on one core. A step has taken
 as long as on the slowest rank, and the first of a turn, whose memory is cold, does not count. What is told is the
 time above that of the bare module in the same round, divided by the number of parameters while all are in one
 bucket; the part of it in the forward pass; and what each further bucket adds, when each parameter has a bucket of
@@ -62,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     torch.set_num_threads(1)
     with bagua_comm.connect() as comm:
-        if hasattr(os, "sched_setaffinity"):  # what moves between cores takes longer now and then
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[comm.rank % len(cores)]})
+        if hasattr(os, "sched_setaffinity") and comm.size == 1:  # what moves between cores takes longer at times
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         return run(comm, options)
 
 
