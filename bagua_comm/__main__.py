@@ -59,7 +59,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        its_own = commands.add_parser(name, help=command.SUMMARY, description=command.DESCRIPTION)
+        its_own = commands.add_parser(
+            name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
+        )
         its_own.set_defaults(parser=its_own)
         command.add_arguments(its_own)
     return parser
