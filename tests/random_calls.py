@@ -80,13 +80,13 @@ class Draw:
         about = self.one_of(self.sizes) // self.one_of((1, 2, 4, 8)) // self.one_of((1, self.comm.size))
         return max(0, about + int(self.shared.integers(-2, 3)))
 
-    def shape(self, multiple=1):
-        """A shape of any number of dimensions; the first is a multiple of `multiple`. 0-d only if that is 1."""
+    def shape(self, multiple=None):
+        """A shape of any number of dimensions; with `multiple` not 0-d, and the first a multiple of it."""
         count = self.count()
-        if multiple == 1 and count == 1 and self.shared.random() < 0.5:
+        if multiple is None and count == 1 and self.shared.random() < 0.5:
             return ()
         columns = self.one_of((1, 1, 2, 3, 5))
-        rows = -(-count // columns // multiple) * multiple
+        rows = -(-count // columns // (multiple or 1)) * (multiple or 1)
         if columns > 1 and self.shared.random() < 0.3:
             return (rows, 1, columns)
         return (rows, columns) if columns > 1 else (rows,)
