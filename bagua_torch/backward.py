@@ -59,6 +59,7 @@ class BackwardWatch:
         self.armed = False
         """Whether the pass that goes on, or else the next one, is followed."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
+        self._task = -1  # PyTorch's number of the pass in which the latest hook ran
         self.count = len(parameters)
         """How many parameters are watched."""
         self.began, self.before = _weakly(began), _weakly(before)
@@ -114,6 +115,9 @@ class BackwardWatch:
 
     def begin(self, *, computed: bool) -> None:
         """A hook of an armed pass runs, and nothing was accumulated yet; `computed`: a gradient was computed."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # else a pass that has failed would tell what this one computes
+            self._task, self._computed = task, False
         self._computed = self._computed or computed
         complete, engine = self.complete, torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: self._pass_has_ended(complete))

@@ -153,6 +153,21 @@ def test_a_pass_that_fails_before_its_first_gradient_leaves_no_trace():
     assert heard.take() == ["after 1.weight", "ended 1.weight"]
 
 
+def test_a_pass_that_fails_does_not_tell_what_the_next_one_computes():
+    module = two_layers()
+    heard = Heard(module)
+
+    def fail(_):
+        raise ValueError("not yet")
+
+    failing = module[1].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="not yet"):
+        module(X).sum().backward()
+    failing.remove()
+    NoGradient.apply(torch.ones(4, 1, requires_grad=True), module[0].weight).sum().backward()
+    assert heard.take() == ["began", "ended"]
+
+
 def test_a_watch_that_is_not_armed_follows_no_pass():
     module = two_layers()
     heard = Heard(module)
