@@ -114,6 +114,7 @@ def compile_to(command: Sequence[str], library: Path, flags: Sequence[str] = (),
             text=True,
             timeout=COMPILE_TIMEOUT_S,
         )
+        unfinished.chmod(0o700)  # whatever the umask is: what others can write to is not loaded
         unfinished.replace(library)
     finally:
         with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
 """Compiling the plugin: once, whole files, any compiler, and messages that say what to do."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -21,6 +22,15 @@ def test_it_is_compiled_once_and_found_again(tmp_path):
     assert [*tmp_path.iterdir()] == [library]
     assert library.name.startswith("libnccl-net-bagua-")
     assert library.suffix == ".so"
+
+
+def test_it_is_found_again_where_files_are_made_for_a_whole_group(tmp_path):
+    before = os.umask(0o002)
+    try:
+        library = net.build(tmp_path)
+    finally:
+        os.umask(before)
+    assert net.path(tmp_path) == library
 
 
 def test_many_at_once_get_one_whole_file(tmp_path):
