@@ -80,17 +80,20 @@ def agree(choices: Sequence[str | None]) -> str | None:
 
 
 def look(choice: str, host: str, started: Mapping[str, str | None] | None, *, several_hosts: bool) -> Facts:
-    """What this rank tells the others. Builds the plugin where it may be needed, which takes seconds once."""
+    """What this rank tells the others. Builds the plugin where it may be needed, which takes seconds once.
+
+    Raises nothing: what is wrong is told, and `decide` raises on all ranks.
+    """
     names = (PLUGIN, NETWORK, *ALIKE)
     variables = {name: os.environ[name] for name in names if name in os.environ}
-    infiniband = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
-    facts = Facts(host, variables=variables, started=started, infiniband=infiniband)
+    facts = Facts(host, variables=variables, started=started)
     if choice == "nccl" or (choice == "auto" and not several_hosts):
         return facts
     try:
-        return facts._replace(source=source_hash(), library=str(build()))
-    except (BootstrapError, OSError) as exc:
-        return facts._replace(source=source_hash(), problem=str(exc))
+        infiniband = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
+        return facts._replace(infiniband=infiniband, source=source_hash(), library=str(build()))
+    except Exception as exc:  # whatever it is: the other ranks wait for an answer
+        return facts._replace(problem=str(exc) or type(exc).__name__)
 
 
 def decide(choice: str, everyone: Sequence[Facts], rank: int) -> Decision:

@@ -180,6 +180,16 @@ def test_a_host_without_a_compiler_is_an_error_that_says_what_to_install(tmp_pat
     assert variables() == {choosing.PLUGIN: None, choosing.NETWORK: None}
 
 
+def test_what_goes_wrong_on_one_rank_is_the_error_of_all_and_none_waits(tmp_path, monkeypatch):
+    def gone():
+        raise PermissionError("plugin.c cannot be read")
+
+    monkeypatch.setattr(choosing, "source_hash", gone)
+    first, second = connect_all(2, net="bagua", gpu="none")
+    assert first == second
+    assert "has no plugin: plugin.c cannot be read" in first
+
+
 def test_an_unknown_network_is_refused():
     assert connect_all(1, net="sockets", gpu="none") == [
         "connect: net (or BAGUA_NET) is 'sockets', expected one of 'bagua', 'auto', 'nccl', or None"
