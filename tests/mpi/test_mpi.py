@@ -63,6 +63,15 @@ def test_conformance_through_shared_memory(comm, monkeypatch):
         check_transport(small, sizes=[one_round, 2 * one_round])
 
 
+def test_messages_as_long_as_the_parts_of_split_ones_are_not_taken_for_one(comm, monkeypatch):
+    monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 64)
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as split:
+        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        x, out = np.arange(64, dtype=np.uint8), np.zeros(128, np.uint8)
+        with pytest.raises(CommMismatch, match=r"expected 64 bytes from rank \d, which sent 0"):
+            split.exchange([(after, x), (after, x)], [(before, out)])
+
+
 def test_large_allreduce_through_shared_memory_gives_the_bytes_that_threads_give(comm):
     def body(world):
         return world.allreduce(sample(world.rank, (mpi_transport.SHARED_BYTES // 4 + 5,), "float32"), op="avg")

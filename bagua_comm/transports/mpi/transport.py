@@ -1038,7 +1038,10 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _pieces(x: Array) -> Iterator[Array]:
-    """View `x` as bytes, in messages that MPI can count."""
+    """View `x` as bytes, in messages that MPI can count; the last is shorter than `MESSAGE_BYTES`, or empty.
+
+    So no array is taken for the beginning of a larger one.
+    """
     flat = as_bytes(x)
-    for start in range(0, max(flat.size, 1), MESSAGE_BYTES):
+    for start in range(0, flat.size + 1, MESSAGE_BYTES):
         yield flat[start : start + MESSAGE_BYTES]
