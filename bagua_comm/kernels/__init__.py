@@ -42,6 +42,9 @@ def on_host() -> ModuleType:
 def compile_now(timeout_s: float = 600.0) -> None:
     """Wait until the kernels of NumPy arrays are the compiled ones, as tests and measurements must.
 
+    If this is the first use of them in this process, and no other process compiles them, that does not give way
+    to other work.
+
     Args:
         timeout_s: How long to wait, in seconds.
 
@@ -50,7 +53,7 @@ def compile_now(timeout_s: float = 600.0) -> None:
         RuntimeError: They cannot be compiled, loaded or kept; the message says why.
         TimeoutError: They were not there in time.
     """
-    on_host()
+    _begin(urgent=True)
     if _ready is compiled:
         return
     if not making.is_installed():
@@ -132,7 +135,7 @@ _obstacle = ""
 _beginning = threading.Lock()
 
 
-def _begin() -> ModuleType:
+def _begin(*, urgent: bool = False) -> ModuleType:
     """Load the compiled kernels if they are on disk; else have them made, and use those of NumPy."""
     global _ready, _supply, _obstacle
     with _beginning:
@@ -150,7 +153,7 @@ def _begin() -> ModuleType:
         if functions is not None:
             _take_over(functions)
         else:
-            _supply = making.Supply(folder, _take_over)
+            _supply = making.Supply(folder, _take_over, urgent=urgent)
         return _ready
 
 

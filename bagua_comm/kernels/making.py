@@ -1,10 +1,11 @@
 """Compiled kernels on disk: a process of its own makes them, while all others work with NumPy's.
 
-A compiler in a training process would hold Python's lock for seconds, also on a thread. So a process of the
-lowest priority runs it, one on each host. It keeps every kernel as an object file (see `loops`) in a folder of
-~/.cache/bagua_comm, whose name stands for the source, the versions of Numba and LLVM, and the processor. Then a
-further process compares the results with NumPy's: what crashes or errs does so there. Its verdict, a file in the
-same folder, ends the work for good. To load the kernels takes LLVM, but not Numba, and some 30 ms.
+A compiler in a training process would hold Python's lock for seconds, also on a thread. So a process of its own
+runs it, one on each host, and of the lowest priority unless somebody waits. It keeps every kernel as an object
+file (see `loops`) in a folder of ~/.cache/bagua_comm, whose name stands for the source, the versions of Numba
+and LLVM, and the processor. Then a further process compares the results with NumPy's: what crashes or errs does
+so there. Its verdict, a file in the same folder, ends the work for good. To load the kernels takes LLVM, but
+not Numba, and some 30 ms.
 
 Who compiles is decided by a lease: a file that whoever makes it first has. The compiling process renews it every
 second, and ends if the lease is its own no more, or if the process that started it is gone. A lease that nobody
@@ -24,6 +25,7 @@ import logging
 import os
 import platform
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +61,12 @@ _GOOD = "good"
 _RENEW_S, _STALE_S, _POLL_S = 1.0, 15.0, 0.25
 """How often a lease is renewed, after how long without that it is taken away, and how often others look."""
 
+_NO_LEASE = 75
+"""The exit code of a process whose lease is its own no more, or whose parent is gone."""
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+"""The signals by which code ends its own process; by others somebody ends it: for its memory, or with its job."""
+
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "BAGUA_")
 """How the environment variables begin by which launchers know the processes of a job."""
 
@@ -78,14 +86,17 @@ def place() -> Path:
     """The folder of kernels for this source, these versions and this processor.
 
     Raises:
-        UnavailableError: Numba is not installed, or nothing can be kept.
+        UnavailableError: Numba is not installed or cannot be used, or nothing can be kept.
     """
     if not is_installed():
         raise UnavailableError("Numba is not installed: pip install 'bagua-comm[fast]'")
     kept = kept_folder("bagua_comm")
     if kept is None:
         raise UnavailableError("nothing can be kept in ~/.cache/bagua_comm")
-    return kept / f"kernels-{_key()}"
+    try:
+        return kept / f"kernels-{_key()}"
+    except Exception as exc:  # nobody knows what a broken installation raises
+        raise UnavailableError(f"Numba cannot be used here: {type(exc).__name__}: {exc}") from exc
 
 
 @functools.cache
@@ -207,14 +218,17 @@ def load(folder: Path) -> dict[str, Function] | None:
     """The kernels of a folder as functions; None if they are not there yet, or some cannot be read.
 
     Raises:
-        UnavailableError: There is a verdict that they are no good.
+        UnavailableError: There is a verdict that they are no good, or they cannot be loaded.
     """
     verdict = _verdict(folder)
     if verdict is None:
         return None
     if verdict != _GOOD:
         raise UnavailableError(verdict)
-    return _load(folder)
+    try:
+        return _load(folder)
+    except Exception as exc:  # LLVM's
+        raise UnavailableError(f"they cannot be loaded: {type(exc).__name__}: {exc}") from exc
 
 
 def _load(folder: Path) -> dict[str, Function] | None:
@@ -255,10 +269,11 @@ class Supply:
     Args:
         folder: Where they are kept.
         use: What to do with them; it is called on the thread.
+        urgent: Whether somebody waits for them, so that compiling does not give way to other work.
     """
 
-    def __init__(self, folder: Path, use: Callable[[dict[str, Function]], None]) -> None:
-        self._folder, self._use = folder, use
+    def __init__(self, folder: Path, use: Callable[[dict[str, Function]], None], *, urgent: bool = False) -> None:
+        self._folder, self._use, self._urgent = folder, use, urgent
         self._stop, self._owner = threading.Event(), os.getpid()
         self.obstacle: str | None = None
         """Why there will be no compiled kernels in this process."""
@@ -280,8 +295,8 @@ class Supply:
             if functions is not None:
                 self._use(functions)
                 _log.info("the kernels of NumPy's arrays are the compiled ones from now on")
-        except (UnavailableError, OSError) as exc:
-            self.obstacle = str(exc)
+        except Exception as exc:  # whatever it is, NumPy's kernels go on
+            self.obstacle = str(exc) or type(exc).__name__
             _log.warning("the kernels of NumPy's arrays stay NumPy's: %s", exc)
         finally:
             self.ended.set()
@@ -291,14 +306,15 @@ class Supply:
         self._folder.mkdir(mode=0o700, exist_ok=True)
         lease = _Lease(self._folder)
         while not self._stop.is_set():
-            functions = load(self._folder)
+            verdict, functions = _verdict(self._folder), load(self._folder)
             if functions is not None:
                 return functions
             if not lease.take():
                 self._stop.wait(_POLL_S)
                 continue
             try:
-                self._compile(lease)
+                if _verdict(self._folder) == verdict:  # nobody has made them since
+                    self._compile(lease)
             finally:
                 lease.give_back()
         return None
@@ -311,7 +327,7 @@ class Supply:
         """
         with contextlib.suppress(OSError):  # it is there if some of the files that it speaks of cannot be read
             (self._folder / "verdict").unlink()
-        process = _start("make", self._folder, lease)
+        process = _start("make", self._folder, lease, urgent=self._urgent)
         said = b""
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -327,12 +343,12 @@ def _last_words(what: str, code: int, said: bytes) -> str:
     return f"{what} ended with {code}: {lines[-1] if lines else 'no message'}"
 
 
-def _start(step: str, folder: Path, lease: _Lease) -> subprocess.Popen[bytes]:
+def _start(step: str, folder: Path, lease: _Lease, *, urgent: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs `main`, and is no process of the job that this one belongs to."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main(*sys.argv[1:])"
     return subprocess.Popen(
-        [sys.executable, "-c", code, step, str(folder), lease.token, str(os.getpid())],
+        [sys.executable, "-c", code, step, str(folder), lease.token, str(os.getpid()), *["urgent"][:urgent]],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -346,7 +362,7 @@ def _start(step: str, folder: Path, lease: _Lease) -> subprocess.Popen[bytes]:
 # ---------------------------------------------------------------------------------------------------
 
 
-def main(step: str, folder: str, token: str, parent: str) -> None:
+def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> None:
     """Compile the kernels that are missing in a folder, or compare those in it with NumPy's.
 
     Args:
@@ -354,13 +370,15 @@ def main(step: str, folder: str, token: str, parent: str) -> None:
         folder: Where they are kept.
         token: What is written in the lease, which this process renews.
         parent: The number of the process that started this one, which ends with it.
+        urgent: Anything, if it is not to give way to other work.
     """
-    _give_way()
+    if not urgent:
+        _give_way()
     lease = _Lease(Path(folder))
     lease.token = token
     threading.Thread(target=_renew, args=(lease, int(parent)), daemon=True).start()
     if step == "make":
-        _make(Path(folder), lease)
+        _make(Path(folder), lease, urgent=bool(urgent))
     else:
         _check(Path(folder))
 
@@ -380,24 +398,27 @@ def _renew(lease: _Lease, parent: int) -> None:
             os.utime(lease.path)
         time.sleep(_RENEW_S)
     lease.give_back()
-    os._exit(1)
+    os._exit(_NO_LEASE)
 
 
-def _make(folder: Path, lease: _Lease) -> None:
+def _make(folder: Path, lease: _Lease, *, urgent: bool) -> None:
     try:
         from . import loops  # this imports Numba
 
         for name in KERNELS:
             if _read(_object(folder, name)) is None:
                 write_at_once(_object(folder, name), _seal(loops.object_code(name)), mode=0o600)
-    except OSError:
-        raise  # another time there may be room on the disk
+    except (OSError, MemoryError):
+        raise  # another time there may be room
     except Exception as exc:
         _judge(folder, f"compiling them raised {type(exc).__name__}: {exc}")
         return
-    process = _start("check", folder, lease)
+    process = _start("check", folder, lease, urgent=urgent)
     said = process.communicate()[0]
-    _judge(folder, _last_words("comparing them", process.returncode, said) if process.returncode else _GOOD)
+    why = _last_words("comparing them", code := process.returncode, said)
+    if code == _NO_LEASE or (code < 0 and -code not in _CRASHES):
+        sys.exit(why)  # it was ended from outside, which says nothing of the kernels
+    _judge(folder, why if code else _GOOD)
 
 
 def _check(folder: Path) -> None:

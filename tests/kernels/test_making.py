@@ -77,7 +77,7 @@ def test_a_second_process_finds_them_on_disk_and_needs_no_numba(folder):
 def test_what_cannot_be_read_is_compiled_again_while_numpy_works(folder):
     (folder / "weigh_blocks.o").write_bytes(b"not an object file")
     code = (
-        "from bagua_comm import kernels; first = kernels.on_host();"
+        "from bagua_comm import kernels; first = kernels._begin(urgent=True);"
         "kernels.compile_now(); print(first.__name__, kernels.on_host().__name__)"
     )
     assert run(code, folder.parents[2]).split() == ["bagua_comm.kernels.host", "bagua_comm.kernels.compiled"]
@@ -103,8 +103,8 @@ import sys
 from bagua_comm import kernels
 from bagua_comm.kernels import making
 start = making._start
-def tell(*arguments):
-    process = start(*arguments)
+def tell(*arguments, urgent):
+    process = start(*arguments, urgent=True)
     print(process.pid, flush=True)
     return process
 making._start = tell
@@ -129,6 +129,24 @@ def test_the_compiler_ends_with_the_process_that_started_it(tmp_path, ends):
     assert not list(tmp_path.rglob("verdict"))
     if ends == "exits":
         assert not list(tmp_path.rglob("lease"))
+
+
+@pytest.mark.parametrize("first", ["on_host", "compile_now"])
+def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, monkeypatch, first):
+    (folder / "verdict").unlink()
+    monkeypatch.setattr(making, "place", lambda: folder)
+    popen, urgent = subprocess.Popen, []
+    code = f"open({str(folder / 'verdict')!r}, 'w').write('good')"
+    monkeypatch.setattr(
+        subprocess,
+        "Popen",
+        lambda command, **more: (urgent.append("urgent" in command), popen([sys.executable, "-c", code], **more))[
+            1
+        ],
+    )
+    getattr(kernels, first)()
+    kernels.compile_now()
+    assert urgent == [first == "compile_now"]
 
 
 def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
@@ -158,7 +176,7 @@ def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_pat
     )
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
-        making._start("make", tmp_path, making._Lease(tmp_path))
+        making._start("make", tmp_path, making._Lease(tmp_path), urgent=False)
         said = started[0].communicate(timeout=PATIENCE_S)[0]
     assert said.decode().split() == ["[]", "kept", "[]"]
 
@@ -167,7 +185,7 @@ def test_one_process_compiles_for_all(folder, monkeypatch):
     (folder / "verdict").unlink()
     started, began = [], threading.Event()
 
-    def start(*arguments):
+    def start(*arguments, urgent):
         started.append(arguments)
         began.wait(PATIENCE_S)
         code = f"open({str(folder / 'verdict')!r}, 'w').write('good')"
@@ -204,12 +222,12 @@ def test_a_lease_that_nobody_renews_is_taken_away(tmp_path, monkeypatch):
 def test_a_compiler_that_was_stopped_leaves_the_work_to_who_took_its_lease(tmp_path):
     lease = making._Lease(tmp_path)
     assert lease.take()
-    process = making._start("make", tmp_path, lease)
+    process = making._start("make", tmp_path, lease, urgent=True)
     os.kill(process.pid, signal.SIGSTOP)
     lease.path.write_text("another one")
     os.kill(process.pid, signal.SIGCONT)
     process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
+    assert process.returncode == making._NO_LEASE
     assert lease.path.read_text() == "another one"
     assert not (tmp_path / "verdict").exists()
 
@@ -222,7 +240,7 @@ def test_a_compiler_that_crashes_leaves_numpys_kernels_and_one_message(folder, f
     (folder / "verdict").unlink()
     code = "import os, signal; print('no room', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", code]
-    monkeypatch.setattr(making, "_start", lambda *_: subprocess.Popen(command, stdout=subprocess.PIPE))
+    monkeypatch.setattr(making, "_start", lambda *_, urgent: subprocess.Popen(command, stdout=subprocess.PIPE))
     monkeypatch.setattr(making, "place", lambda: folder)
     with pytest.raises(RuntimeError, match="no compiled kernels: compiling them ended with -9: no room"):
         kernels.compile_now()
@@ -230,6 +248,42 @@ def test_a_compiler_that_crashes_leaves_numpys_kernels_and_one_message(folder, f
     assert said_by(caplog) == [
         "the kernels of NumPy's arrays stay NumPy's: compiling them ended with -9: no room"
     ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"),
+    [
+        ("os.kill(os.getpid(), signal.SIGTERM)", None),
+        ("os.kill(os.getpid(), signal.SIGKILL)", None),
+        ("os._exit(75)", None),  # its lease is another one's
+        ("os.kill(os.getpid(), signal.SIGILL)", "comparing them ended with -4: no message"),
+        ("sys.exit('they differ')", "comparing them ended with 1: they differ"),
+    ],
+)
+def test_only_what_the_kernels_themselves_do_is_held_against_them(folder, monkeypatch, ended, verdict):
+    (folder / "verdict").unlink()
+    command = [sys.executable, "-c", f"import os, signal, sys; {ended}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    monkeypatch.setattr(making, "_start", lambda *_, urgent: subprocess.Popen(command, **pipes))
+    with contextlib.nullcontext() if verdict else pytest.raises(SystemExit, match="comparing them ended"):
+        making._make(folder, making._Lease(folder), urgent=True)
+    assert making._verdict(folder) == verdict
+
+
+def test_what_another_one_has_made_before_the_lease_was_free_is_not_made_again(folder, monkeypatch):
+    (folder / "verdict").unlink()
+    take = making._Lease.take
+
+    def take_late(lease):
+        making._judge(folder, "good")
+        return take(lease)
+
+    monkeypatch.setattr(making._Lease, "take", take_late)
+    monkeypatch.setattr(making, "_start", lambda *_, urgent: pytest.fail("it was made again"))
+    taken = []
+    supply = making.Supply(folder, taken.append)
+    assert supply.ended.wait(PATIENCE_S)
+    assert [functions.keys() for functions in taken] == [making.KERNELS.keys()]
 
 
 def test_kernels_that_differ_from_numpys_are_refused(folder, fresh, monkeypatch, caplog):
@@ -270,6 +324,31 @@ def test_without_numba_they_are_those_of_numpy(fresh, monkeypatch, caplog):
     assert said_by(caplog) == []
     with pytest.raises(ImportError, match="Numba is not installed"), kernels.use("compiled"):
         pass
+
+
+@pytest.mark.parametrize("missing", ["llvmlite", "llvmlite.binding"])
+def test_where_numba_lacks_its_compiler_numpys_kernels_stay(fresh, monkeypatch, caplog, missing):
+    making._key.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert kernels.on_host() is host
+    assert "Numba cannot be used here: " in kernels.state()
+    assert len(said_by(caplog)) == 1
+    with pytest.raises(RuntimeError, match="Numba cannot be used here"):
+        kernels.compile_now()
+
+
+def test_what_llvm_does_not_load_leaves_numpys_kernels(folder, fresh, monkeypatch, caplog):
+    def refuse(folder):
+        raise RuntimeError("no memory that can be run")
+
+    monkeypatch.setattr(making, "_load", refuse)
+    monkeypatch.setattr(making, "place", lambda: folder)
+    assert kernels.on_host() is host
+    assert len(said_by(caplog)) == 1
+    with pytest.raises(RuntimeError, match="they cannot be loaded: RuntimeError: no memory"):
+        kernels.compile_now()
 
 
 def test_the_state_says_where_they_are_and_whether_they_are_being_made(folder, monkeypatch):
