@@ -246,7 +246,7 @@ def overlap(a: Array, b: Array) -> bool:
     """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.base is None and b.base is None:  # both own their memory
-            return a is b
+            return a is b and a.size > 0
         return np.may_share_memory(a, b)
     if library(a) != library(b):
         return False

@@ -196,6 +196,8 @@ def test_overlap_goes_by_bounds():
     assert arrays.overlap(x[::2], x[1::2])  # no common element, but interleaved
     assert not arrays.overlap(x[:5], x[5:])
     assert not arrays.overlap(x, x.copy())
+    empty = np.zeros(0)
+    assert not arrays.overlap(empty, empty)
 
 
 def test_arrays_of_two_libraries_do_not_overlap(monkeypatch):

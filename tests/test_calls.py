@@ -156,6 +156,14 @@ def test_wrong_arguments_of_new_calls_are_named():
     assert run_ranks(p, body) == [p, p]
 
 
+def test_an_empty_array_overlaps_nothing_on_any_rank():
+    def body(comm):
+        empty = np.zeros(0)
+        return comm.allgather(empty, empty) is empty
+
+    assert run_ranks(2, body) == [True, True]
+
+
 def test_a_sparse_matrix_is_refused_with_what_to_send_in_its_place():
     class csr_matrix:
         nnz = 3
