@@ -47,6 +47,9 @@ Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
 Op: TypeAlias = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 """A reduction."""
 
+OpOrder: TypeAlias = Literal["rank", "any"]
+"""The order in which floats are added and multiplied: that of the ranks, or whichever MPI chooses."""
+
 LinearOp: TypeAlias = Literal["sum", "avg"]
 """A reduction of what codecs code, or gradients flow through."""
 

@@ -39,6 +39,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
 
 from . import cuda, launchers, links
+from .arrays import OpOrder
 from .comm import Communicator
 from .cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFailed
@@ -125,6 +126,7 @@ def connect(
     gpu: GPU = "auto",
     net: Net | None = None,
     record: str | Path | None = None,
+    op_order: OpOrder = "rank",
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
@@ -183,6 +185,9 @@ def connect(
         record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
             this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
             else one of this user's under the folder of temporary files, on each host.
+        op_order: "rank": floats are added in the order of the ranks, and a run repeats its bits. "any": host
+            arrays are reduced by MPI's own calls where it can; see `Communicator.op_order`. The same on all
+            ranks.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -196,8 +201,9 @@ def connect(
     (0, 1)
     """
     check_timeout(timeout_s)
-    if gpu not in get_args(GPU):
-        raise BootstrapError(f"connect: gpu is {gpu!r}, expected one of {', '.join(get_args(GPU))}")
+    for name_of, value, choices in (("gpu", gpu, get_args(GPU)), ("op_order", op_order, get_args(OpOrder))):
+        if value not in choices:
+            raise BootstrapError(f"connect: {name_of} is {value!r}, expected one of {', '.join(choices)}")
     _check_choice(alone=alone, comm=comm, transport=transport)
     machines: Sequence[object] = [0]
     name = ""
@@ -211,7 +217,16 @@ def connect(
         transport = LocalTransport(timeout_s=timeout_s)
     flight = _flight_recorder(transport, name, record)
     return open_world(
-        transport, machines, ending=ending, node=node, gpu=gpu, net=net, check=check, trace=trace, flight=flight
+        transport,
+        machines,
+        ending=ending,
+        node=node,
+        gpu=gpu,
+        net=net,
+        check=check,
+        trace=trace,
+        flight=flight,
+        op_order=op_order,
     )
 
 
@@ -226,6 +241,7 @@ def open_world(
     check: bool = False,
     trace: bool = True,
     flight: FlightRecorder | None = None,
+    op_order: OpOrder = "rank",
 ) -> Communicator:
     """A communicator over `transport`, and over one for device arrays; it is the default until it is closed.
 
@@ -241,9 +257,14 @@ def open_world(
         check: Compare every call among the ranks.
         trace: Keep the latest spans.
         flight: Its flight recorder; if None, a new one, which writes if the job has a name.
+        op_order: The order of reductions.
+
+    Raises:
+        BootstrapError: `op_order` is not the same on all ranks; on all of them alike.
     """
     global _default
     setup = Communicator([transport], nodes=machines, tracer=NULL)
+    _check_order(setup.allgather_object(op_order))
     nodes = machines if node is None else setup.allgather_object(node)
     _choose_net(setup, net)
     device, beside = _device_side(setup, gpu)
@@ -253,6 +274,7 @@ def open_world(
         device=device,
         check=check,
         tracer=Recorder() if trace else NULL,
+        op_order=op_order,
         ending=ending,
     )
     world.flight = flight or _flight_recorder(transport, job().name)
@@ -261,6 +283,19 @@ def open_world(
     tell_world(_log, world, nodes)
     _default = world
     return world
+
+
+def _check_order(orders: Sequence[OpOrder]) -> None:
+    """Raise unless all ranks give the same order of reductions."""
+    if len(set(orders)) > 1:
+        ranks = {
+            order: [rank for rank, each in enumerate(orders) if each == order] for order in get_args(OpOrder)
+        }
+        raise BootstrapError(
+            "connect: op_order differs between ranks: "
+            + "; ".join(f"ranks {members} give {order!r}" for order, members in ranks.items())
+            + "; give the same on all"
+        )
 
 
 def _new_name() -> str:
@@ -396,6 +431,7 @@ class _World(Communicator):
             device=comm.device,
             check=comm.check,
             tracer=comm.tracer,
+            op_order=comm.op_order,
             ending=self._ending,
         )
         survivors.flight, survivors.group = comm.flight, comm.group

@@ -17,14 +17,14 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import A, AnyArray, Array, Elements, Op, S, Scratch, as_real, parts
+from .arrays import A, AnyArray, Array, Elements, Op, OpOrder, S, Scratch, as_real, parts
 from .bucket import Bucket
 from .call import (
     NOTHING,
@@ -104,6 +104,10 @@ class Communicator:
             where they don't fit together: in dtype, shape, counts, op, root or codec. Costs a small allgather a
             call, and a small message before each message between two ranks.
         tracer: Where spans go; by default a `Recorder` of this communicator's own.
+        op_order: See `op_order`; the same on all ranks.
+
+    Raises:
+        ArrayError: `op_order` is not one of the two.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Communicator:
         device: int | None = None,
         check: bool = False,
         tracer: trace.Tracer | None = None,
+        op_order: OpOrder = "rank",
     ) -> None:
         self.transports = tuple(transports)
         first = self.transports[0]
@@ -147,6 +152,33 @@ class Communicator:
         self._messages = Messages()
         self.turn = Turn(self.transports, checked=check)
         """The plumbing of calls: which thread is in one."""
+        self.op_order = op_order
+
+    @property
+    def op_order(self) -> OpOrder:
+        """The order in which host arrays are reduced over MPI: "rank" or "any".
+
+        "rank": floats are added in the order of the ranks. "any": `allreduce`, `reduce` and `reduce_scatter` are
+        MPI's own calls, which add in an order that MPI chooses, by number of ranks, size and hosts; so bits may
+        differ from run to run. They stay this library's where MPI does not compute what is promised here apart
+        from the order: of 16-bit floats, 8- and 16-bit integers, averages of integers, products of complex
+        numbers, "min" and "max" of floats where MPI loses NaN, and small arrays between hosts. Other transports
+        reduce as they do. Communicators that are made from this one have its order.
+
+        Set it on all ranks alike, before a reduction. A call in two orders is a `CommMismatch` where MPI would
+        reduce.
+        """
+        return self._op_order
+
+    @op_order.setter
+    def op_order(self, order: OpOrder) -> None:
+        if order not in get_args(OpOrder):
+            raise ArrayError(
+                f"Communicator: op_order is {order!r}, expected one of {', '.join(get_args(OpOrder))}"
+            )
+        self._op_order: OpOrder = order
+        for transport in self.transports:
+            transport.set_order(order)
 
     # Collectives ------------------------------------------------------------------------------------
 
@@ -1427,6 +1459,7 @@ class Communicator:
             device=self.device,
             check=self.check,
             tracer=self.tracer,
+            op_order=self.op_order,
         )
         comm.hooks = self.hooks
         comm.flight, comm.group = self.flight, f"{self.group}.{self.number_of('group')}{kind}"

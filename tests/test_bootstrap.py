@@ -125,6 +125,29 @@ def test_nodes_of_a_given_transport_can_be_labelled():
         assert bagua_comm.default() is comm
 
 
+def test_an_order_of_reductions_is_taken_by_every_transport():
+    with bagua_comm.connect(transport=LocalTransport(), op_order="any") as comm:
+        assert comm.op_order == "any"
+        assert comm.dup().op_order == "any"
+        assert comm.transports[0].adds_in_rank_order  # threads have no other
+
+
+def test_ranks_that_give_different_orders_are_named():
+    def body(transport):
+        order = "any" if transport.rank == 1 else "rank"
+        with pytest.raises(BootstrapError, match=r"ranks \[0, 2\] give 'rank'; ranks \[1\] give 'any'"):
+            bagua_comm.connect(transport=transport, op_order=order)
+
+    hub = Hub(3)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(body, [LocalTransport(hub, rank) for rank in range(3)]))
+
+
+def test_an_order_must_be_one_of_two():
+    with pytest.raises(BootstrapError, match="op_order is None, expected one of rank, any"):
+        bagua_comm.connect(op_order=None)
+
+
 # The device side ---------------------------------------------------------------------------------------
 
 

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from .. import bootstrap
+from ..arrays import OpOrder
 from ..comm import Communicator
 from ..errors import (
     ArrayError,
@@ -78,6 +79,7 @@ def run(
     regrow: bool = False,
     timeout_s: float = bootstrap.TIMEOUT_S,
     fleet: Fleet | None = None,
+    op_order: OpOrder = "rank",
 ) -> Callable[[Callable[[Communicator], T]], T | None]:
     """Train with the ranks that there are, and go on with those that are left when some die.
 
@@ -103,13 +105,16 @@ def run(
         timeout_s: How long a call may wait for its peers, and how long a process that is needed may stay away
             before it is taken for dead, in seconds.
         fleet: The processes; by default those that were started with this one.
+        op_order: The order in which the communicators of training reduce; see `Communicator.op_order`. A fleet
+            that survives deaths has its own reductions, in the order of the ranks.
 
     Returns:
         A decorator. What it returns is what the function returned on this process; None if this process stood by
         until the end.
 
     Raises:
-        ArrayError: `state` is not a `State`, or `min_ranks` is more than there are ranks; on all ranks alike.
+        ArrayError: `state` is not a `State`, `op_order` is unknown, or `min_ranks` is more than there are ranks;
+            on all ranks alike.
         BootstrapError: A communicator is open already.
         UnsupportedError: `regrow` is asked for, and this fleet cannot start processes; on all ranks alike.
         RankFailed: Too few ranks are left, or nobody is left who knows the state; the message names the dead.
@@ -118,6 +123,8 @@ def run(
         raise ArrayError(f"elastic.run: state is {shown(state)}, expected an elastic.State")
     if type(min_ranks) is not int or min_ranks < 1:
         raise ArrayError(f"elastic.run: min_ranks is {shown(min_ranks)}, expected an integer of at least 1")
+    if op_order not in get_args(OpOrder):
+        raise ArrayError(f"elastic.run: op_order is {shown(op_order)}, expected one of {get_args(OpOrder)}")
     if state.__dict__["_session"] is not None:
         raise ArrayError("elastic.run: this state is being trained already; end that training first")
 
@@ -135,7 +142,7 @@ def run(
                 "elastic.run: regrow=True, but processes cannot be started in the place of dead ones here; start "
                 "spares with the job, bagua run --spares 1, which take the places at once"
             )
-        result: T | None = _Loop(state, processes, min_ranks, regrow).run(train)
+        result: T | None = _Loop(state, processes, min_ranks, regrow, op_order).run(train)
         return result
 
     return decorator
@@ -159,9 +166,9 @@ class _Failure:
 
 
 class _Loop:
-    def __init__(self, state: State, fleet: Fleet, min_ranks: int, regrow: bool) -> None:
+    def __init__(self, state: State, fleet: Fleet, min_ranks: int, regrow: bool, op_order: OpOrder) -> None:
         self._state, self._fleet = state, fleet
-        self._regrow = regrow
+        self._regrow, self._op_order = regrow, op_order
         more = self._fleet.recruits_wait if regrow else None
         job = bootstrap.job()
         self._job = replace(job, folder=job.folder or fleet.folder)
@@ -231,6 +238,7 @@ class _Loop:
             self._dead = []
             return _Outcome(over=not fleet.stand_by(training))
         comm = fleet.connect(training)
+        comm.op_order = self._op_order
         self._session.record_later(comm)
         if known.entered:
             self._changed(comm, meeting, failure, before, commit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from ..arrays import Array
+from ..arrays import Array, OpOrder
 from ..errors import CommError
 from ..transports import Transport
 from ..transports.base import POINT_TO_POINT, Message
@@ -38,6 +38,11 @@ class Recording(Transport):
         self.rank, self.size, self.timeout_s = inner.rank, inner.size, inner.timeout_s
         self.concurrent, self.enqueues = inner.concurrent, inner.enqueues
         self.adds_in_rank_order = inner.adds_in_rank_order
+
+    def set_order(self, order: OpOrder) -> None:
+        """See `Transport.set_order`."""
+        self.inner.set_order(order)
+        self.adds_in_rank_order = self.inner.adds_in_rank_order
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]

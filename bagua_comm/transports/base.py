@@ -24,7 +24,7 @@ from typing import ClassVar
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import REDUCED_PRECISION, Array, Scratch
+from ..arrays import REDUCED_PRECISION, Array, OpOrder, Scratch
 from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
 from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
@@ -89,6 +89,12 @@ class Transport(ABC):
     def limit_call(self, timeout_s: float | None) -> None:
         """Let the call that has begun wait for `timeout_s`; None for as long as the transport's calls do."""
         self._limit_s = timeout_s
+
+    def set_order(self, order: OpOrder) -> None:  # noqa: B027 - not every transport has a choice
+        """Reduce in this order from now on; the same on all ranks.
+
+        This default ignores it. It may change `adds_in_rank_order`.
+        """
 
     @property
     def limit_s(self) -> float:

@@ -19,7 +19,7 @@ import cupy
 import cupyx
 import numpy as np
 
-from ..arrays import Array, address
+from ..arrays import Array, OpOrder, address
 from ..cuda import record_event
 from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
 
@@ -47,6 +47,11 @@ class StagedTransport(Transport):
         self._pinned: Array = np.empty(0, np.uint8)
         self._last_up: Any = None
         """An event after the latest copies from pinned memory."""
+
+    def set_order(self, order: OpOrder) -> None:
+        """See `Transport.set_order`. The host transport adds."""
+        self._host.set_order(order)
+        self.adds_in_rank_order = self._host.adds_in_rank_order
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]

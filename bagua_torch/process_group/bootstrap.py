@@ -17,6 +17,7 @@ from bagua_comm import (
     Communicator,
     bootstrap,
 )
+from bagua_comm.arrays import OpOrder
 from bagua_comm.net.choosing import Net
 from bagua_comm.transports import Transport
 
@@ -33,6 +34,7 @@ def connect(
     gpu: bootstrap.GPU = "auto",
     net: Net | None = None,
     record: str | Path | None = None,
+    op_order: OpOrder = "rank",
 ) -> Communicator:
     """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
 
@@ -55,6 +57,7 @@ def connect(
         gpu: What carries CUDA tensors; see `bagua_comm.connect`.
         net: What NCCL sends with between hosts, also in torch.distributed; see `bagua_comm.connect`.
         record: A folder for what each rank did last, written when a call fails; see `bagua_comm.connect`.
+        op_order: The order in which host tensors are added over MPI, "rank" or "any"; see `bagua_comm.connect`.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
@@ -83,6 +86,7 @@ def connect(
         gpu=gpu,
         net=net,
         record=record,
+        op_order=op_order,
     )
     use_device(comm)
     return comm

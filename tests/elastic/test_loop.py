@@ -114,6 +114,30 @@ def test_an_error_of_the_program_passes_untouched():
         assert isinstance(outcome["error"], KeyError)
 
 
+def test_every_communicator_of_training_has_the_order_that_was_asked_for():
+    job, seen = ThreadJob(2), []
+
+    def body(fleet):
+        state = State(step=0)
+
+        @run(state, fleet=fleet, op_order="any")
+        def train(comm):
+            seen.append((comm.size, comm.op_order, comm.dup().op_order))
+            if fleet.me == 1:
+                job.kill(fleet.me)
+            comm.barrier()
+
+        return train, state.history
+
+    run_fleet(job, body)
+    assert set(seen) == {(2, "any", "any"), (1, "any", "any")}
+
+
+def test_an_order_that_is_none_is_refused():
+    with pytest.raises(ArrayError, match="op_order is 'tree'"):
+        run(State(step=0), op_order="tree")
+
+
 def test_what_is_no_state_is_refused():
     with pytest.raises(ArrayError, match=r"state is {'step': 0}, expected an elastic.State"):
         run({"step": 0})

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
+from ...arrays import Array, DType
 
 OPS = {
     "sum": MPI.SUM,
+    "avg": MPI.SUM,  # divided afterwards
     "prod": MPI.PROD,
     "min": MPI.MIN,
     "max": MPI.MAX,
@@ -19,21 +23,37 @@ OPS = {
     "bxor": MPI.BXOR,
 }
 
-REDUCTIONS = [(f"{sign}int{bits}", op) for sign in ("", "u") for bits in (32, 64) for op in OPS]
-"""The reductions that MPI may be asked for. Shorter integers are not among them: Open MPI's vector code saturates
-sums of these, and its scalar code, which adds the rest of an array, does not."""
+INTEGERS = [(f"{sign}int{bits}", op) for sign in ("", "u") for bits in (32, 64) for op in OPS if op != "avg"]
+"""The reductions of integers that MPI may be asked for. Shorter ones are not among them: Open MPI's vector code
+saturates sums of these, and its scalar code, which adds the rest of an array, does not."""
+
+FLOATS = [(f"float{bits}", op) for bits in (32, 64) for op in ("sum", "prod", "min", "max")]
+"""Those of floats, where their order does not matter."""
+
+REDUCTIONS = INTEGERS + FLOATS
 
 
 @functools.cache
 def is_sound(dtype: str, op: str) -> bool:
-    """Whether this process' MPI reduces as NumPy does, numbers of any size and overflows included."""
+    """Whether this process' MPI reduces two arrays as NumPy does: overflows, infinities and NaN included."""
     random = np.random.default_rng(0)
-    limits = np.iinfo(dtype)
     for count in (1, 7, 67):  # less than a vector, and vectors and a rest
-        x, y = (random.integers(limits.min, limits.max, count, dtype, endpoint=True) for _ in range(2))
-        expected = np.empty_like(x)
-        kernels.host.reduce_rows([x, y], expected, op)
-        OPS[op].Reduce_local(x, y)
-        if y.tobytes() != expected.tobytes():
-            return False
+        for x, y in _operands(random, np.dtype(dtype), count):
+            expected = np.empty_like(x)
+            kernels.host.reduce_rows([x, y], expected, op)
+            OPS[op].Reduce_local(x, y)
+            if not np.array_equal(y, expected, equal_nan=y.dtype.kind == "f"):
+                return False
     return True
+
+
+def _operands(random: np.random.Generator, dtype: DType, count: int) -> Iterator[Array]:
+    """Pairs of arrays, (2, count) each."""
+    if dtype.kind == "f":
+        yield random.standard_normal((2, count)).astype(dtype)
+        ends = np.array([np.nan, np.inf, -np.inf, np.finfo(dtype).max, 1, 0], dtype)
+        for x, y in itertools.product(ends, repeat=2):
+            yield np.array([[x] * count, [y] * count])
+    else:
+        limits = np.iinfo(dtype)
+        yield random.integers(limits.min, limits.max, (2, count), dtype, endpoint=True)

@@ -5,7 +5,8 @@ dtype and size, and are reduced here: among ranks on one host through memory tha
 by MPI, whose latency is low. Large reductions on one host go through that memory as well. On several hosts,
 integers of middle size are reduced by MPI, if it computes as NumPy does. All other large collectives are derived
 from `Flow.begin`. Floats are added in rank order, however many there are, so a sum does not depend on what else
-was in its bucket.
+was in its bucket. In any order (`set_order`) MPI reduces all that it computes as NumPy does, floats as well, once
+the ranks have agreed on the call; only small arrays on several hosts are gathered, since that takes one round.
 
 Every wait polls, with a deadline: a rank that waits long sleeps between polls, and leaves its core to the
 backward pass. It listens as well to what other ranks say beside their calls (`notices`): a rank that leaves, or
@@ -30,7 +31,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...arrays import Array, DType, as_bytes, dtype_name, parts, rows, same_memory
+from ...arrays import Array, DType, OpOrder, as_bytes, dtype_name, parts, rows, same_memory
 from ...errors import (
     WHICH_CALLS,
     CommAborted,
@@ -196,6 +197,8 @@ class MPITransport(Transport):
         self.rank, self.size, self.timeout_s = comm.Get_rank(), comm.Get_size(), timeout_s
         self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._is_fast = False
+        self._by_mpi: frozenset[tuple[DType, str]] = frozenset()
+        """The reductions, (dtype, op), that are MPI's own; none of floats where they are added in rank order."""
         self._begun: dict[int, object] = {}
         """The arrays and requests of exchanges that were begun and not yet waited for."""
         self._tables: dict[tuple[str, int, DType], _Table] = {}
@@ -240,6 +243,13 @@ class MPITransport(Transport):
         comm = self._duplicate()
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         return World(comm, places, sound)
+
+    def set_order(self, order: OpOrder) -> None:
+        """See `Transport.set_order`. In any order MPI reduces all that it computes as NumPy does."""
+        sound = self._world.sound if order == "any" else frozenset[tuple[str, str]]()
+        averages = {(dtype, "avg") for dtype, op in sound if op == "sum" and dtype.startswith("float")}
+        self._by_mpi = frozenset((np.dtype(dtype), op) for dtype, op in sound | averages)
+        self.adds_in_rank_order = not averages
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`."""
@@ -376,6 +386,9 @@ class MPITransport(Transport):
             _copy(x, out)
             return
         call = f"allreduce {op}"
+        if self._agree_on_any_order(call, x, op):
+            self._allreduce_natively(x, out, op)
+            return
         if self._is_small(x):
             table = self._table(call, x, op)
             table.reduce(self._gather(table, call, x).all, _flat(out))
@@ -384,12 +397,8 @@ class MPITransport(Transport):
         if self._window is not None:
             self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
             self._share(self._window.allreduce, x, out, op)
-        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
-            # MPI wants IN_PLACE on all ranks or on none, but only some of our ranks may pass `x` as `out`.
-            if x is not out:
-                out[...] = x
-            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, out, OPS[op]), out)
-            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+        elif self._are_sound(x, op):
+            self._allreduce_natively(x, out, op)
         elif self.size * x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
             self._allgather_natively(x, table)
@@ -413,6 +422,9 @@ class MPITransport(Transport):
             _copy(x, out)
             return
         call = f"reduce {op} to {root}"
+        if self._agree_on_any_order(call, x, op):
+            self._reduce_natively(x, out, root, op)
+            return
         if self._is_small(x):
             table = self._table(call, x, op)
             rows = self._gather(table, call, x)
@@ -423,10 +435,8 @@ class MPITransport(Transport):
         if self._window is not None:
             self.sent_bytes += x.nbytes if out is None else 0
             self._share(self._window.reduce, x, out, root, op)
-        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
-            send = MPI.IN_PLACE if x is out else x
-            self._complete(lambda: self._comm.Ireduce(send, out, OPS[op], root), (x, out))
-            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        elif self._are_sound(x, op):
+            self._reduce_natively(x, out, root, op)
         else:
             self.reduce_over(flow, x, out, root, op)
 
@@ -436,6 +446,9 @@ class MPITransport(Transport):
             _copy(x, out)
             return
         call = f"reduce_scatter {op}"
+        if self._agree_on_any_order(call, x, op):
+            self._reduce_scatter_natively(x, out, op)
+            return
         if self._is_small(x):
             table = self._table(call, x, op)
             table.reduce(self._gather(table, call, x).chunks, _flat(out))
@@ -444,10 +457,8 @@ class MPITransport(Transport):
         if self._window is not None:
             self.sent_bytes += x.nbytes * (self.size - 1) // self.size
             self._share(self._window.reduce_scatter, x, out, op)
-        elif x.nbytes <= NATIVE_BYTES and (x.dtype.name, op) in self._world.sound:
-            x = self._apart(x, out)
-            self._complete(lambda: self._comm.Ireduce_scatter_block(x, out, OPS[op]), (x, out))
-            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        elif self._are_sound(x, op):
+            self._reduce_scatter_natively(x, out, op)
         elif x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
             self._alltoall_natively(x, table)
@@ -562,6 +573,50 @@ class MPITransport(Transport):
         sent, elapsed_s = self.sent_bytes - sent, time.monotonic() - start
         if sent >= PIECE_BYTES:
             self._is_fast = sent > FAST_BYTES_S * elapsed_s
+
+    def _are_sound(self, x: Array, op: str) -> bool:
+        """Whether MPI reduces arrays such as `x` between hosts: integers of middle size, which have no order."""
+        return x.nbytes <= NATIVE_BYTES and x.dtype.kind in "iu" and (x.dtype.name, op) in self._world.sound
+
+    def _agree_on_any_order(self, call: str, x: Array, op: str) -> bool:
+        """Whether MPI is to reduce `x` in an order of its own, and all ranks make this call. Collective if so."""
+        if not self._by_mpi or x.nbytes > MESSAGE_BYTES or (x.dtype, op) not in self._by_mpi:
+            return False
+        call = f"{call} in any order"
+        if not self._is_small(x):
+            self.agree_on_call(call, x)
+            return True
+        if self._window is None:
+            return False
+        self._gather(self._table(call, x, op), call, x, shown=False)
+        return True
+
+    # MPI wants IN_PLACE on all ranks or on none, but only some of our ranks may pass `x` as `out`.
+
+    def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
+        source = self._apart(x, out)
+        self._complete(lambda: self._comm.Iallreduce(source, out, OPS[op]), (source, out))
+        self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
+        self._end_average(out, op)
+
+    def _reduce_natively(self, x: Array, out: Array | None, root: int, op: str) -> None:
+        source = x if out is None else self._apart(x, out)
+        self._complete(lambda: self._comm.Ireduce(source, out, OPS[op], root), (source, out))
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        if out is not None:
+            self._end_average(out, op)
+
+    def _reduce_scatter_natively(self, x: Array, out: Array, op: str) -> None:
+        source = self._apart(x, out)
+        self._complete(lambda: self._comm.Ireduce_scatter_block(source, out, OPS[op]), (source, out))
+        self.sent_bytes += x.nbytes * (self.size - 1) // self.size
+        self._end_average(out, op)
+
+    def _end_average(self, total: Array, op: str) -> None:
+        """Make an average of a sum of floats, if `op` asks for one."""
+        if op == "avg":
+            with np.errstate(all="ignore"):
+                kernels.host.divide(total, self.size)
 
     def _allgather_natively(self, x: Array, out: Array) -> None:
         mine = rows(out, self.size)[self.rank]
