@@ -836,9 +836,8 @@ static void visit(struct comm *comm, bool looks) {
   pthread_mutex_unlock(&comm->lock);
 }
 
-/* A connection that waits and that NCCL's thread has not visited lately, locked; `idle` if none waits at all. */
-static struct comm *neglected(bool *idle) {
-  double time = now();
+/* A connection that waits and that nobody has visited shortly before `time`, locked; `idle` if none waits at all. */
+static struct comm *neglected(double time, bool *idle) {
   *idle = true;
   for (struct comm *comm = all.comms; comm; comm = comm->next) {
     if (atomic_load(&comm->failed) || !outstanding(comm)) continue;
@@ -851,25 +850,28 @@ static struct comm *neglected(bool *idle) {
 }
 
 static void *help(void *nothing) {
-  double rest_s = 0, longest_s = 5e-3;
-  bool idle;
+  double rest_s = 0, longest_s = 5e-3, since = now();
+  bool idle, any = false;
   pthread_mutex_lock(&all.lock);
   while (!all.stopping) {
-    struct comm *comm = neglected(&idle);
+    /* Each of them gets its turn before the first one gets another, or this thread rests. */
+    struct comm *comm = neglected(since, &idle);
     if (comm) {
       uint64_t before = comm->written + comm->read;
       pthread_mutex_unlock(&all.lock);
       look(comm);
       move(comm);
-      bool moved = comm->written + comm->read != before;
-      /* Others get their turn before this one, which may be neglected for long. */
+      any |= comm->written + comm->read != before;
       atomic_store_explicit(&comm->visited, now(), memory_order_relaxed);
       pthread_mutex_unlock(&comm->lock);
       pthread_mutex_lock(&all.lock);
-      if (moved) {
-        rest_s = 0;
-        continue;
-      }
+      continue;
+    }
+    since = now();
+    if (any) {
+      any = false;
+      rest_s = 0;
+      continue;
     }
     rest_s = idle ? longest_s : rest_s < 50e-6 ? 50e-6 : rest_s < 1e-3 ? rest_s * 1.5 : 1e-3;
     struct timespec until;
@@ -878,6 +880,7 @@ static void *help(void *nothing) {
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;
     pthread_cond_timedwait(&all.stop, &all.lock, &until);
+    since = now();
   }
   pthread_mutex_unlock(&all.lock);
   return nothing;

@@ -378,6 +378,21 @@ def test_a_neglected_connection_moves_on_by_the_helper_thread(pair):
     np.testing.assert_array_equal(outs[-1], POOL[:size])
 
 
+def test_a_neglected_connection_moves_on_while_others_wait_for_their_peers(pair):
+    plugin, size = pair.plugin, 4 << 20
+    waiting = [connect_pair(plugin, None) for _ in range(3)]
+    for one in waiting:
+        plugin.receive(one.receiver, POOL.ctypes.data, 0)
+    outs = [np.zeros(size, np.uint8) for _ in range(4)]
+    receives = [plugin.receive(pair.receiver, out.ctypes.data, size) for out in outs]
+    for _ in outs:
+        plugin.send(pair.sender, POOL.ctypes.data, size)
+    finish(plugin, receives[-1])
+    np.testing.assert_array_equal(outs[-1], POOL[:size])
+    for one in waiting:
+        one.close()
+
+
 def test_counters_count_what_was_sent(pair, library):
     before = sum(net.counters(library))
     sent = exchange(pair, [0, 10, 100_000], POOL)
