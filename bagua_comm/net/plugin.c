@@ -989,7 +989,8 @@ static int read_speed(const char *name) {
 
 static void add_devices(struct ifaddrs *found, const char *list, int family) {
   for (struct ifaddrs *one = found; one && all.devices < DEVICES; one = one->ifa_next) {
-    if (!one->ifa_addr || !(one->ifa_flags & IFF_UP) || !chosen(one->ifa_name, list)) continue;
+    if (!one->ifa_addr || !(one->ifa_flags & IFF_UP) || !(one->ifa_flags & IFF_RUNNING)) continue; /* no cable */
+    if (!chosen(one->ifa_name, list)) continue;
     int its = one->ifa_addr->sa_family;
     if ((its != AF_INET && its != AF_INET6) || (family && its != family)) continue;
     if (its == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&((struct sockaddr_in6 *)one->ifa_addr)->sin6_addr) && !family) continue;
