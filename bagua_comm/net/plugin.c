@@ -2,7 +2,8 @@
  * whichever flow takes it.
  *
  * Flows. A connection begins with one flow. Its sender opens more, twice as many each time, as long as that makes
- * it faster by more than GAIN. A flow that is slow is given less, since it asks for less.
+ * it faster by more than GAIN. Now and then it begins again with half of them, so that what looked faster by chance
+ * does not stay. A flow that is slow is given less, since it asks for less.
  *
  * On the wire. The handle names an address and a nonce. Whoever connects says `struct hello`, with the nonce, or is
  * dropped; the receiver answers `struct welcome`, which names the port and the nonce for further flows of this
@@ -55,6 +56,10 @@
 #ifndef GAIN /* tests let flows always pay */
 #define GAIN 1.15      /* twice the flows must be this much faster */
 #define WINDOW_S 20e-3 /* what a rate is measured over */
+#endif
+
+#ifndef REST_S
+#define REST_S 1 /* until the number of flows is tried again; twice as long each time, up to a minute */
 #endif
 
 #ifndef CHUNK
@@ -386,7 +391,10 @@ static int enter(struct door *door, int *error) {
     struct guest *guest = &door->guests[i];
     if (guest->fd < 0) {
       int fd = more ? counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) : -1;
-      if (more && fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) *error = SYSTEM;
+      if (more && fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
+        LOG(INFO, "cannot accept a connection: %s", strerror(errno));
+        *error = SYSTEM;
+      }
       if (fd < 0) {
         more = false;
         continue;
@@ -639,7 +647,6 @@ static void end_window(struct comm *comm) {
     if (rate > GAIN * growth->rate) {
       growth->base = comm->active;
       growth->rate = rate;
-      growth->rest_s = 1;
       try_more(comm);
     } else {
       comm->active = growth->base;
@@ -651,6 +658,7 @@ static void end_window(struct comm *comm) {
     growth->rested_s = 0;
     growth->rest_s = growth->rest_s < 60 ? growth->rest_s * 2 : 60;
     growth->phase = SETTLE_BASE;
+    if (growth->base > 1) growth->base = comm->active = growth->base / 2; /* half of them may do */
   }
   begin_window(comm);
 }
@@ -789,7 +797,6 @@ static void let_in(struct comm *comm) {
   comm->waiting = false;
   for (int i = 0; i < GUESTS; i++) comm->waiting |= comm->door.guests[i].fd >= 0;
   if (comm->door.fd >= 0 && error) {
-    LOG(INFO, "no further flow: %s", strerror(errno));
     close_door(&comm->door);
   }
 }
@@ -947,7 +954,7 @@ static struct comm *make_comm(bool sends, int fd) {
   *comm = (struct comm){.sends = sends, .most = 1, .active = 1, .door.fd = -1};
   for (int i = 0; i < GUESTS; i++) comm->door.guests[i].fd = -1;
   comm->growth.base = 1;
-  comm->growth.rest_s = 1;
+  comm->growth.rest_s = REST_S;
   pthread_mutex_init(&comm->lock, NULL);
   comm->epoll = counted(epoll_create1(EPOLL_CLOEXEC));
   if (comm->epoll < 0 || !add_flow(comm, fd, OPEN)) {
@@ -1219,7 +1226,6 @@ static int accept_from(void *from, void **result, void **device_handle) {
   int error, fd = enter(&listener->door, &error);
   *result = NULL;
   if (fd < 0) {
-    if (error) LOG(WARN, "cannot accept a connection: %s", strerror(errno));
     return error;
   }
   struct comm *comm = make_comm(false, fd);

@@ -4,6 +4,8 @@ import ctypes
 import os
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -45,6 +47,15 @@ def eager(folder):
     command = next(building.compilers())
     flags = ["-DGAIN=0.0", "-DWINDOW_S=1e-6", "-DCHUNK=4096"]
     return building.compile_to(command, folder / "eager.so", flags)
+
+
+@pytest.fixture(scope="module")
+def steered(folder):
+    """A build where more flows pay if they make it `gain` times as fast, which is 0 at first."""
+    header = folder / "gain.h"
+    header.write_text('__attribute__((visibility("default"))) double gain;\n')
+    flags = ["-include", str(header), "-DGAIN=gain", "-DWINDOW_S=1e-6", "-DREST_S=1e-3", "-DCHUNK=4096"]
+    return building.compile_to(next(building.compilers()), folder / "steered.so", flags)
 
 
 @pytest.fixture(params=binding.VERSIONS)
@@ -170,6 +181,75 @@ def test_many_flows_carry_messages_in_their_order(eager):
     assert len(net.counters(eager)) >= 4  # as many as it could open meanwhile
     pair.close()
     plugin.stop(context)
+
+
+def test_flows_that_no_longer_pay_are_given_up(steered, monkeypatch):
+    monkeypatch.setenv("BAGUA_NET_FLOWS", "2")
+    plugin = Plugin(steered)
+    context = plugin.start()
+    pair = connect_pair(plugin, context)
+
+    def flows_of_an_exchange():
+        before = [*net.counters(steered), 0, 0]
+        exchange(pair, [8 << 20] * 4, POOL)
+        return sum(now > then for now, then in zip(net.counters(steered), before, strict=False))
+
+    until(lambda: flows_of_an_exchange() == 2)
+    ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
+    until(lambda: flows_of_an_exchange() == 1)
+    pair.close()
+    plugin.stop(context)
+
+
+WITHOUT_FILES = """
+import ctypes, os, resource, sys
+from pathlib import Path
+from bagua_comm import net
+from bagua_comm.net.binding import Plugin, PluginError
+from benchmarks.net_traffic import connect_pair, exchange, make_pool
+plugin = Plugin(Path(sys.argv[1]))
+context = plugin.start()
+pair = connect_pair(plugin, context)
+handle, listener = plugin.listener(context, 0)
+late = ctypes.create_string_buffer(bytes(handle), len(handle))
+made = [plugin.connected(context, 0, handle)]
+usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+free = [os.dup(0) for _ in range(3)]  # one flow, whose ends both are here, and no whole second one
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, usual[1]))
+for number in free:
+    os.close(number)
+exchange(pair, [1 << 20] * 40, make_pool(1 << 20))
+print(len(net.counters(Path(sys.argv[1]))))
+hoard = []
+try:
+    while True:
+        hoard.append(os.dup(0))
+except OSError:
+    pass
+for call in (lambda: plugin.accepted(listener), lambda: plugin.connected(context, 0, late)):
+    try:
+        call()
+        print("no error")
+    except PluginError as exc:
+        print(exc.code)
+exchange(pair, [1 << 20] * 4, make_pool(1 << 20))
+resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+receiver = None
+while not (receiver and made[0]):
+    receiver = receiver or plugin.accepted(listener)
+    made[0] = made[0] or plugin.connected(context, 0, handle)
+exchange(net.checking.Pair(plugin, made[0], receiver), [1000], make_pool(1000))
+print("there")
+"""
+
+
+def test_where_no_more_files_may_be_open_what_is_there_goes_on(eager):
+    command = [sys.executable, "-c", WITHOUT_FILES, str(eager)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert said.returncode == 0, said.stderr
+    flows, *errors = said.stdout.split()
+    assert int(flows) <= 2
+    assert errors == [str(binding.SYSTEM_ERROR)] * 2 + ["there"]
 
 
 def test_a_receive_posted_long_after_the_data_came(pair):
