@@ -354,7 +354,8 @@ class Kind:
     def __init__(self, call: Call, move: Move, into: Into) -> None:
         self.name, self.detail, self.transport = call.name, call.detail, call.transport
         self.move, self.into = move, into
-        self.dtype, self.payload, self.shape = call.x.dtype, call.x.nbytes, call.landing.value.shape
+        self.dtype, self.shape = call.x.dtype, call.landing.value.shape
+        self.payload = call.x.nbytes if call.payload is None else call.payload
         self.head, self.signature = call._head(), functools.partial(str, call.signature())
         self.source = NOTHING if call._source is NOTHING else None
         """See `Call.sends`."""

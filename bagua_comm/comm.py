@@ -29,7 +29,10 @@ from .bucket import Bucket
 from .call import (
     NOTHING,
     Call,
+    Into,
+    Kind,
     Kinds,
+    Landing,
     Turn,
     Work,
     as_argument,
@@ -990,7 +993,8 @@ class Communicator:
         >>> run_ranks(2, body)
         [array([0, 1]), array([0, 1])]
         """
-        self._exchange("send", [(dest, x)], [], timeout_s, dest=dest)
+        if not self._repeats("send", (dest,), x, None, timeout_s):
+            self._exchange("send", [(dest, x)], [], timeout_s, dest=dest)
 
     def recv(self, out: A, *, source: int, timeout_s: float | None = None) -> A:
         """Receive into `out` what `source` sends to this rank next; returns `out`.
@@ -1002,7 +1006,8 @@ class Communicator:
             CommMismatch: The message has another size than `out`.
             UnsupportedError: No transport takes such an array.
         """
-        self._exchange("recv", [], [(source, out)], timeout_s, source=source)
+        if not self._repeats("recv", (source,), out, None, timeout_s):
+            self._exchange("recv", [], [(source, out)], timeout_s, source=source)
         return out
 
     def sendrecv(
@@ -1026,7 +1031,8 @@ class Communicator:
         >>> run_ranks(3, body)
         [array(-1), array(0), array(1)]
         """
-        self._exchange("sendrecv", [(dest, x)], [(source, out)], timeout_s, dest=dest, source=source)
+        if out is None or not self._repeats("sendrecv", (dest, source), x, out, timeout_s):
+            self._exchange("sendrecv", [(dest, x)], [(source, out)], timeout_s, dest=dest, source=source)
         return out
 
     def exchange(
@@ -1084,9 +1090,36 @@ class Communicator:
                 self._exchange_what_fits(name, first.transport, outgoing, incoming)
             else:
                 first.transport.exchange(outgoing, incoming)
-        for value, (_, target) in zip(values[len(outgoing) :], incoming, strict=True):
+        received = values[len(outgoing) :]
+        for value, (_, target) in zip(received, incoming, strict=True):
             if value is not target:
                 value[...] = target
+        if peers and len(calls) == len(peers):
+            self._remember(first, [peer for peer, _ in outgoing], [peer for peer, _ in incoming], received)
+
+    def _repeats(
+        self, name: str, peers: tuple[int | None, ...], x: Any, out: Any, timeout_s: float | None
+    ) -> bool:
+        """Make a call between ranks if it is like an earlier one; False, and nothing was done, if it is not."""
+        if self.check or x is out:
+            return False
+        for peer in peers:
+            if type(peer) is not int:  # 1.0 is 1, and no rank
+                return False
+        return self.kinds.repeat(self, name, peers, x, out, timeout_s) is not None
+
+    def _remember(self, call: Call, dests: list[int], sources: list[int], received: list[Array]) -> None:
+        """Keep what was worked out for a call of at most one message each way, for `_repeats`."""
+        transport = call.transport
+
+        def move(x: Array, out: Array) -> None:
+            transport.exchange([(dest, x) for dest in dests], [(source, out) for source in sources])
+
+        into: Into = "nothing"
+        if received:
+            into = "out" if dests else "x"
+            call.landing = Landing(None, received[0], received[0])
+        self.kinds.add((*dests, *sources), Kind(call, move, into), call.given)
 
     def _exchange_what_fits(
         self, call: str, transport: Transport, sends: Sequence[Message], recvs: Sequence[Message]

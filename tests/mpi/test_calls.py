@@ -58,6 +58,23 @@ def test_prefixes_are_those_of_mpi(comm, count, op, mpi_op):
         np.testing.assert_array_equal(ours(x, out, op=op), expected)
 
 
+def test_messages_of_another_size_are_found_in_calls_that_are_known(comm):
+    if comm.size == 1:
+        return  # a rank knows what it sends to itself
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.dup() as dup:
+        for longer in (1, 1, 2, 100_000, 1):
+            x, out = np.full(3 * longer if comm.rank == 0 else 3, comm.rank), np.full(3, -1)
+            if longer > 1 and comm.rank == 1:
+                with pytest.raises(
+                    CommMismatch, match=f"expected 24 bytes from rank 0, which sent {24 * longer}"
+                ):
+                    dup.sendrecv(x, out, dest=right, source=left)
+                assert out.tolist() == [-1] * 3
+            else:
+                assert dup.sendrecv(x, out, dest=right, source=left).tolist() == [left] * 3
+
+
 def test_sums_of_complex_numbers_are_those_of_mpi(comm):
     x, total = sample(comm.rank, (1000,), "complex128"), np.zeros(1000, complex)
     MPI.COMM_WORLD.Allreduce(x, total)

@@ -238,6 +238,45 @@ def a_row_of_ranks(comm, put):
     raises(UnsupportedError, "got builtins.list|list; wrap", comm.sendrecv, [1], out, dest=None, source=None)
 
 
+def messages_again(comm, put):
+    """Calls between two ranks, first and once they are known: alike in what they move, refuse and tell."""
+    p, rank = comm.size, comm.rank
+    right, left = (rank + 1) % p, (rank - 1) % p
+    counts, results = [], []
+    told = comm.on(after=lambda call: results.append((str(call), call.result is None)))
+    for i in range(3):
+        before = {name: comm.counters.by_operation[name].payload_bytes for name in ("send", "recv", "sendrecv")}
+        results.clear()
+        out = put(np.zeros(3))
+        assert comm.sendrecv(put(np.full(3, 10.0 * i + rank)), out, dest=right, source=left) is out
+        same(out, np.full(3, 10.0 * i + left))
+        if rank == 0:
+            for dest in range(1, p):
+                comm.send(put(np.full((2, 2), i)), dest=dest)
+        else:
+            out = put(np.zeros((2, 2), int))
+            assert comm.recv(out, source=0) is out
+            same(out, np.full((2, 2), i))
+        after = {name: comm.counters.by_operation[name].payload_bytes for name in before}
+        texts = [(text.split(" #")[0], is_none) for text, is_none in results]
+        counts.append(({name: after[name] - before[name] for name in before}, texts))
+    told.remove()
+    assert counts[0] == counts[1] == counts[2]
+
+    x, out = put(np.full(3, 1.0 + rank)), put(np.zeros(3))
+    raises(ArrayError, "overlaps another array", comm.sendrecv, x, x, dest=right, source=left)
+    for wrong in (float(right), p, -1, "0"):
+        raises(ArrayError, "expected a rank", comm.sendrecv, x, out, dest=wrong, source=left)
+    raises(ArrayError, "peer is None", comm.send, put(np.full((2, 2), 1)), dest=None)
+    raises(UnsupportedError, "NoneType", comm.sendrecv, x, None, dest=right, source=left)
+    whole = put(np.zeros((3, 2)))
+    comm.sendrecv(x, whole[:, 1], dest=right, source=left)  # not contiguous
+    same(whole[:, 1].copy(), np.full(3, 1.0 + left))
+    comm.sendrecv(whole[:, 1], out, dest=right, source=left)
+    same(out, np.full(3, 1.0 + (left - 1) % p))
+    same(comm.sendrecv(x, put(np.zeros((1, 3))), dest=right, source=left), np.full((1, 3), 1.0 + left))
+
+
 def objects_of_every_kind(comm, put):
     p, rank = comm.size, comm.rank
     mine = {"rank": rank, "array": np.full(rank * 3000, rank), "text": "x" * rank}
@@ -400,6 +439,7 @@ WITHOUT_CHECK = [
     complex_numbers,
     many_at_once,
     a_row_of_ranks,
+    messages_again,
     objects_of_every_kind,
     objects_that_cannot_be_pickled,
 ]

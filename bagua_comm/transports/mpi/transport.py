@@ -277,15 +277,19 @@ class MPITransport(Transport):
         incoming: dict[int, deque[Array]] = {}  # by peer, in order
         for peer, out in recvs:
             incoming.setdefault(peer, deque()).extend(_pieces(out))
+
+        def wait(done: Callable[[], bool]) -> None:
+            if not done():
+                self._poll(done, peers={peer for peer, _ in (*sends, *recvs)} - {self.rank})
+
         try:
             for peer, x in sends:
                 for piece in _pieces(x):
                     requests.append(self._comm.Isend([piece, MPI.BYTE], peer, tag))
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
-            peers = {peer for peer, _ in (*sends, *recvs)} - {self.rank}
-            self._poll(lambda: self._receive(incoming, requests, tag), peers=peers)
+            wait(lambda: self._receive(incoming, requests, tag))
             statuses += [MPI.Status() for _ in requests]
-            self._poll(lambda: MPI.Request.Testall(requests, statuses), peers=peers)
+            wait(lambda: MPI.Request.Testall(requests, statuses))
         except CommMismatch as exc:
             if tag != POINT_TO_POINT or incoming or not MPI.Request.Testall(requests):
                 self._give_up(exc, (requests, sends, recvs))
