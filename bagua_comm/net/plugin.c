@@ -1028,7 +1028,7 @@ static int find_devices(void) {
   return all.devices ? OK : SYSTEM;
 }
 
-/* A whole number of the environment, or what is usual; out of its range it is brought into it. */
+/* A whole number of the environment; what is usual where it is not set, or out of its range. */
 static int setting(const char *name, int usual, int smallest, int largest) {
   const char *text = getenv(name);
   if (!text || !*text) return usual;
