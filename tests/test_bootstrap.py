@@ -445,6 +445,34 @@ def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
 
 
 @pytest.mark.slow
+def test_a_rank_that_dies_in_a_reduction_of_mpis_own_ends_the_others_who_go_on_in_any_order(tmp_path):
+    result, _ = launch(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, numpy as np, os, signal
+        comm = bagua_comm.connect(timeout_s=30, op_order="any")
+        if comm.rank == 1:  # once the ranks have agreed on the call
+            comm.transports[0]._allreduce_natively = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.allreduce(np.ones(200_000))
+        except bagua_comm.RankFailed as error:
+            print("failed:", error.ranks)
+        comm = comm.shrink()
+        assert not comm.transports[0].adds_in_rank_order
+        total = comm.allreduce(np.ones(70_000))[-1]
+        print(f"rank {comm.rank} of {comm.size}, {comm.op_order}: {total}", flush=True)
+        """,
+        flags=["--ulfm"],
+        timeout_s=80,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "failed: (1,)" in result.stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2, any: 2.0" in result.stdout
+
+
+@pytest.mark.slow
 def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
     result, _ = launch(
         tmp_path,
