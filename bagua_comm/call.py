@@ -206,14 +206,14 @@ class Call:
 
     def __enter__(self) -> Call:
         comm, x, turn = self.comm, self.x, self.comm.turn
-        self._outermost = turn.take(self.name, self.signature, self.timeout_s)
-        self._sent = self.transport.sent_bytes
+        self._sent, self._shown = self.transport.sent_bytes, None
         self._start = start = time.perf_counter_ns()
         head = self._head() if self.kind is None else self.kind.head
-        self._record: flight.Record = [head, turn.count(head[1]), comm.work.place, start, None, None]
-        comm.flight.ring.append(self._record)
-        self._shown = None
+        self._record: flight.Record = [head, 0, comm.work.place, start, None, None]
+        self._outermost = turn.take(self.name, self.signature, self.timeout_s)
         try:
+            self._record[flight.NUMBER] = turn.count(head[1])
+            comm.flight.ring.append(self._record)
             if comm.hooks.all:
                 comm.hooks.call("before", self._view())
                 self._start = time.perf_counter_ns()
@@ -234,9 +234,13 @@ class Call:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        end = time.perf_counter_ns()
         comm, name, start = self.comm, self.name, self._start
-        comm.turn.end(self._outermost)
+        try:
+            end = time.perf_counter_ns()
+            comm.turn.end(self._outermost)
+        except BaseException:  # interrupted
+            comm.turn.end(self._outermost)
+            raise
         wire = self.transport.sent_bytes - self._sent
         payload = self.x.nbytes if self.payload is None else self.payload
         told = _told(self.detail, payload, wire, self.x.dtype)
@@ -395,12 +399,15 @@ class Kind:
                 move(x, target)
             return
         turn, transport, head = comm.turn, self.transport, self.head
-        outermost = turn.take(self.name, self.signature, timeout_s)
         sent, start = transport.sent_bytes, time.perf_counter_ns()
-        record = [head, turn.count(head[1]), comm.work.place, start, None, None]
-        comm.flight.ring.append(record)
+        record = [head, 0, comm.work.place, start, None, None]
+        outermost = turn.take(self.name, self.signature, timeout_s)
         try:
+            record[flight.NUMBER] = turn.count(head[1])
+            comm.flight.ring.append(record)
             move(x, target)
+            record[flight.END] = end = time.perf_counter_ns()
+            turn.end(outermost)
         except BaseException as exc:
             call = Call.again(comm, self, x, target, timeout_s)
             call._outermost, call._sent, call._record, call._start, call._shown = (
@@ -408,8 +415,6 @@ class Kind:
             )  # fmt: skip
             call.__exit__(type(exc), exc, None)
             raise
-        record[flight.END] = end = time.perf_counter_ns()
-        turn.end(outermost)
         turn.last_call = name = self.name
         wire = transport.sent_bytes - sent
         if wire != self.wire_bytes:
@@ -533,24 +538,30 @@ class Turn:
                 f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
                 "dup() on all ranks, or submit the call to a lane()"
             )
-        self._user = me
-        collective = name not in _POINT_TO_POINT
-        compared = None if self._checked else describe  # checked calls are compared before, in full
-        for transport in self._transports:
-            transport.begin_call(name, collective=collective, describe=compared)
-        if timeout_s is not None:
-            self._limit(timeout_s)
+        try:
+            self._user = me
+            collective = name not in _POINT_TO_POINT
+            compared = None if self._checked else describe  # checked calls are compared before, in full
+            for transport in self._transports:
+                transport.begin_call(name, collective=collective, describe=compared)
+            if timeout_s is not None:
+                self._limit(timeout_s)
+        except BaseException:  # interrupted
+            self.end(True)
+            raise
         return True
 
     def end(self, outermost: bool) -> None:
-        """End what `take` began."""
-        if outermost:
-            for transport in self._transports:
-                transport.end_call()
-            if self.limit_s is not None:
-                self._limit(None)
-            self._user = 0
-            self._busy.release()
+        """End what `take` began, unless that has ended."""
+        if outermost and self._user == threading.get_ident():
+            try:
+                for transport in self._transports:
+                    transport.end_call()
+                if self.limit_s is not None:
+                    self._limit(None)
+            finally:
+                self._user = 0
+                self._busy.release()
 
     def _limit(self, timeout_s: float | None) -> None:
         self.limit_s = timeout_s
