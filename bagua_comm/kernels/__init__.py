@@ -53,9 +53,12 @@ def compile_now(timeout_s: float = 600.0) -> None:
         RuntimeError: They cannot be compiled, loaded or kept; the message says why.
         TimeoutError: They were not there in time.
     """
+    global _supply
     _begin(urgent=True)
     if _ready is compiled:
         return
+    if _supply is not None and not _supply.is_here():
+        _supply = making.Supply(making.place(), _take_over, urgent=True)
     if not making.is_installed():
         raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
     if _supply is not None and not _supply.ended.wait(timeout_s):

@@ -283,9 +283,13 @@ class Supply:
         self._thread.start()
         atexit.register(self.end)
 
+    def is_here(self) -> bool:
+        """Whether it is at work in this process, and not in the one that this was forked from."""
+        return os.getpid() == self._owner
+
     def end(self) -> None:
         """Stop waiting, and have no process compile for this one any more."""
-        if os.getpid() == self._owner:  # a forked child has neither the thread nor the process
+        if self.is_here():  # a forked child has neither the thread nor the process
             self._stop.set()
             self._thread.join()
 

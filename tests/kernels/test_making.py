@@ -162,6 +162,20 @@ def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
     assert run(code, tmp_path).split() == ["0", "True"]
 
 
+def test_a_forked_child_that_asks_for_them_gets_them(folder):
+    (folder / "verdict").unlink()
+    code = (
+        "import os; from bagua_comm import kernels\n"
+        "kernels._begin(urgent=True)\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    kernels.compile_now()\n"
+        "    os._exit(0 if kernels.on_host() is kernels.compiled else 1)\n"
+        "print(os.waitpid(child, 0)[1])"
+    )
+    assert run(code, folder.parents[2]).split() == ["0"]
+
+
 def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_path, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("PMIX_RANK", "1")
