@@ -7,6 +7,7 @@ more:
     python -m bagua_comm run -n 4 tests/random_calls.py --seconds 600 --seed 7
     python -m bagua_comm run -n 3 tests/random_calls.py --seconds 600 --small     # all thresholds tiny
     python tests/random_calls.py --threads 4 --seconds 60
+    python -m bagua_comm run -n 3 tests/random_calls.py --seconds 60 --op-order any    # floats by MPI
     python -m bagua_comm run -n 4 tests/random_calls.py --seed 7 --only 1234      # one call again
 
 A call is a row of `CASES`: a function that takes a `Draw`, and returns a `Call`. To add a primitive, write such a
@@ -101,7 +102,7 @@ class Draw:
     def operands(self, shape, dtype, op="max"):
         """The operands of all ranks."""
         seed = int(self.shared.integers(1 << 30))
-        rounded = dtype in FLOATS and op not in ("min", "max") and not self.exact
+        rounded = dtype in FLOATS | arrays.COMPLEX and op not in ("min", "max") and not self.exact
         draw = sample if rounded else whole_range
         return [draw(rank, shape, dtype, seed) for rank in range(self.comm.size)]
 
@@ -750,6 +751,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="make this call alone")
     parser.add_argument("--small", action="store_true", help="thresholds of a few hundred bytes")
+    parser.add_argument("--op-order", choices=("rank", "any"), default="rank")
     parser.add_argument("--threads", type=int, help="ranks are threads of this process")
     options = parser.parse_args()
     sizes = SMALL_SIZES if options.small else (*SIZES, 1 << 20)
@@ -775,7 +777,7 @@ def main():
 
     if options.small:
         shrink_thresholds()
-    with bagua_comm.connect(timeout_s=60) as comm:
+    with bagua_comm.connect(timeout_s=60, op_order=options.op_order) as comm:
         body(comm)
 
 
