@@ -66,6 +66,13 @@ def test_a_timeout_without_shared_memory_names_who_does_not_answer(comm, monkeyp
         raises_late(world, last, CommTimeout, expected, lambda: world.allreduce(np.ones(3)))
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_small_array_is_not_taken_for_what_ranks_agree_on(comm, monkeypatch, count):
+    monkeypatch.setattr(mpi_transport, "open_window", lambda *_: None)
+    with world_of(comm) as (world, last), pytest.raises((CommMismatch, CommAborted)):  # nobody waits in vain
+        world.allreduce(np.ones(count if world.rank == last else 5000))
+
+
 def test_a_timeout_of_a_message_names_its_sender(comm):
     with world_of(comm) as (world, last):
         expected = rf"recv\(.*source={last}\).* missing: rank {last} \(on"

@@ -186,14 +186,8 @@ class ChannelTransport(MPITransport):
             flow.begin([], [(root, mine)])()
             flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
 
-    def _minimum(self, values: Array) -> Array:
-        if self.size == 1:
-            return values
-        table = np.empty((self.size, values.size), values.dtype)
-        table[self.rank] = values
-        self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [table, MPI.BYTE]), table)
-        smallest: Array = table.min(axis=0)
-        return smallest
+    def _bounds(self, values: Array) -> tuple[Array, Array]:
+        return (values, values) if self.size == 1 else self._bounds_of_few(values)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`. Each rank offers a channel; a group takes that of its first rank."""

@@ -346,10 +346,10 @@ class MPITransport(Transport):
                 raise self._mismatch(call, x)
             return self._at_once(FAST_PIECE_BYTES)
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
-        bounds = self._minimum(np.array([x.nbytes, -x.nbytes, number, -number, self._is_fast], np.int64))
-        if bounds[0] != -bounds[1] or bounds[2] != -bounds[3]:
+        smallest, largest = self._bounds(np.array([number, x.nbytes, self._is_fast], np.int64))
+        if (smallest[:2] != largest[:2]).any():
             raise self._mismatch(call, x)
-        if bounds[4]:
+        if smallest[2]:
             self.piece_bytes, self.coded_piece_bytes, ahead = FAST_PIECE_BYTES, FAST_CODED_PIECE_BYTES, None
         else:
             self.piece_bytes, self.coded_piece_bytes, ahead = TURN_BYTES, TURN_BYTES, AHEAD
@@ -359,16 +359,22 @@ class MPITransport(Transport):
         """The exchanges of a call among ranks that share memory."""
         return _MPIFlow(self, piece_bytes, Turns(self._comm, None))
 
-    def _minimum(self, values: Array) -> Array:
-        """The smallest of all ranks' values, one by one; `values` may be overwritten. Collective."""
-        if self._window is not None or self.size > FEW:
-            self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, values, MPI.MIN), values)
-            return values
-        table = np.empty((self.size, values.size), values.dtype)
+    def _bounds(self, values: Array) -> tuple[Array, Array]:
+        """The smallest and the largest of all ranks' values, one by one. Collective.
+
+        The first value is the number of the call: a rank may take the small array of another one for values.
+        """
+        if self.size <= FEW:
+            return self._bounds_of_few(values)
+        both = np.concatenate([values, -values])
+        self._complete(lambda: self._comm.Iallreduce(MPI.IN_PLACE, both, MPI.MIN), both)
+        return both[: values.size], -both[values.size :]
+
+    def _bounds_of_few(self, values: Array) -> tuple[Array, Array]:
+        table = np.zeros((self.size, values.size), values.dtype)
         table[self.rank] = values
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [table, MPI.BYTE]), table)
-        smallest: Array = table.min(axis=0)
-        return smallest
+        return table.min(axis=0), table.max(axis=0)
 
     def _mismatch(self, call: str, x: Array) -> CommMismatch:
         """The error to raise when all ranks know that their calls differ. Collective."""
