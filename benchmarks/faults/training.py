@@ -207,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return train(comm, model, state, options, tell)
         except bagua_comm.CommError as exc:
             tell("failed", error=type(exc).__name__, message=str(exc)[:500])
-            faulthandler.dump_traceback_later(options.timeout_s / 2, file=stacks)  # where it hangs, if it does
+            # Where it hangs, if it does. Not while it recovers: writing a stack that changes may end the process.
+            faulthandler.dump_traceback_later(5 * options.timeout_s, file=stacks)
             raise
 
     run = elastic.run(state, min_ranks=options.min_ranks, regrow=options.regrow, timeout_s=options.timeout_s)
