@@ -153,9 +153,14 @@ class Side:
         self._stem = None if folder is None else folder / f"slot-{number}-{name}"
         self.own = self._slot("own")
         self.guarded: list[Slot] = []
+        while (path := self._path(f"for-{len(self.guarded)}")) is not None and path.exists():
+            self.guarded.append(Slot(path))  # of a process of this number before a restart
+
+    def _path(self, role: str) -> Path | None:
+        return None if self._stem is None else self._stem.with_name(f"{self._stem.name}-{role}")
 
     def _slot(self, role: str) -> Slot:
-        return Slot(None if self._stem is None else self._stem.with_name(f"{self._stem.name}-{role}"))
+        return Slot(self._path(role))
 
     def guard(self, count: int) -> list[Slot]:
         """Slots for the copies of so many ranks."""

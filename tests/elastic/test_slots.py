@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from bagua_comm.elastic.copies import Side
 from bagua_comm.elastic.slots import COMMITTED, PREPARED, Kind, Slot, checksum, copy_into, offsets, views
 
 ARRAYS = [
@@ -107,3 +108,31 @@ def test_arrays_that_are_not_contiguous_are_copied():
     out = np.empty((4, 3))
     assert copy_into(out, x) == checksum(np.ascontiguousarray(x))
     np.testing.assert_array_equal(x, out)
+
+
+def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(tmp_path):
+    """After a restart: its own, and those that it kept for other ranks."""
+
+    def kept(side):
+        return {(copy.header["rank"], copy.whole): copy.arrays[0].tolist() for copy in side.copies()}
+
+    side = Side("a", tmp_path, 0)
+    for rank, slot in enumerate((side.own, *side.guard(2))):
+        kind = Kind("float32", (3,))
+        data = slot.begin(offsets([kind])[1])
+        (out,) = views(data, [kind])
+        total = copy_into(out, np.full(3, rank, np.float32))
+        header = {
+            "rank": rank,
+            "whole": rank == 0,
+            "private": [0],
+            "arrays": [["float32", [3], None]],
+            "sums": [total],
+        }
+        slot.finish(7, header, data.size)
+        slot.commit()
+    assert kept(side) == {(0, True): [0] * 3, (1, False): [1] * 3, (2, False): [2] * 3}
+    again = Side("a", tmp_path, 0)
+    assert kept(again) == kept(side)
+    again.close()
+    assert list(tmp_path.iterdir()) == []
