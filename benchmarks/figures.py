@@ -98,6 +98,10 @@ JOBS: dict[str, list[Command]] = {
         ],
     ],
     "shared": [shared_memory(2)],
+    "latency": [
+        *(ranks(count, "benchmarks.latency", "--json", RESULTS / f"latency-{count}.json") for count in (1, 2)),
+        ["-m", "benchmarks.latency", "--report", *(RESULTS / f"latency-{count}.json" for count in (1, 2))],
+    ],
     "codecs": [
         ["-m", "benchmarks.codecs", "-b", "8M", "-e", "32M", "-n", 7, "-w", 2, "--json", RESULTS / "codecs.json"]
     ],
