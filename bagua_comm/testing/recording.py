@@ -41,8 +41,10 @@ class Recording(Transport):
 
     def set_order(self, order: OpOrder) -> None:
         """See `Transport.set_order`."""
+        before = self.inner.adds_in_rank_order
         self.inner.set_order(order)
-        self.adds_in_rank_order = self.inner.adds_in_rank_order
+        if self.inner.adds_in_rank_order != before:
+            self.adds_in_rank_order = self.inner.adds_in_rank_order
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]

@@ -165,7 +165,11 @@ def test_a_signal_ends_mpirun_and_the_supervision(number, code, mpirun, tmp_path
     found, record = supervised(tmp_path, program, "--restarts", "3")
     assert found == code
     assert kinds(record, "attempt") == ["attempt"]
-    assert not any(processes.state_of(entry["pid"]) == "running" for entry in record if entry["kind"] == "start")
+    started = [entry["pid"] for entry in record if entry["kind"] == "start"]
+    until_s = time.monotonic() + 10  # who was killed takes a moment to end
+    while any(processes.state_of(pid) == "running" for pid in started):
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
     assert f"{number.name} has ended this job" in capsys.readouterr().err
     assert signal.getsignal(number) is handler
 
