@@ -19,7 +19,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from bagua_comm.arrays import Array
 from .bench.arguments import add_json_argument, at_least
 from .bench.record import begin_record, header_lines, write_json
 from .bench.table import Column, Table, number
-from .bench.timing import Spread
+from .bench.timing import in_us
 from .bench.torch_world import gloo
 
 TORCH: dict[str, dict[str, Any]] = {"ddp": {}, "ddp-view": {"gradient_as_bucket_view": True}}
@@ -190,10 +189,6 @@ def measured(comm: Communicator, options: argparse.Namespace) -> list[dict[str, 
 def slowest(comm: Communicator, runner: Runner, options: argparse.Namespace) -> Array:
     """(rounds, 2): medians over the steps of a round of the slowest rank's times. Collective."""
     return np.median(comm.allgather(np.array(runner.seconds[options.warmup_iters :])).max(axis=0), axis=1)
-
-
-def in_us(seconds: Array) -> dict[str, float]:
-    return asdict(Spread.of(seconds * 1e6))
 
 
 def cells(result: dict[str, Any]) -> list[str]:
