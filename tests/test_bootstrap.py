@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import device_ranks
 from support.device_ranks import HostOnly
 from support.launch import run_python
 
@@ -156,19 +157,7 @@ def names_of(comm):
 
 
 def connect_all(ranks, body=names_of, **options):
-    """`body(comm)` of each rank of a world of threads, whose host transport is one like MPI."""
-    hub = Hub(ranks)
-
-    def run(rank):
-        transport = HostOnly(LocalTransport(hub, rank, timeout_s=5.0))
-        try:
-            with bagua_comm.connect(transport=transport, **options) as comm:
-                return body(comm)
-        except BootstrapError as exc:
-            return str(exc)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(run, range(ranks)))
+    return device_ranks.connect_all(ranks, body, timeout_s=5.0, **options)
 
 
 def total(comm):

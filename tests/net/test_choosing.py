@@ -2,17 +2,14 @@
 
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.device_ranks import HostOnly
+from support.device_ranks import connect_all
 from support.launch import run_python
 
-import bagua_comm
 from bagua_comm import BootstrapError, bootstrap, net
 from bagua_comm.net import choosing
 from bagua_comm.net.choosing import Facts, agree, decide
-from bagua_comm.transports.local import Hub, LocalTransport
 
 LIBRARY = "/home/me/.cache/bagua_comm/net/libnccl-net-bagua-0123456789abcdef.so"
 ONE = Facts("node1", "0123", LIBRARY)
@@ -129,22 +126,6 @@ def test_variables_that_break_it_are_found(variables, found):
 
 
 # connect ------------------------------------------------------------------------------------------------
-
-
-def connect_all(ranks, body=lambda comm: None, **options):
-    """`body(comm)` of each rank of a world of threads, or the error of its connect."""
-    hub = Hub(ranks)
-
-    def run(rank):
-        transport = HostOnly(LocalTransport(hub, rank, timeout_s=30.0))
-        try:
-            with bagua_comm.connect(transport=transport, **options) as comm:
-                return body(comm)
-        except BootstrapError as exc:
-            return str(exc)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(run, range(ranks)))
 
 
 def variables():

@@ -2,14 +2,17 @@
 
 import functools
 import importlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from cuda_on_cpu import machine
 
-from bagua_comm import Communicator
+import bagua_comm
+from bagua_comm import BootstrapError, Communicator
 from bagua_comm.testing import Recording, run_ranks
 from bagua_comm.testing.fleets import ThreadFleet, ThreadJob
+from bagua_comm.transports.local import Hub, LocalTransport
 
 
 class HostOnly(Recording):
@@ -93,3 +96,19 @@ def policies_in_turn(names, cases):
         indirect=["device"],
         ids=lambda value: getattr(value, "__name__", None) or repr(value),
     )
+
+
+def connect_all(ranks, body=lambda comm: None, *, timeout_s=30.0, **options):
+    """`body(comm)` of each rank of a world of threads, whose host transport is one like MPI; or its error."""
+    hub = Hub(ranks)
+
+    def run(rank):
+        transport = HostOnly(LocalTransport(hub, rank, timeout_s=timeout_s))
+        try:
+            with bagua_comm.connect(transport=transport, **options) as comm:
+                return body(comm)
+        except BootstrapError as exc:
+            return str(exc)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
