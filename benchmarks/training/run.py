@@ -21,6 +21,7 @@ The JSON file has one of `results` for each algorithm:
                        backward pass lasts from its first gradient to its last. Mean over ranks and rounds
     compute            of `alone`: medians of the forward pass, the backward pass, and the optimizer
 
+A wrapper copies rank 0's weights to all ranks only where the turn before may have left different ones.
 At the end of a turn the weights must be finite and, where gradients are averaged, the same on all ranks.
 """
 
@@ -139,11 +140,17 @@ class Training:
 
 
 def build(
-    method: str | Algorithm, module: nn.Module, comm: Communicator, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    method: str | Algorithm,
+    module: nn.Module,
+    comm: Communicator,
+    *,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    init_sync: bool = True,
 ) -> Training:
     """Have a module trained by an algorithm, or by the entry of `NAMES` with this name.
 
-    Collective. PyTorch's own needs a default process group (`torch_world.gloo`) of the same ranks.
+    Collective. PyTorch's own needs a default process group (`torch_world.gloo`) of the same ranks. Without
+    `init_sync` the ranks have the same weights already.
     """
     algorithm = ALGORITHMS.get(method) if isinstance(method, str) else method
     if isinstance(algorithm, QAdam):
@@ -154,13 +161,13 @@ def build(
         optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
     if algorithm is not None:
         model = bagua_torch.DistributedDataParallel(
-            module, [optimizer], algorithm, comm=comm, bucket_bytes=bucket_bytes
+            module, [optimizer], algorithm, comm=comm, bucket_bytes=bucket_bytes, init_sync=init_sync
         )
         return Training(model, optimizer, repr(algorithm), period_of(algorithm))
     if method == ALONE:
         return Training(module, optimizer, "no communication")
     arguments = TORCH[str(method)]
-    ddp = nn.parallel.DistributedDataParallel(module, **arguments)
+    ddp = nn.parallel.DistributedDataParallel(module, init_sync=init_sync, **arguments)
     settings = ", ".join(["module", *(f"{key}={value}" for key, value in arguments.items())])
     settings = f"torch.nn.parallel.DistributedDataParallel({settings})"
     if method == "ddp-fp16":
@@ -357,10 +364,11 @@ def run(comm: Communicator, options: argparse.Namespace) -> int:
     say = print if comm.rank == 0 else _say_nothing
     say(*header_lines(record), *(f"# left out  : {name}: {why}" for name, why in left_out.items()), sep="\n")
     samples: dict[str, Samples] = {}
+    alike = False
     for number_of_round in range(options.rounds):
         say(f"# round {number_of_round + 1}", *TABLE.header(), sep="\n", flush=True)
         for name in names:
-            block, settings = one_turn(comm, name, module, batch, options)
+            block, settings, alike = one_turn(comm, name, module, batch, options, alike=alike)
             mine = samples.setdefault(name, Samples(settings))
             mine.blocks.append(block)
             say(TABLE.row(_cells(name, mine.row(options.batch))), flush=True)
@@ -375,18 +383,24 @@ def run(comm: Communicator, options: argparse.Namespace) -> int:
 
 
 def one_turn(
-    comm: Communicator, name: str, module: nn.Module, batch: Batch, options: argparse.Namespace
-) -> tuple[Block, str]:
-    """Wrap the module, time a block, and unwrap it; returns the block and the settings.
+    comm: Communicator,
+    name: str,
+    module: nn.Module,
+    batch: Batch,
+    options: argparse.Namespace,
+    *,
+    alike: bool,
+) -> tuple[Block, str, bool]:
+    """Wrap the module, time a block, and unwrap it; returns the block, the settings, and whether weights are alike.
 
-    Collective.
+    Collective. `alike` says whether all ranks have the same weights before.
     """
-    training = build(name, module, comm, bucket_bytes=options.bucket_bytes)
+    training = build(name, module, comm, bucket_bytes=options.bucket_bytes, init_sync=not alike)
     with contextlib.closing(training):
         steps = math.ceil(options.steps / training.period) * training.period
         block = time_block(comm, training, batch, warmup=options.warmup, steps=steps)
         check(comm, name, module, same=training.averages_gradients)
-    return block, training.settings
+    return block, training.settings, training.averages_gradients
 
 
 def unsuitable(size: int) -> dict[str, str]:
