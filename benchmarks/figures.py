@@ -1,6 +1,6 @@
 """Measures every figure about slow networks, shared memory and the host's codecs again, one after another.
 
-    python -m benchmarks.figures                       # all, about three quarters of an hour on two cores
+    python -m benchmarks.figures                       # all, some hours on two cores
     python -m benchmarks.figures --only network shared
 
 Each job is one command, which is printed before it runs. It writes its figures to benchmarks/results, with the
@@ -11,10 +11,14 @@ netlab.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+
+from bagua_comm.kernels import compile_now
 
 from .bench import RESULTS, ROOT
 
@@ -22,9 +26,10 @@ Command = list[object]
 """Arguments of Python."""
 
 
-def hosts(rate: str, *arguments: object) -> Command:
-    """A module on four emulated hosts."""
-    return ["-m", "benchmarks.netlab", "run", "--hosts", 4, "--rate", rate, "-m", *arguments]
+def hosts(rate: str, *arguments: object, count: int = 4, ranks_per_host: int = 1) -> Command:
+    """A module on emulated hosts."""
+    where = ("--hosts", count, "--ranks-per-host", ranks_per_host, "--rate", rate)
+    return ["-m", "benchmarks.netlab", "run", *where, "-m", *arguments]
 
 
 def ranks(count: int, *arguments: object) -> Command:
@@ -33,10 +38,10 @@ def ranks(count: int, *arguments: object) -> Command:
 
 
 def network(rate: str) -> Command:
-    """Collectives between 512 KiB and 32 MiB beside gloo's, in five rounds."""
+    """Collectives between 512 KiB and 64 MiB beside gloo's, in five rounds."""
     operations = ("allreduce", "quantized_allreduce", "reduce_scatter", "allgather", "alltoall")
     beside = ("--beside", "gloo", "--forms", "out-of-place")
-    sweep = ("-b", "512K", "-e", "32M", "-f", 2, "-n", 3, "-w", 1, "--rounds", 5)
+    sweep = ("-b", "512K", "-e", "64M", "-f", 2, "-n", 3, "-w", 1, "--rounds", 5)
     record = ("--label", rate, "--json", RESULTS / f"network-{rate}.json")
     return hosts(rate, "benchmarks.collectives", *operations, *beside, *sweep, *record)
 
@@ -48,6 +53,23 @@ def training(model: str, rate_mbit: int, algorithms: str = "", **options: object
     command += [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)]
     command += ["--algorithms", algorithms] if algorithms else []
     return hosts(f"{rate_mbit}mbit", *command, "--json", RESULTS / f"training-{model}-{rate_mbit}.json")
+
+
+def beside_ddp(model: str, rate_mbit: int, *, ranks_per_host: int = 1) -> Command:
+    """Training steps of four ranks beside PyTorch's DistributedDataParallel at its best, in five rounds."""
+    count = 4 // ranks_per_host
+    ours = "exact,bytegrad" if ranks_per_host == 1 else "hierarchical,hierarchical-bytes"
+    label = f"hosts={count},rate_mbit={rate_mbit},ranks_per_host={ranks_per_host}"
+    command: Command = ["benchmarks.training", "--model", model, "--label", label, "--trace-overlap"]
+    command += ["--algorithms", f"alone,ddp,ddp-view,{ours}", "--sequence", 32]
+    command += ["--rounds", 5, "--steps", 1, "--warmup", 1]
+    command += ["--json", ddp_record(model, rate_mbit, ranks_per_host)]
+    return hosts(f"{rate_mbit}mbit", *command, count=count, ranks_per_host=ranks_per_host)
+
+
+def ddp_record(model: str, rate_mbit: int, ranks_per_host: int) -> Path:
+    """Where `beside_ddp` puts its figures."""
+    return RESULTS / f"ddp-{model}-{rate_mbit}{'' if ranks_per_host == 1 else '-2x2'}.json"
 
 
 def shared_memory(count: int) -> Command:
@@ -76,6 +98,14 @@ MEASURED = [
 ]
 MAIN = "alone,ddp,ddp-fp16,exact,float16,bytegrad"
 
+BESIDE_DDP = [
+    (model, rate_mbit, ranks_per_host)
+    for ranks_per_host in (1, 2)
+    for model in ("vgg16", "resnet50", "bert-large")
+    for rate_mbit in (500, 1000, 10000)
+]
+"""Models, rates of links, and ranks on each host."""
+
 JOBS: dict[str, list[Command]] = {
     "training": [
         training("vgg16", 1000, MAIN, rounds=2, steps=3, warmup=1),
@@ -86,6 +116,19 @@ JOBS: dict[str, list[Command]] = {
         ["-m", "benchmarks.training.report", *MEASURED, "--out", RESULTS / "training"],
         ["-m", "benchmarks.training.costmodel", *MEASURED, "--out", RESULTS / "costmodel"],
     ],
+    "ddp": [
+        *(beside_ddp(model, rate_mbit, ranks_per_host=count) for model, rate_mbit, count in BESIDE_DDP),
+        [
+            "-m",
+            "benchmarks.training.report",
+            *(ddp_record(*each) for each in BESIDE_DDP),
+            "--title",
+            "Training beside PyTorch's DistributedDataParallel",
+            "--out",
+            RESULTS / "ddp",
+        ],
+    ],
+    "links": [["-m", "benchmarks.training.links", "--out", RESULTS / "links"]],
     "network": [
         network("1gbit"),
         network("10gbit"),
@@ -118,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[*JOBS], default=[*JOBS], metavar="JOB")
     options = parser.parse_args(argv)
+    with contextlib.suppress(ImportError):
+        compile_now()
     for name in options.only:
         for job in JOBS[name]:
             command = [sys.executable, *map(str, job)]

@@ -21,22 +21,27 @@ from ..bench.report import machine_of, markdown_table, or_dash, read_records, wr
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BASELINE, ALONE = "ddp", "alone"
+BASELINES, ALONE = ("ddp", "ddp-view"), "alone"
+"""PyTorch's own wrapper, with and without `gradient_as_bucket_view`; and no communication."""
 
 
 def merge(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of all records, each with two further numbers, of what is in the same record; None without it.
 
-    `speedup` is over PyTorch's own; `of_limit` is the time that a step takes at least (`limit_s`), by its time.
+    `speedup` is over PyTorch's own, the faster of `BASELINES`; `of_limit` is the time that a step takes at least
+    (`limit_s`), by its time.
     Of rows for the same model, network and algorithm the last is kept.
     """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
-        baselines = {group_of(row): row for row in record["results"] if row["algorithm"] == BASELINE}
+        baselines: dict[tuple[Any, ...], float] = {}
+        for row in record["results"]:
+            if row["algorithm"] in BASELINES:
+                baselines[group_of(row)] = max(row["samples_per_s"], baselines.get(group_of(row), 0.0))
         alone_s = {group_of(row): row["median_s"] for row in record["results"] if row["algorithm"] == ALONE}
         for row in record["results"]:
             baseline = baselines.get(group_of(row))
-            speedup = row["samples_per_s"] / baseline["samples_per_s"] if baseline else None
+            speedup = row["samples_per_s"] / baseline if baseline else None
             least_s = limit_s(row, alone_s.get(group_of(row)))
             of_limit = least_s / row["median_s"] if least_s is not None else None
             rows[(*group_of(row), row["algorithm"])] = {**row, "speedup": speedup, "of_limit": of_limit}
@@ -58,7 +63,7 @@ def limit_s(row: dict[str, Any], alone_s: float | None) -> float | None:
     if alone_s is None or row["rate_mbit"] is None or row["ranks_per_host"] != 1:
         return None
     sent = row["wire_bytes"] or 0.0
-    if row["algorithm"].startswith(BASELINE):
+    if row["algorithm"].startswith(BASELINES):
         sent = 2 * (row["hosts"] - 1) / row["hosts"] * row["model_bytes"]
         sent /= 2 if row["algorithm"] == "ddp-fp16" else 1
     return float(max(alone_s, sent * 8 / (row["rate_mbit"] * 1e6)))
@@ -96,14 +101,15 @@ def network_of(row: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------------
 
 
-def markdown(records: Sequence[dict[str, Any]], figure: str | None = None) -> str:
+def markdown(records: Sequence[dict[str, Any]], figure: str | None = None, title: str = "Training speed") -> str:
     """The report; `figure` is the name of a picture to show in it."""
-    lines = ["# Training speed", ""]
+    lines = [f"# {title}", ""]
     lines += dict.fromkeys(f"* Machine: {machine_of(record)}." for record in records)
     lines += [
         "* All algorithms of a table trained in turn, in the same processes, for several rounds.",
         "* Samples a second are of all ranks together: mean and standard deviation over the rounds. Steps are",
-        "  the slowest rank's: median and quartiles. The speed-up is over `ddp`, PyTorch's own wrapper on gloo.",
+        "  the slowest rank's: median and quartiles. The speed-up is over PyTorch's own wrapper on gloo, the",
+        "  faster of `ddp` and `ddp-view`.",
         "* A step takes at least as long as the computation alone, and as its bytes at the rate of the line. The",
         "  longer of the two, by what the step took, is its share of the limit.",
         "* Bytes sent are those of one rank. Overlap is the time of exchanges within the backward pass, by the",
@@ -176,7 +182,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def is_compared(row: dict[str, Any]) -> bool:
     """Whether a row has a bar in the figure."""
-    return row["speedup"] is not None and row["algorithm"] != BASELINE
+    return row["speedup"] is not None and row["algorithm"] not in BASELINES
 
 
 def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -194,7 +200,7 @@ def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_title(model, loc="left", fontweight="bold")
-    axes.set_xlabel("samples a second, by those of PyTorch's DistributedDataParallel on gloo")
+    axes.set_xlabel("samples a second, by those of the faster of PyTorch's own on gloo")
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
     axes.legend(fontsize=8, frameon=False)
@@ -209,12 +215,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="JSON files of benchmarks.training")
+    parser.add_argument("--title", default="Training speed")
     add_out_argument(parser, RESULTS / "training", "md", "png")
     options = parser.parse_args(argv)
     records = read_records(options.files)
     rows = merge(records)
     figure = partial(draw, rows) if any(map(is_compared, rows)) else None
-    write_report(options.out, partial(markdown, records), figure)
+    write_report(options.out, partial(markdown, records, title=options.title), figure)
     return 0
 
 

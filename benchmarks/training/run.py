@@ -158,7 +158,8 @@ def build(
             module.parameters(), lr=LEARNING_RATE, warmup_steps=algorithm.warmup_steps
         )
     else:
-        optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+        # without communication no weight changes, so that ranks that were alike are so for the next turn
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0 if method == ALONE else LEARNING_RATE)
     if algorithm is not None:
         model = bagua_torch.DistributedDataParallel(
             module, [optimizer], algorithm, comm=comm, bucket_bytes=bucket_bytes, init_sync=init_sync
@@ -391,7 +392,7 @@ def one_turn(
     *,
     alike: bool,
 ) -> tuple[Block, str, bool]:
-    """Wrap the module, time a block, and unwrap it; returns the block, the settings, and whether weights are alike.
+    """Wrap the module, time a block, and unwrap it; the block, the settings, and whether weights are alike.
 
     Collective. `alike` says whether all ranks have the same weights before.
     """
@@ -400,7 +401,8 @@ def one_turn(
         steps = math.ceil(options.steps / training.period) * training.period
         block = time_block(comm, training, batch, warmup=options.warmup, steps=steps)
         check(comm, name, module, same=training.averages_gradients)
-    return block, training.settings, training.averages_gradients
+        alike = alike if name == ALONE else training.averages_gradients
+    return block, training.settings, alike
 
 
 def unsuitable(size: int) -> dict[str, str]:

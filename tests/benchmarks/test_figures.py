@@ -12,6 +12,7 @@ PROGRAMS = {
     "benchmarks.collectives": "benchmarks.collectives.run",
     "benchmarks.training": "benchmarks.training.run",
     "benchmarks.training.tuner": "benchmarks.training.tuner",
+    "benchmarks.training.links": "benchmarks.training.links",
     "benchmarks.codecs": "benchmarks.codecs",
     "benchmarks.first_run": "benchmarks.first_run",
 }

@@ -164,6 +164,12 @@ def test_speedups_are_over_ddp_in_the_same_file_and_network():
     assert found == {(1000, "ddp"): 1, (1000, "bytegrad"): 2, (500, "ddp"): 1, (500, "exact"): None}
 
 
+def test_speedups_are_over_the_faster_of_pytorchs_own():
+    rows = [row_of("ddp", 0.5), row_of("ddp-view", 1.0), row_of("exact", 0.75), row_of("ddp-fp16", 2.0)]
+    found = {row["algorithm"]: row["speedup"] for row in report.merge([record_of(*rows)])}
+    assert found == {"ddp": 0.5, "ddp-view": 1, "exact": 0.75, "ddp-fp16": 2}
+
+
 def test_of_rows_measured_twice_the_last_is_kept():
     first, again = (record_of(row_of("ddp", 0.5), row_of("exact", value)) for value in (1.0, 2.0))
 
