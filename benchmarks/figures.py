@@ -145,6 +145,7 @@ JOBS: dict[str, list[Command]] = {
         *(ranks(count, "benchmarks.latency", "--json", RESULTS / f"latency-{count}.json") for count in (1, 2)),
         ["-m", "benchmarks.latency", "--report", *(RESULTS / f"latency-{count}.json" for count in (1, 2))],
     ],
+    "hooks": [ranks(count, "benchmarks.hooks", "--json", RESULTS / f"hooks-{count}.json") for count in (1, 2)],
     "codecs": [
         ["-m", "benchmarks.codecs", "-b", "8M", "-e", "32M", "-n", 7, "-w", 2, "--json", RESULTS / "codecs.json"]
     ],
