@@ -9,19 +9,24 @@ from benchmarks import net, net_check
 from benchmarks.net_traffic import random_sizes
 
 
-def result(name="capped", **scale):
+def result(name="capped", line_mb_s=0.0, **scale):
     """Rates in MB/s of schemes, at two sizes."""
     results = [
         {"scheme": scheme, "bytes": size, "median_s": size / 1e6 / rate, "rounds": 3}
         for scheme, rate in scale.items()
         for size in (8, 1 << 20)
     ]
-    return {"scenario": name, "text": "a link", "wrong": 0, "results": results}
+    return {"scenario": name, "text": "a link", "line_mb_s": line_mb_s, "wrong": 0, "results": results}
 
 
 def test_the_table_compares_with_the_default_and_with_the_best_of_the_grid():
     lines = net.table(result(plugin=80.0, default=10.0, **{"4x1": 40.0, "one flow": 11.0}))
     assert lines[2] == "| 8 | 80 | 11 | 10 | 40 (4x1) | 8.00 | 2.00 |"
+
+
+def test_a_burst_above_what_the_link_carries_counts_as_what_it_carries():
+    lines = net.table(result(plugin=80.0, default=10.0, **{"4x1": 160.0}, line_mb_s=100.0))
+    assert lines[2] == "| 8 | 80 | - | 10 | 160 (4x1) | 8.00 | 0.80 |"
 
 
 @pytest.mark.needs("matplotlib")
