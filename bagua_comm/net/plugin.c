@@ -62,6 +62,10 @@
 #define REST_S 1 /* until the number of flows is tried again; twice as long each time, up to a minute */
 #endif
 
+#ifndef TRIAL_S
+#define TRIAL_S 0.5 /* how long half of the flows are tried; light traffic may never show whether they do */
+#endif
+
 #ifndef CHUNK
 #define CHUNK 65536 /* bytes of a frame at most, and of what waits in a flow */
 #endif
@@ -252,8 +256,8 @@ enum { SETTLE_BASE, BASE, OPENING, SETTLE_MORE, MORE, REST };
 
 /* How many flows pay: the rate is measured while there is more to send than flows take. */
 struct growth {
-  int phase, base; /* `base`: flows that are known to pay */
-  double since, seconds, rate, rested_s, rest_s;
+  int phase, base, before; /* `base`: flows that are known to pay; `before` half of them are tried */
+  double since, seconds, rate, rested_s, rest_s, trial_ends;
   uint64_t start, bytes; /* written until `since`; in this window's `seconds` */
 };
 
@@ -658,6 +662,8 @@ static void end_window(struct comm *comm) {
     growth->rested_s = 0;
     growth->rest_s = growth->rest_s < 60 ? growth->rest_s * 2 : 60;
     growth->phase = SETTLE_BASE;
+    growth->before = growth->base;
+    growth->trial_ends = now() + TRIAL_S;
     if (growth->base > 1) growth->base = comm->active = growth->base / 2; /* half of them may do */
   }
   begin_window(comm);
@@ -676,9 +682,17 @@ static void use_more(struct comm *comm) {
   begin_window(comm);
 }
 
+/* Use all flows again of which half were tried. */
+static void call_off(struct comm *comm) {
+  comm->active = comm->growth.base = comm->growth.before;
+  comm->growth.phase = REST;
+  begin_window(comm);
+}
+
 /* After each push. Only what lies between two moments at which flows were full counts, if these are close. */
 static void measure(struct comm *comm) {
   struct growth *growth = &comm->growth;
+  if (growth->base < growth->before && growth->phase != REST && now() > growth->trial_ends) call_off(comm);
   if (comm->cut == atomic_load(&comm->posted)) return;
   double time = now();
   if (growth->phase == OPENING) use_more(comm);

@@ -51,10 +51,12 @@ def eager(folder):
 
 @pytest.fixture(scope="module")
 def steered(folder):
-    """A build where more flows pay if they make it `gain` times as fast, which is 0 at first."""
+    """A build where more flows pay if they make it `gain` times as fast, and trials last `trial_s`."""
     header = folder / "gain.h"
-    header.write_text('__attribute__((visibility("default"))) double gain;\n')
-    flags = ["-include", str(header), "-DGAIN=gain", "-DWINDOW_S=1e-6", "-DREST_S=1e-3", "-DCHUNK=4096"]
+    variables = ("gain", "trial_s = 1e9")
+    header.write_text("".join(f'__attribute__((visibility("default"))) double {one};\n' for one in variables))
+    flags = ["-include", str(header), "-DGAIN=gain", "-DTRIAL_S=trial_s"]
+    flags += ["-DWINDOW_S=1e-6", "-DREST_S=1e-3", "-DCHUNK=4096"]
     return building.compile_to(next(building.compilers()), folder / "steered.so", flags)
 
 
@@ -183,7 +185,9 @@ def test_many_flows_carry_messages_in_their_order(eager):
     plugin.stop(context)
 
 
-def test_flows_that_no_longer_pay_are_given_up(steered, monkeypatch):
+@pytest.fixture
+def of_two_flows(steered, monkeypatch):
+    """A connection that has found that two flows pay, its plugin, and how many flows carry an exchange."""
     monkeypatch.setenv("BAGUA_NET_FLOWS", "2")
     plugin = Plugin(steered)
     context = plugin.start()
@@ -194,11 +198,26 @@ def test_flows_that_no_longer_pay_are_given_up(steered, monkeypatch):
         exchange(pair, [8 << 20] * 4, POOL)
         return sum(now > then for now, then in zip(net.counters(steered), before, strict=False))
 
+    for name, value in (("gain", 0.0), ("trial_s", 1e9)):
+        ctypes.c_double.in_dll(plugin.library, name).value = value
     until(lambda: flows_of_an_exchange() == 2)
-    ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
-    until(lambda: flows_of_an_exchange() == 1)
+    yield plugin, flows_of_an_exchange
     pair.close()
     plugin.stop(context)
+
+
+def test_flows_that_no_longer_pay_are_given_up(of_two_flows):
+    plugin, flows_of_an_exchange = of_two_flows
+    ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
+    until(lambda: flows_of_an_exchange() == 1)
+
+
+def test_a_trial_of_fewer_flows_that_does_not_end_in_time_gives_none_up(of_two_flows):
+    plugin, flows_of_an_exchange = of_two_flows
+    ctypes.c_double.in_dll(plugin.library, "trial_s").value = -1.0
+    flows_of_an_exchange()  # ends a trial that has begun
+    ctypes.c_double.in_dll(plugin.library, "gain").value = 1e9
+    assert [flows_of_an_exchange() for _ in range(20)] == [2] * 20
 
 
 WITHOUT_FILES = """
