@@ -8,7 +8,8 @@ Both sides call in batches, in turn, on the same arrays of float32. A batch begi
 MPI's, and its time is divided by its calls. mpi4py has a duplicate of the world to itself, and is given buffers
 with their MPI type, as its documentation has it for speed. Bytes are those of the larger array of a rank. The
 table has the medians over the batches, and the median and quartiles of the differences of pairs of batches;
-`#wrong` counts elements that differ between the two sides.
+`#wrong` counts elements that differ between the two sides. Names that end with `-any` are calls of ours that may
+add in any order (`op_order="any"`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from .bench.table import Column, Table, number
 from .bench.timing import Spread, in_us
 
 SIZES = (4, 256, 2 << 10, 16 << 10, 32 << 10, 128 << 10, 512 << 10, 8 << 20)
-CALLS = ("barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv")
+ANY = "-any"
+"""Ends the name of a call with `op_order="any"`."""
+
+REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
+CALLS = (
+    *("barrier", "allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "sendrecv"),
+    *(name + ANY for name in REDUCTIONS),
+)
 
 TABLE = Table(
     (
@@ -98,8 +106,9 @@ def measured(comm: Communicator, name: str, nbytes: int, options: argparse.Names
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD.Dup()
+    comm.op_order = "any" if name.endswith(ANY) else "rank"
     try:
-        sides, (mine, theirs) = sides_of(comm, world, name, nbytes)
+        sides, (mine, theirs) = sides_of(comm, world, name.removesuffix(ANY), nbytes)
         calls = max(2, min(400, (16 << 20) // max(nbytes, 1 << 12)))
         seconds = np.array([[batch(world, side, calls) for side in sides] for _ in range(options.batches)])
     finally:
@@ -180,7 +189,7 @@ def cells(result: dict[str, Any]) -> list[str]:
 
 def markdown(records: Sequence[Record]) -> str:
     """A table for each number of ranks."""
-    lines = ["# Calls beside mpi4py's own"]
+    lines = ["# Calls beside mpi4py's own", "", 'Names that end with `-any`: with `op_order="any"`.']
     for record in sorted(records, key=lambda record: int(record["ranks"])):
         count = record["ranks"]
         lines += ["", f"## {count} rank{'s' * (count != 1)}", ""]

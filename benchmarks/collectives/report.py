@@ -90,14 +90,16 @@ def markdown(records: Sequence[Record]) -> str:
         lines += ["", f"## {label}", "", "```"]
         lines += [line.removeprefix("# ") for line in header_lines(record)[1:4]]
         rows = []
-        for (operation, nbytes), found in cells(record).items():
+        table = cells(record)
+        timed = [name for name in NAMES if any(name in found for found in table.values())]
+        for (operation, nbytes), found in table.items():
             gloo = found.get("gloo")
             ratios = [ours / theirs for ours, theirs in zip(found["ours"], gloo or (), strict=False)]
-            figures = (spread(found.get(name), "{:.4f}") for name in NAMES)
+            figures = (spread(found.get(name), "{:.4f}") for name in timed)
             rows.append(
                 [operation, nbytes, *figures, spread(ratios, "{:.2f}"), reached(operation, nbytes, label, found)]
             )
-        titles = ["operation", "bytes", *NAMES.values(), "ours / gloo", "reached"]
+        titles = ["operation", "bytes", *(NAMES[name] for name in timed), "ours / gloo", "reached"]
         lines += ["```", "", *markdown_table(titles, rows, "l" + "r" * (len(titles) - 1))]
     return "\n".join(lines) + "\n"
 
@@ -132,8 +134,7 @@ def cells(record: Record) -> dict[tuple[str, int], dict[str, list[float]]]:
         ValueError: A result was wrong.
     """
     table: dict[tuple[str, int], dict[str, list[float]]] = {}
-    rows = former_rows(record) if record["benchmark"] == "network" else rows_of(record)
-    for operation, nbytes, name, busbw_gbs, right in rows:
+    for operation, nbytes, name, busbw_gbs, right in rows_of(record):
         if not right:
             raise ValueError(f"{operation} of {nbytes} bytes: the result of {name} is wrong")
         table.setdefault((operation, nbytes), {}).setdefault(name, []).append(busbw_gbs)
@@ -151,13 +152,6 @@ def rows_of(record: Record) -> Iterator[Row]:
         for name, side in {"ours": form, **form["beside"]}.items():
             right = side["error"] <= 0.02 if "error" in side else side["wrong"] == 0
             yield result["operation"], result["size_bytes"], name, side["busbw_gbs"], right
-
-
-def former_rows(record: Record) -> Iterator[Row]:
-    """The rows of results/network-*.json, in which those who were timed had rows of their own."""
-    for row in record["results"]:
-        name = {"mpi": "mpi4py"}.get(row["contender"], row["contender"])
-        yield row["operation"], row["bytes"], name, row["busbw_gbs"], row["right"]
 
 
 def draw(records: Sequence[Record]) -> Figure:

@@ -353,8 +353,8 @@ def test_the_report_counts_the_rounds_that_reach_the_goal(operation, nbytes, lab
 
 
 def test_a_wrong_result_has_no_report(tmp_path, capsys):
-    former = json.loads((bench.RESULTS / "network-1gbit.json").read_text())
-    former["results"][0]["right"] = False
-    (tmp_path / "wrong.json").write_text(json.dumps(former))
+    record = json.loads((bench.RESULTS / "network-1gbit.json").read_text())
+    record["results"][0]["forms"]["out-of-place"]["wrong"] = 1
+    (tmp_path / "wrong.json").write_text(json.dumps(record))
     assert reports.main([str(tmp_path / "wrong.json"), "--out", str(tmp_path / "network")]) == 2
     assert "allreduce of 524288 bytes: the result of ours is wrong" in capsys.readouterr().err
