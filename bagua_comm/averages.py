@@ -298,7 +298,7 @@ def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
 def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
     """The reduction of arrays like that of the call, worked out for the first and kept by the communicator."""
     comm, x, transport = call.comm, call.x, call.transport
-    key = codec, op, type(x), x.size, x.dtype, transport, transport.coded_piece_bytes, kernels.of(x)
+    key = codec, op, type(x), x.size, x.dtype, transport, transport.coded_piece_bytes(x.nbytes), kernels.of(x)
     try:
         found = comm.settled.get(key)
     except TypeError:  # a codec that is not frozen may change
@@ -363,7 +363,7 @@ class _Reduction:
     def __init__(self, comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> None:
         self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
         self.rank, self.p, self.size = comm.rank, comm.size, like.size
-        self._kind, self._piece_bytes = type(like), transport.coded_piece_bytes
+        self._kind, self._piece_bytes = type(like), transport.coded_piece_bytes(like.nbytes)
         self.chunk = -(-like.size // comm.size)
         """Elements of a chunk; rank r combines chunk r of all ranks."""
         self._kernels = kernels.of(like)
@@ -387,7 +387,7 @@ class _Reduction:
             and x.size == self.size
             and x.dtype == self.dtype
             and kernels.of(x) is self._kernels
-            and self._piece_bytes == self.transport.coded_piece_bytes
+            and self._piece_bytes == self.transport.coded_piece_bytes(x.nbytes)
         )
 
     def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:

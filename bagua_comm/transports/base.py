@@ -48,8 +48,6 @@ class Transport(ABC):
     piece_bytes: int | None = None
     """Bytes that a collective sends to a peer at a time, so that one piece is worked on while others are on their
     way; None to send all at once, where pieces gain nothing."""
-    coded_piece_bytes: int | None = None
-    """The same for encoded elements. Whatever it is when a call begins, it is on all ranks."""
     quantize_bytes: int = 0
     """The size in bytes from which an array takes less time through a codec than exactly."""
     enqueues: bool = False
@@ -138,6 +136,10 @@ class Transport(ABC):
             CommMismatch: A message has another size than the array it should fill.
             CommTimeout: A peer did not answer within `timeout_s`.
         """
+
+    def coded_piece_bytes(self, nbytes: int) -> int | None:
+        """`piece_bytes` for encoded elements of an array of `nbytes`; when a call begins, alike on all ranks."""
+        return None
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """Raise `CommMismatch` on all ranks unless all make this call on arrays of one dtype and size.
