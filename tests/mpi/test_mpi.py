@@ -137,6 +137,13 @@ def test_a_quantized_allreduce_in_pieces_gives_the_bytes_of_one_that_goes_at_onc
         assert span.args["pieces"] > 2 * LAG
 
 
+def test_longer_arrays_go_in_longer_messages_on_slow_networks(comm, monkeypatch):
+    transport, long = comm.transports[0], mpi_transport.LONG_BYTES
+    monkeypatch.setattr(transport, "_coded_piece_bytes", None)
+    found = [transport.coded_piece_bytes(nbytes) for nbytes in (long, long + 1)]
+    assert found == [mpi_transport.TURN_BYTES, mpi_transport.PIECE_BYTES]
+
+
 @pytest.mark.parametrize("count", [20_000, 20_001])
 def test_error_feedback_in_pieces_loses_and_keeps_what_it_does_at_once(comm, count, monkeypatch):
     def body(world):

@@ -1114,11 +1114,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def turn_bytes(nbytes: int) -> int:
-    """Bytes of a message on slow networks, in a call on an array of `nbytes`.
-
-    >>> turn_bytes(8 << 20), turn_bytes(10 << 20)
-    (49152, 131072)
-    """
+    """Bytes of a message on slow networks, in a call on an array of `nbytes`."""
     return PIECE_BYTES if nbytes > LONG_BYTES else TURN_BYTES
 
 
