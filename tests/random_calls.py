@@ -728,6 +728,8 @@ SMALL = {
         "PIECE_BYTES": 300,
         "FAST_PIECE_BYTES": 300,
         "TURN_BYTES": 300,
+        "LONG_BYTES": 2000,
+        "LONG_PIECE_BYTES": 400,
         "SHOWN_BYTES": 1000,
         "SHARED_BYTES": 1500,
     },

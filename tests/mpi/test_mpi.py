@@ -141,7 +141,7 @@ def test_longer_arrays_go_in_longer_messages_on_slow_networks(comm, monkeypatch)
     transport, long = comm.transports[0], mpi_transport.LONG_BYTES
     monkeypatch.setattr(transport, "_coded_piece_bytes", None)
     found = [transport.coded_piece_bytes(nbytes) for nbytes in (long, long + 1)]
-    assert found == [mpi_transport.TURN_BYTES, mpi_transport.PIECE_BYTES]
+    assert found == [mpi_transport.TURN_BYTES, mpi_transport.LONG_PIECE_BYTES]
 
 
 @pytest.mark.parametrize("count", [20_000, 20_001])

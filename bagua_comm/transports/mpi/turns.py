@@ -26,10 +26,11 @@ class Turns:
     Args:
         comm: Carries them.
         ahead: How many more messages a rank may have sent than received; None to send all at once.
+        is_patient: Whether waits for them sleep at once, in place of polling first.
     """
 
-    def __init__(self, comm: MPI.Comm, ahead: int | None) -> None:
-        self._comm, self._ahead = comm, ahead
+    def __init__(self, comm: MPI.Comm, ahead: int | None, *, is_patient: bool = False) -> None:
+        self._comm, self._ahead, self.is_patient = comm, ahead, is_patient
         self._queue: deque[tuple[int, Array, int]] = deque()
         """What is not yet sent: the peer, the bytes, and how many messages must have come in before."""
         self._sends: deque[MPI.Request] = deque()
