@@ -83,12 +83,13 @@ KiB than in pieces of 128 KiB, and 4 % longer in messages of 48 KiB.
 
 LONG_BYTES = 8 << 20
 LONG_PIECE_BYTES = 1 << 18
-"""In calls on arrays larger than the first, messages have the second, and waits sleep at once in place of
-polling first. Ranks that compute meanwhile, as in a backward pass, come to each message late and need their
-cores: fewer messages cost less, and so do fewer polls. A step of ResNet-50 on 4 emulated hosts of half a core
-each, at 1 Gbit/s, took 2.67 s in messages of `TURN_BYTES` and 2.46 s in messages of 128 KiB; in another run 2.44
-s in messages of 128 KiB, and 2.33 s like this. On smaller arrays the naps cost more than they save: an allgather
-of 1 MiB loses 5 % of its bandwidth."""
+"""In calls on arrays larger than the first, messages have the second, and waits sleep at once, and longer, in
+place of polling first. Ranks that compute meanwhile, as in a backward pass, come to each message late and need
+their cores: fewer messages cost less, and so do fewer polls. A step of ResNet-50 on 4 emulated hosts of half a
+core each, at 1 Gbit/s, took 2.41 s in messages of `TURN_BYTES`, 2.34 s in messages of 128 KiB, and 2.16 s like
+this, in one run. A message must be shorter than what Open MPI sends without asking the receiver first
+(`MPI_SETTINGS`). On smaller arrays the naps cost more than they save: an allgather of 1 MiB loses 5 % of its
+bandwidth."""
 
 FEW = 64
 """Up to this number of ranks, what they agree on between hosts goes from each to each at once, not along a tree:
@@ -124,6 +125,9 @@ _SPIN_S = 0.0005
 
 _NAPS_S = 0.00005, 0.0003
 """How long a wait then sleeps between polls, at least and at most: a tenth of the time that it has waited."""
+
+_PATIENT_NAP_S = 0.001
+"""How long a wait of a call on a large array on a slow network sleeps between polls, from its beginning on."""
 
 _LISTEN_S = 0.02
 """How often a rank that waits listens to notices."""
@@ -863,12 +867,12 @@ class MPITransport(Transport):
             done: Asks MPI whether the wait is over.
             between: Called after naps.
             peers: The ranks that this one waits for; None if all others.
-            is_patient: The answer is far off: sleep at once, and as long as ever.
+            is_patient: The answer is far off: sleep at once, and longer.
         """
         start = listened = time.monotonic()
         spin_s, (shortest, longest) = _SPIN_S, _NAPS_S
         if is_patient:
-            spin_s, shortest = 0.0, longest
+            spin_s, shortest, longest = 0.0, _PATIENT_NAP_S, _PATIENT_NAP_S
         deadline_s: float | None = None
         while not done():
             now = time.monotonic()
