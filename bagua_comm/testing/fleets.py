@@ -68,14 +68,15 @@ class ThreadJob:
         self.fleet: Callable[[ThreadJob, int], ThreadFleet] = ThreadFleet
         """Makes the fleet of the process with this number."""
 
-    def kill(self, number: int) -> None:
-        """Have a process die in its next call; the others learn of it at once."""
+    def kill(self, *numbers: int) -> None:
+        """Have processes die together, each in its next call; the others learn of all of them at once."""
         with self.changed:
-            if number in self.alive and number not in self.doomed:
-                self.doomed.add(number)
-                self.alive.discard(number)
-                if number in self.processes:
-                    self.dead.append(Death(self.processes[number], "died"))
+            for number in numbers:
+                if number in self.alive and number not in self.doomed:
+                    self.doomed.add(number)
+                    self.alive.discard(number)
+                    if number in self.processes:
+                        self.dead.append(Death(self.processes[number], "died"))
         self.wake()
 
     def kill_at(self, moments: Sequence[tuple[int, int]]) -> None:

@@ -154,7 +154,7 @@ def test_a_spare_raises_when_all_who_trained_are_dead():
         def train(comm):
             state.commit()
             comm.barrier()
-            job.kill(0), job.kill(1)
+            job.kill(0, 1)
             comm.barrier()
 
     job = ThreadJob(3, wanted=2)

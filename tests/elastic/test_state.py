@@ -161,8 +161,7 @@ def test_who_lives_keeps_its_own_when_a_rank_and_its_buddy_die():
                     x[...] = fleet.me + 1.0
                 state.commit()
                 comm.barrier()  # all have committed
-                job.kill(1)
-                job.kill(2)
+                job.kill(1, 2)
                 comm.barrier()
             return comm.rank, {name: getattr(state, name)[0] for name in ("weights", *own)}
 
