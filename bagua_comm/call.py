@@ -27,12 +27,12 @@ import numpy as np
 
 from . import arrays, refusals, trace
 from .agreement import compare_calls
-from .arrays import Array, DType, as_array, check_reduction, returned
+from .arrays import Array, DType, as_array, as_real, check_reduction, returned
 from .bucket import Bucket
 from .errors import ArrayError, CommError, UnsupportedError
 from .flight import recorder as flight
 from .hooks import CallView
-from .transports.base import Transport, check_timeout
+from .transports.base import Move, Transport, check_timeout
 
 if TYPE_CHECKING:
     from .comm import Communicator
@@ -323,14 +323,14 @@ class Call:
         return f"{self.name}({', '.join(parts)})"
 
     def make(self, move: Move, *arguments: Hashable, into: Into = "out") -> None:
-        """Make the call by `move`, and remember it for `Kinds.repeat`, by its further `arguments`."""
+        """Make the call by `move`, or shorter, and remember it for `Kinds.repeat`, by its further `arguments`."""
+        op, root = self.detail.get("op", ""), self.detail.get("root")
+        if not op or as_real(self.x, op) is self.x:
+            move = self.transport.shortcut(self.name, self.x, op, root) or move
         with self:
             move(self.x, self.target)
         self.comm.kinds.add(arguments, Kind(self, move, into), self.given)
 
-
-Move: TypeAlias = Callable[[Any, Any], object]
-"""Moves the bytes of a call: takes `x`, and the array that is filled."""
 
 Into: TypeAlias = Literal["out", "x", "nothing"]
 """What a call fills on this rank: `out`, `x` itself, or nothing at all."""

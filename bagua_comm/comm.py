@@ -50,7 +50,7 @@ from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .logs import tell
 from .topology import place
 from .trace import Counters, Recorder
-from .transports.base import COLLECTIVE, Message, Transport
+from .transports.base import COLLECTIVE, Message, Move, Transport
 
 T = TypeVar("T")
 
@@ -165,8 +165,9 @@ class Communicator:
         MPI's own calls, which add in an order that MPI chooses, by number of ranks, size and hosts; so bits may
         differ from run to run. They stay this library's where MPI does not compute what is promised here apart
         from the order: of 16-bit floats, 8- and 16-bit integers, averages of integers, products of complex
-        numbers, "min" and "max" of floats where MPI loses NaN, and small arrays between hosts. Other transports
-        reduce as they do. Communicators that are made from this one have its order.
+        numbers, "min" and "max" of floats where MPI loses NaN; and where MPI takes longer: of small arrays, and
+        `reduce` of more than 64 KiB. Other transports reduce as they do. Communicators that are made from this
+        one have its order.
 
         Set it on all ranks alike, before a reduction. A call in two orders is a `CommMismatch` where MPI would
         reduce.
@@ -180,6 +181,7 @@ class Communicator:
                 f"Communicator: op_order is {order!r}, expected one of {', '.join(get_args(OpOrder))}"
             )
         self._op_order: OpOrder = order
+        self.kinds.clear()
         for transport in self.transports:
             transport.set_order(order)
 
@@ -1110,11 +1112,14 @@ class Communicator:
 
     def _remember(self, call: Call, dests: list[int], sources: list[int], received: list[Array]) -> None:
         """Keep what was worked out for a call of at most one message each way, for `_repeats`."""
-        transport = call.transport
-
-        def move(x: Array, out: Array) -> None:
-            transport.exchange([(dest, x) for dest in dests], [(source, out) for source in sources])
-
+        exchange = call.transport.exchange
+        (dest,), (source,) = dests or [-1], sources or [-1]
+        moves: dict[tuple[bool, bool], Move] = {
+            (True, True): lambda x, out: exchange(((dest, x),), ((source, out),)),
+            (True, False): lambda x, _: exchange(((dest, x),), ()),
+            (False, True): lambda _, out: exchange((), ((source, out),)),
+        }
+        move = moves[bool(dests), bool(sources)]
         into: Into = "nothing"
         if received:
             into = "out" if dests else "x"

@@ -19,7 +19,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from ..arrays import REDUCED_PRECISION, Array, OpOrder, Scratch
 from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
 from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
+
+Move: TypeAlias = Callable[[Array, Array], object]
+"""Moves the bytes of a call: takes the array of this rank, and the array that is filled."""
 
 POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
 """Tags: a message never matches one of another tag. In this order: arrays of `send` and `recv`, arrays of
@@ -136,6 +139,20 @@ class Transport(ABC):
             CommMismatch: A message has another size than the array it should fill.
             CommTimeout: A peer did not answer within `timeout_s`.
         """
+
+    def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
+        """A faster way to make this collective on arrays that have the dtype and the shape of `x`.
+
+        It takes the array of this rank and the array that is filled, which are contiguous and have been checked.
+        This default has none.
+
+        Args:
+            name: The collective.
+            x: An array of this rank.
+            op: The reduction, if it is one.
+            root: The root, if there is one.
+        """
+        return None
 
     def coded_piece_bytes(self, nbytes: int) -> int | None:
         """`piece_bytes` for encoded elements of an array of `nbytes`; when a call begins, alike on all ranks."""

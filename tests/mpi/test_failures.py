@@ -98,6 +98,7 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
     monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 1 << 12)
     monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
     monkeypatch.setattr(mpi_transport, "SHOWN_BYTES", 0)
+    monkeypatch.setattr(mpi_transport, "open_memory", lambda *_: None)
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
             start = mpi_transport.MPITransport.start
@@ -296,3 +297,40 @@ def test_a_barrier_is_told_from_other_calls(comm):
         with pytest.raises(CommMismatch, match=r"barrier of 0 .*allreduce sum|allreduce sum .*barrier of 0"):
             comm.allreduce(np.ones(3)) if comm.rank else comm.barrier()
         comm.barrier()
+
+
+def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_ranks(comm, monkeypatch):
+    def refuse(memory, rank, *place):
+        raise OSError(14, "Bad address: cannot read 8 bytes of rank 0")
+
+    with world_of(comm, timeout_s=20) as (world, last):
+        if last == 0 or world.transports[0]._memory is None:
+            return
+        if world.rank == last:
+            monkeypatch.setattr(type(world.transports[0]._memory), "read", refuse)
+        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* gave up.* cannot read 8 bytes"
+        with pytest.raises(CommError, match=match):
+            world.allgather(np.ones(300_000))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_large_arrays_that_some_rank_cannot_show_go_another_way(comm, monkeypatch, readable):
+    with comm.dup() as other:
+        transport, p = other.transports[0], comm.size
+        if p > 1 and not readable:
+            assert transport._memory is not None
+            if comm.rank == p - 1:
+                monkeypatch.setattr(transport._memory, "place", lambda x: 0)
+            monkeypatch.setattr(transport._memory, "read", None)  # nobody reads
+        x = np.arange(p * 60_000) % 1000 + comm.rank
+        chunk, total = slice(comm.rank * 60_000, (comm.rank + 1) * 60_000), x * p + sum(range(p)) - p * comm.rank
+        before = transport.sent_bytes
+        np.testing.assert_array_equal(other.allreduce(x), total)
+        assert transport.sent_bytes - before == 2 * x.nbytes * (p - 1) // p
+        np.testing.assert_array_equal(other.reduce_scatter(x), total[chunk])
+        if (result := other.reduce(x, root=0)) is not None:
+            np.testing.assert_array_equal(result, total)
+        np.testing.assert_array_equal(other.allgather(x[chunk]), comm.allgather(x[chunk]))
+        np.testing.assert_array_equal(other.broadcast(x.copy(), root=0), x - comm.rank)
+        expected = np.concatenate([(np.arange(p * 60_000) % 1000 + r)[chunk] for r in range(p)])
+        np.testing.assert_array_equal(other.alltoall(x.copy()), expected)

@@ -77,7 +77,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
     """Every rank in turn does nothing until the others can do no more without it."""
 
     def body(window):
-        meet, total = window._meet, np.zeros(5 * SLOT, np.uint8)
+        meet, total = window.meet, np.zeros(5 * SLOT, np.uint8)
 
         def late():
             if window._round % window.size == window.rank:
@@ -87,7 +87,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
                 wait(behind)
             meet()
 
-        window._meet = late
+        window.meet = late
         for value in range(1, 4):
             window.allreduce(np.full(total.size, value * (window.rank + 1), np.uint8), total, "sum")
             assert (total == value * 6).all()

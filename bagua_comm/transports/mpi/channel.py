@@ -163,12 +163,9 @@ class ChannelTransport(MPITransport):
             with_window=with_window,
         )
 
-    def broadcast(self, x: Array, root: int) -> None:
-        """Along a tree, or in parts if `x` is large; see `TREE_BYTES`."""
-        if self.size == 1 or self._is_small(x):
-            super().broadcast(x, root)
-            return
-        flow, flat = self.agree_on_call(f"broadcast from {root}", x), as_bytes(x)
+    def _broadcast_over(self, flow: Flow, x: Array, root: int) -> None:
+        """Along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
+        flat = as_bytes(x)
         if self.size == 2 or x.nbytes <= TREE_BYTES:
             Transport.broadcast(self, flat, root)
             return
@@ -259,8 +256,8 @@ class ChannelTransport(MPITransport):
 
     def close(self) -> None:
         """Unmap the window. Waits for nobody."""
-        self._window = self._calls = None
-        self._tables.clear()
+        self._window = self._calls = self._memory = None
+        self._forget()
         if self._begun:  # MPI may still write there
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._begun))
         if self._broken is None:

@@ -2,11 +2,12 @@
 
 Messages travel as bytes, so every dtype can be sent. Small arrays are gathered, each with a number for its call,
 dtype and size, and are reduced here: among ranks on one host through memory that all of them map (`window`), else
-by MPI, whose latency is low. Large reductions on one host go through that memory as well. On several hosts,
-integers of middle size are reduced by MPI, if it computes as NumPy does. All other large collectives are derived
-from `Flow.begin`. Floats are added in rank order, however many there are, so a sum does not depend on what else
-was in its bucket. In any order (`set_order`) MPI reduces all that it computes as NumPy does, floats as well, once
-the ranks have agreed on the call; only small arrays on several hosts are gathered, since that takes one round.
+by MPI, whose latency is low. Of larger ones on one host each rank reads what it needs (`memory`); where it may
+not, reductions go through the memory that all map. On several hosts, integers of middle size are reduced by MPI,
+if it computes as NumPy does. All other large collectives are derived from `Flow.begin`. Floats are added in rank
+order, however many there are, so a sum does not depend on what else was in its bucket. In any order (`set_order`)
+MPI reduces all that it computes as NumPy does, floats as well, once the ranks have agreed on the call; only small
+arrays are gathered, since that takes one round.
 
 Every wait polls, with a deadline: a rank that waits long sleeps between polls, and leaves its core to the
 backward pass. It listens as well to what other ranks say beside their calls (`notices`): a rank that leaves, or
@@ -18,6 +19,7 @@ revokes all communicators that the dead rank was part of, so that all ranks noti
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import socket
 import time
@@ -41,10 +43,11 @@ from ...errors import (
     RankFailed,
     UnsupportedError,
 )
-from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Transport
+from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Move, Transport
 from ..notices import GAVE_UP, LEFT, Notice, given_up
 from ..pipeline import Encoding, Message, Wait
 from .blocking import in_time
+from .memory import UNREADABLE, DirectCalls, PeerMemory, open_memory
 from .reductions import OPS, REDUCTIONS, is_sound
 from .turns import Turns
 from .window import Rows, SharedWindow, open_window
@@ -101,6 +104,11 @@ FAST_BYTES_S = 0.28e9
 SHOWN_BYTES = 1 << 18
 """Ranks of one host show each other whole arrays if these have at most this many bytes together."""
 
+MOVED_BYTES = 1 << 15
+"""In calls that only move arrays, ranks that may read each other's memory show each other arrays of at most this
+size; larger ones they read where they are. So one copy passes between cores, and not two, which take up to four
+times as long where cores share no cache."""
+
 SHARED_BYTES = 1 << 20
 """From this size on, ranks of one host add what they encode through memory that they share."""
 
@@ -119,6 +127,9 @@ MESSAGE_BYTES = 1 << 30
 
 _BUSY_S = 0.00003
 """How long a wait polls without offering its core to others."""
+
+_PROBES = 20
+"""How often a rank looks for a message before it waits by the clock: about ten microseconds."""
 
 _SPIN_S = 0.0005
 """How long a wait polls without sleeping."""
@@ -228,6 +239,9 @@ class MPITransport(Transport):
         self._window: SharedWindow | None = None
         self._shown_bytes = 0
         """The size of an array up to which ranks that share memory show each other all of it."""
+        self._memory: PeerMemory | None = None
+        """The memory of all ranks; None unless they share a window, and each may read that of all others."""
+        self._shortcuts: dict[tuple[str, tuple[int, ...], DType], Move] = {}
         self._calls: memoryview | None = None
         """How many collective calls each rank has begun; None unless all share memory."""
         self._world = world if world is not None else self._new_world()
@@ -236,9 +250,10 @@ class MPITransport(Transport):
         self._world.completed[group] = self._completed
         self._window = open_window(self, self._wait) if with_window and self.size > 1 else None
         if self._window is not None:
-            self._tables.clear()  # those so far are without a window
+            self._forget()  # those so far are without a window
             self._calls = self._window.calls
             self._shown_bytes = min(SHOWN_BYTES // self.size, self._window.slot_bytes)
+            self._memory = open_memory(self)
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
         if self._window is None:
             self._coded_piece_bytes = None
@@ -287,6 +302,13 @@ class MPITransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         self._check_idle()
+        if len(sends) <= 1 and len(recvs) <= 1:
+            for _, x in (*sends, *recvs):
+                if x.nbytes >= MESSAGE_BYTES:
+                    break
+            else:
+                self._exchange_one(sends, recvs, tag)
+                return
         requests: list[MPI.Request] = []
         statuses: list[MPI.Status] = []
         incoming: dict[int, deque[Array]] = {}  # by peer, in order
@@ -312,6 +334,54 @@ class MPITransport(Transport):
         except BaseException as exc:
             raise self._give_up(exc, (requests, sends, recvs), statuses) from exc
 
+    def _exchange_one(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
+        """`exchange` of at most one message each way, none of which is split."""
+        send = receive = None
+        try:
+            for peer, x in sends:
+                send = self._comm.Isend([_buffer(x), MPI.BYTE], peer, tag)
+                self.sent_bytes += x.nbytes if peer != self.rank else 0
+            for peer, out in recvs:
+                message, nbytes = self._next_message(peer, tag)
+                into = _buffer(out) if nbytes == out.nbytes else np.empty(nbytes, np.uint8)
+                receive = message.Irecv([into, MPI.BYTE])
+                if not receive.Test():
+                    self._poll(receive.Test, peers=(peer,))
+                if nbytes != out.nbytes:
+                    raise self._unexpected(peer, out, nbytes)
+            if send is not None and not send.Test():
+                self._poll(send.Test, peers=(sends[0][0],))
+        except CommMismatch as exc:
+            if tag != POINT_TO_POINT or (send is not None and not send.Test()):
+                self._give_up(exc, (send, sends))
+            raise
+        except BaseException as exc:
+            raise self._give_up(exc, (send, receive, sends, recvs)) from exc
+
+    def _next_message(self, peer: int, tag: int) -> tuple[MPI.Message, int]:
+        """Wait for a message, and match it; returns its size in bytes as well."""
+        probe, status = self._comm.Improbe, MPI.Status()
+        for _ in range(_PROBES):
+            message = probe(peer, tag, status)
+            if message is not None:
+                return message, status.Get_count(MPI.BYTE)
+        found: list[MPI.Message] = []
+
+        def has_come() -> bool:
+            message = probe(peer, tag, status)
+            if message is not None:
+                found.append(message)
+            return message is not None
+
+        self._poll(has_come, peers=(peer,))
+        return found[0], status.Get_count(MPI.BYTE)
+
+    def _unexpected(self, peer: int, out: Array, nbytes: int) -> CommMismatch:
+        """The error to raise if `peer` has sent `nbytes` in place of what `out` holds."""
+        return CommMismatch(
+            f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}; {WHICH_CALLS}"
+        )
+
     def _receive(self, incoming: dict[int, deque[Array]], requests: list[MPI.Request], tag: int) -> bool:
         """Start to receive what has arrived and is of the right size; True if nothing is left to come."""
         status = MPI.Status()
@@ -325,10 +395,7 @@ class MPITransport(Transport):
             if nbytes != out.nbytes:
                 # Receive it anyway, so that the next receive gets the next message.
                 self._poll(message.Irecv([np.empty(nbytes, np.uint8), MPI.BYTE]).Test)
-                raise CommMismatch(
-                    f"rank {self.rank} expected {out.nbytes} bytes from rank {peer}, which sent {nbytes}; "
-                    f"{WHICH_CALLS}"
-                )
+                raise self._unexpected(peer, out, nbytes)
             requests.append(message.Irecv([out, MPI.BYTE]))
         return not incoming
 
@@ -357,7 +424,7 @@ class MPITransport(Transport):
         """See `Transport.agree_on_call`. The ranks also agree on how large pieces are, from this call on."""
         if self._window is not None:
             number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
-            if not self._share(self._window.agree, number):
+            if not self._share(0, self._window.agree, number):
                 raise self._mismatch(call, x)
             return self._at_once(FAST_PIECE_BYTES)
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)}".encode())
@@ -410,24 +477,101 @@ class MPITransport(Transport):
 
     # Collectives ------------------------------------------------------------------------------------
 
+    def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
+        """See `Transport.shortcut`. Calls on small arrays and among ranks that share memory have one."""
+        if self.size == 1:
+            return _copy
+        small = self._is_small(x) and (self._memory is None or bool(op) or x.nbytes <= MOVED_BYTES)
+        if self._is_by_mpi(name, x, op) or (self._window is None and not small):
+            return None
+        call = _named(name, op, root)
+        key = call, x.shape, x.dtype
+        move = self._shortcuts.get(key)
+        if move is None:
+            if len(self._shortcuts) >= _TABLES:
+                self._shortcuts.clear()
+            make = self._on_small_arrays if small else self._on_one_host
+            move = self._shortcuts[key] = make(name, call, x, op, -1 if root is None else root)
+        return move
+
+    def _on_small_arrays(self, name: str, call: str, x: Array, op: str, root: int) -> Move:
+        """A call on small arrays: all ranks' go to all ranks, each with the number of its call."""
+        table = self._table(call, x, op or "sum")
+        gather, add, at_root = functools.partial(self._gather, table, call), table.reduce, self.rank == root
+
+        def broadcast(x: Array, _: Array) -> None:
+            # This has the latency of MPI's own, which would not notice that ranks give different roots.
+            gathered = gather(x, shown=at_root)
+            if not at_root:
+                _flat(x)[...] = gathered.all[root]
+
+        moves: dict[str, Move] = {
+            "barrier": lambda x, _: gather(x),
+            "broadcast": broadcast,
+            "allgather": lambda x, out: _fill_rows(out, gather(x).all),
+            "alltoall": lambda x, out: _fill_rows(out, gather(x).chunks),
+            "allreduce": lambda x, out: add(gather(x).all, _flat(out)),
+            "reduce_scatter": lambda x, out: add(gather(x).chunks, _flat(out)),
+            "reduce": lambda x, out: add(gather(x).all, _flat(out)) if at_root else gather(x),
+        }
+        return moves[name]
+
+    def _on_one_host(self, name: str, call: str, x: Array, op: str, root: int) -> Move:
+        """A call on larger arrays among ranks that share memory.
+
+        They read each other's arrays. Where that cannot be, reductions go through the window, and MPI carries the
+        rest.
+        """
+        window, memory, at_root = self._window, self._memory, self.rank == root
+        flow = self._at_once(MESSAGE_BYTES)
+        assert window is not None
+        number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
+        others = self.size - 1
+        sent = {
+            "broadcast": x.nbytes if at_root else 0,
+            "allgather": x.nbytes * others,
+            "allreduce": 2 * x.nbytes * others // self.size,
+            "reduce": 0 if at_root else x.nbytes,
+        }.get(name, x.nbytes * others // self.size)
+        through: dict[str, Move] = {
+            "broadcast": lambda x, _: self._broadcast_over(flow, x, root),
+            "allgather": lambda x, out: self.allgather_over(flow, x, out),
+            "alltoall": lambda x, out: self.alltoall_over(flow, x, out),
+            "allreduce": lambda x, out: self._share(sent, window.allreduce, x, out, op),
+            "reduce_scatter": lambda x, out: self._share(sent, window.reduce_scatter, x, out, op),
+            "reduce": lambda x, out: self._share(sent, window.reduce, x, out if at_root else None, root, op),
+        }
+        indirectly = through[name]
+        directly = DirectCalls(window, memory).of(name, x.dtype, op, root) if memory is not None else None
+
+        def place(x: Array, out: Array) -> int:
+            if memory is None or not (out is x or out.nbytes == 0 or memory.place(out)):
+                return UNREADABLE
+            return memory.place(x)
+
+        def move(x: Array, out: Array) -> None:
+            if name == "alltoall":
+                x = self._apart(x, out)
+            places = self._share(0, window.places, number, place(x, out))
+            if places is None:
+                raise self._mismatch(call, x)
+            if directly is None or UNREADABLE in places:
+                indirectly(x, out)
+            else:
+                self._share(sent, directly, places, x, out)
+
+        return move
+
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
-        if self.size == 1:
-            _copy(x, out)
-            return
-        call = f"allreduce {op}"
-        if self._agree_on_any_order(call, x, op):
+        if self._agree_on_any_order("allreduce", x, op):
             self._allreduce_natively(x, out, op)
             return
-        if self._is_small(x):
-            table = self._table(call, x, op)
-            table.reduce(self._gather(table, call, x).all, _flat(out))
+        if move := self.shortcut("allreduce", x, op):
+            move(x, out)
             return
-        flow = self.agree_on_call(call, x)
-        if self._window is not None:
-            self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
-            self._share(self._window.allreduce, x, out, op)
-        elif self._are_sound(x, op):
+        flow = self.agree_on_call(_named("allreduce", op), x)
+        if self._are_sound(x, op):
             self._allreduce_natively(x, out, op)
         elif self.size * x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, x.size), x.dtype, like=x)
@@ -443,51 +587,33 @@ class MPITransport(Transport):
             super().allreduce_encoded(code, out)
             return
         self.agree_on_call(f"allreduce of encoded {dtype_name(code.dtype)}", out)
-        self.sent_bytes += (nbytes + out.nbytes) * (self.size - 1) // self.size
-        self._share(self._window.allreduce_encoded, code, out)
+        sent = (nbytes + out.nbytes) * (self.size - 1) // self.size
+        self._share(sent, self._window.allreduce_encoded, code, out)
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
-        if self.size == 1:
-            _copy(x, out)
-            return
-        call = f"reduce {op} to {root}"
-        if self._agree_on_any_order(call, x, op):
+        if self._agree_on_any_order("reduce", x, op, root):
             self._reduce_natively(x, out, root, op)
             return
-        if self._is_small(x):
-            table = self._table(call, x, op)
-            rows = self._gather(table, call, x)
-            if out is not None:
-                table.reduce(rows.all, _flat(out))
+        if move := self.shortcut("reduce", x, op, root):
+            move(x, NOTHING if out is None else out)
             return
-        flow = self.agree_on_call(call, x)
-        if self._window is not None:
-            self.sent_bytes += x.nbytes if out is None else 0
-            self._share(self._window.reduce, x, out, root, op)
-        elif self._are_sound(x, op):
+        flow = self.agree_on_call(_named("reduce", op, root), x)
+        if self._are_sound(x, op):
             self._reduce_natively(x, out, root, op)
         else:
             self.reduce_over(flow, x, out, root, op)
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """Small arrays are gathered and reduced here, integers of middle size reduced by MPI; see `Transport`."""
-        if self.size == 1:
-            _copy(x, out)
-            return
-        call = f"reduce_scatter {op}"
-        if self._agree_on_any_order(call, x, op):
+        if self._agree_on_any_order("reduce_scatter", x, op):
             self._reduce_scatter_natively(x, out, op)
             return
-        if self._is_small(x):
-            table = self._table(call, x, op)
-            table.reduce(self._gather(table, call, x).chunks, _flat(out))
+        if move := self.shortcut("reduce_scatter", x, op):
+            move(x, out)
             return
-        flow = self.agree_on_call(call, x)
-        if self._window is not None:
-            self.sent_bytes += x.nbytes * (self.size - 1) // self.size
-            self._share(self._window.reduce_scatter, x, out, op)
-        elif self._are_sound(x, op):
+        flow = self.agree_on_call(_named("reduce_scatter", op), x)
+        if self._are_sound(x, op):
             self._reduce_scatter_natively(x, out, op)
         elif x.nbytes <= NATIVE_BYTES:
             table = self._scratch.take("table", (self.size, out.size), x.dtype, like=x)
@@ -520,35 +646,30 @@ class MPITransport(Transport):
 
     def allgather(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
-        if self.size == 1:
-            _copy(x, out)
-            return
-        if self._is_small(x):
-            _fill_rows(out, self._gather(self._table("allgather", x), "allgather", x).all)
+        if move := self.shortcut("allgather", x):
+            move(x, out)
             return
         flow = self.agree_on_call("allgather", x)
-        if self._window is not None:
-            self.allgather_over(self._at_once(MESSAGE_BYTES), x, out)
-        elif out.nbytes <= NATIVE_BYTES:
+        if out.nbytes <= NATIVE_BYTES:
             self._allgather_natively(x, out)
         else:
             self._watched(self.allgather_over, flow, x, out)
 
     def alltoall(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
-        if self.size == 1:
-            _copy(x, out)
-            return
-        if self._is_small(x):
-            _fill_rows(out, self._gather(self._table("alltoall", x), "alltoall", x).chunks)
+        if move := self.shortcut("alltoall", x):
+            move(x, out)
             return
         flow = self.agree_on_call("alltoall", x)
-        if self._window is not None:
-            self.alltoall_over(self._at_once(MESSAGE_BYTES), x, out)
-        elif out.nbytes <= NATIVE_BYTES:
+        if out.nbytes <= NATIVE_BYTES:
             self._alltoall_natively(self._apart(x, out), out)
         else:
             self._watched(self.alltoall_over, flow, x, out)
+
+    def _forget(self) -> None:
+        """Forget what was worked out for calls."""
+        self._tables.clear()
+        self._shortcuts.clear()
 
     def _is_small(self, x: Array) -> bool:
         """Whether `x` is so small that all ranks' arrays go to all ranks, each with the number of its call."""
@@ -592,7 +713,7 @@ class MPITransport(Transport):
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, table.wire), table)
         self.sent_bytes += x.nbytes * (self.size - 1)
         if not table.is_of_one_call():
-            self._tables.clear()  # it holds the numbers of other calls
+            self._forget()  # it holds the numbers of other calls
             raise self._mismatch(call, x)
         return gathered
 
@@ -608,18 +729,21 @@ class MPITransport(Transport):
         """Whether MPI reduces arrays such as `x` between hosts: integers of middle size, which have no order."""
         return x.nbytes <= NATIVE_BYTES and x.dtype.kind in "iu" and (x.dtype.name, op) in self._world.sound
 
-    def _agree_on_any_order(self, call: str, x: Array, op: str) -> bool:
+    def _agree_on_any_order(self, name: str, x: Array, op: str, root: int | None = None) -> bool:
         """Whether MPI is to reduce `x` in an order of its own, and all ranks make this call. Collective if so."""
-        if not self._by_mpi or x.nbytes > MESSAGE_BYTES or (x.dtype, op) not in self._by_mpi:
+        if self.size == 1 or not self._is_by_mpi(name, x, op):
             return False
-        call = f"{call} in any order"
-        if not self._is_small(x):
-            self.agree_on_call(call, x)
-            return True
-        if self._window is None:
-            return False
-        self._gather(self._table(call, x, op), call, x, shown=False)
+        self.agree_on_call(f"{_named(name, op, root)} in any order", x)
         return True
+
+    def _is_by_mpi(self, name: str, x: Array, op: str) -> bool:
+        """Whether MPI reduces arrays such as `x` in its own order.
+
+        Small ones are gathered, which takes less time. Large ones it does not `reduce`: Open MPI begins the next
+        8 KiB only when it is asked again.
+        """
+        largest = NATIVE_BYTES if name == "reduce" else MESSAGE_BYTES
+        return (x.dtype, op) in self._by_mpi and x.nbytes <= largest and not self._is_small(x)
 
     # MPI wants IN_PLACE on all ranks or on none, but only some of our ranks may pass `x` as `out`.
 
@@ -660,18 +784,14 @@ class MPITransport(Transport):
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def broadcast(self, x: Array, root: int) -> None:
-        """MPI's own up to its count limit; see `Transport`."""
-        if self.size == 1:
+        """MPI's own up to its count limit, but for small arrays and on one host; see `Transport`."""
+        if move := self.shortcut("broadcast", x, root=root):
+            move(x, x)
             return
-        call = f"broadcast from {root}"
-        if self._is_small(x):
-            # This has the latency of MPI's own broadcast, which would not notice that ranks give different roots.
-            at_root = self.rank == root
-            gathered = self._gather(self._table(call, x), call, x, shown=at_root)
-            if not at_root:
-                _flat(x)[...] = gathered.all[root]
-            return
-        self.agree_on_call(call, x)
+        self._broadcast_over(self.agree_on_call(_named("broadcast", root=root), x), x, root)
+
+    def _broadcast_over(self, flow: Flow, x: Array, root: int) -> None:
+        """`broadcast`, once the ranks have agreed. Collective."""
         if x.nbytes > MESSAGE_BYTES:
             super().broadcast(x, root)
             return
@@ -680,8 +800,8 @@ class MPITransport(Transport):
 
     def barrier(self) -> None:
         """Small arrays of all ranks, without elements; see `Transport`."""
-        if self.size > 1:
-            self._gather(self._table("barrier", NOTHING), "barrier", NOTHING)
+        if move := self.shortcut("barrier", NOTHING):
+            move(NOTHING, NOTHING)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
@@ -821,8 +941,8 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         """Free the MPI communicator, unless unfinished calls still use it, and unmap the window."""
-        self._window = self._calls = None
-        self._tables.clear()
+        self._window = self._calls = self._memory = None
+        self._forget()
         if self._begun:
             self._break("a call was interrupted")
         if self._broken is None and not MPI.Is_finalized():
@@ -844,14 +964,16 @@ class MPITransport(Transport):
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
 
-    def _share(self, call: Callable[..., T], *arguments: object) -> T:
-        """Make a call through the window."""
+    def _share(self, sent: int, call: Callable[..., T], *arguments: object) -> T:
+        """Make a call through the window, by which `sent` bytes go to other ranks."""
         if self._broken is not None or self._begun:
             self._check_idle()
         try:
-            return call(*arguments)
+            result = call(*arguments)
         except BaseException as exc:
             raise self._give_up(exc, None) from exc
+        self.sent_bytes += sent
+        return result
 
     def _poll(
         self,
@@ -1015,6 +1137,9 @@ class MPITransport(Transport):
                 codes = [code for code in map(MPI.Status.Get_error, statuses) if code != MPI.SUCCESS]
                 exc = MPI.Exception(next(iter(codes), MPI.ERR_OTHER))
             error = self._translate(exc)
+        elif isinstance(exc, OSError):  # the memory of a rank cannot be read
+            dead = self._obituary()
+            error = self._rank_failed(dead) if dead else CommError(f"rank {self.rank}: {exc}")
         if isinstance(error, RankFailed):
             if not self._world_is_new():
                 self._world.revoke([self.members[rank] for rank in error.ranks])
@@ -1108,6 +1233,11 @@ def _flat(x: Array) -> Array:
     return x if x.ndim == 1 else x.reshape(-1)
 
 
+def _buffer(x: Array) -> Array:
+    """Contiguous `x` as an array that MPI takes."""
+    return x if x.dtype.kind != "V" else as_bytes(x)  # bfloat16 exports no buffer
+
+
 def _fill_rows(out: Array, values: Sequence[Array]) -> None:
     """Copy arrays, (m,) each, to the rows of `out`; NumPy takes longer to copy all of them in one go."""
     table = rows(out, len(values))
@@ -1115,10 +1245,18 @@ def _fill_rows(out: Array, values: Sequence[Array]) -> None:
         table[i] = row
 
 
-def _copy(x: Array, out: Array | None) -> None:
-    """What a reduction or a collection among one rank gives."""
-    if out is not None and out is not x:
+def _copy(x: Array, out: Array) -> None:
+    """What all collectives among one rank do."""
+    if out is not x:
         _flat(out)[...] = _flat(x)
+
+
+def _named(name: str, op: str = "", root: int | None = None) -> str:
+    """A call, by all that must be the same on all ranks, but for dtype and size."""
+    words = [name, op] if op else [name]
+    if root is not None:
+        words += ["from" if name == "broadcast" else "to", str(root)]
+    return " ".join(words)
 
 
 def _listed(ranks: Sequence[int]) -> str:

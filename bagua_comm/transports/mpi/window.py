@@ -91,6 +91,8 @@ class SharedWindow:
         """How many collective calls each rank has begun; each rank writes its own number."""
         self._named = numbers[2 :: _LINE // 8], numbers[3 :: _LINE // 8]
         """The number of the call that each rank makes, by parity of the round."""
+        self._places = numbers[4 :: _LINE // 8], numbers[5 :: _LINE // 8]
+        """Where the array of each rank lies, by parity of the round."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self.slot_bytes = SLOT_BYTES
         """How much a rank can show in a round."""
@@ -121,11 +123,20 @@ class SharedWindow:
         """
         named = self._named[self._round & 1]
         named[self.rank] = call
-        self._meet()
+        self.meet()
         for peer in self._others:  # noqa: SIM110 - this is faster
             if named[peer] != call:
                 return False
         return True
+
+    def places(self, call: int, place: int) -> Sequence[int] | None:
+        """What all ranks give for `place`, by rank; None on all of them if they give different numbers of calls.
+
+        Collective. What is returned is valid until the next call but one.
+        """
+        places = self._places[self._round & 1]
+        places[self.rank] = place
+        return places if self.agree(call) else None
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Reduce `x` over all ranks into `out` of `root`, which may be `x`.
@@ -146,7 +157,7 @@ class SharedWindow:
             slots, part = self._data[self._round % 2, :, : length * x.itemsize].view(x.dtype), x[piece]
             if out is None:
                 _fill(slots[self.rank], part)
-            self._meet()
+            self.meet()
             if out is not None:
                 rows = [part if r == root else slots[r, : part.size] for r in range(self.size)]
                 kernels.on_host().reduce_rows(rows, out.reshape(-1)[piece], op)
@@ -232,7 +243,7 @@ class SharedWindow:
             now, later = slots[self._round % 2], slots[1 - self._round % 2]
             for peer in self._others:
                 fill(peer, piece, now[rank, peer])
-            self._meet()
+            self.meet()
             total = combine(piece, now[:, rank])
             if results:
                 _fill(later[rank, rank].view(total.dtype), total)
@@ -246,11 +257,16 @@ class SharedWindow:
         view: Array = self._data[..., : self.size * nbytes].reshape(2, self.size, self.size, nbytes).view(dtype)
         return view
 
-    def _meet(self) -> None:
-        """End this rank's writing of a round, and wait until all others have ended theirs."""
+    def meet(self) -> None:
+        """End this rank's writing of a round, and wait until all others have ended theirs.
+
+        Collective. To take and free a lock orders all reads and writes before it before all those after it, as
+        POSIX promises.
+        """
         this_round, counters, others = self._round + 1, self._counters, self._others
         self._round = this_round
-        self._synchronize_memory()
+        with self._fence:
+            pass
         counters[self.rank] = this_round
         for peer in others:
             spins = _SPINS
@@ -259,10 +275,6 @@ class SharedWindow:
                 if not spins:
                     self._wait(lambda: all(counters[peer] >= this_round for peer in others))
                     break
-        self._synchronize_memory()
-
-    def _synchronize_memory(self) -> None:
-        """Order all reads and writes before this call before all those after it, as POSIX promises for locks."""
         with self._fence:
             pass
 

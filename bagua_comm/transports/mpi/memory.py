@@ -1,0 +1,258 @@
+"""Large arrays among ranks of one host: each rank reads what it needs from the memory of the others.
+
+So bytes are copied once, where a window has them copied twice, and MPI divides them into messages. A call has two
+rounds of the window, or three. In the first every rank says where its array lies. Then each reads, and reduces
+what it has read while it is in a cache. In the last all say that they have read: from then on each may change its
+array again.
+
+It needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`); MPI's own
+messages between processes do. `open_memory` tries it. Memory of some devices cannot be read like this, even if it
+is mapped: where an array lies in such memory, its address is given as `UNREADABLE`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from ... import kernels
+from ...arrays import Array, DType, Scratch, as_bytes, rows
+from ...kernels import Reducer
+from ..base import Transport, chunk_bounds
+from .window import SharedWindow
+
+UNREADABLE = 0
+"""In place of the address of an array that other processes cannot read."""
+
+ALONE_BYTES = 1 << 20
+"""Up to so many bytes from all other ranks the root of a reduction reads and adds all by itself."""
+
+PIECE_BYTES = 1 << 18
+"""Bytes that are read from a rank before they are reduced, so that they are still in a cache."""
+
+_PLACES = 256
+"""The largest number of arrays that are remembered as readable."""
+
+Read = Callable[[int, int, int, int, int, int], int]
+
+
+class PeerMemory:
+    """The memory of the processes of a host, to read.
+
+    Args:
+        processes: The process of each rank.
+    """
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes, self._own = list(processes), os.getpid()
+        self._read = _system_call()
+        self._segments = (ctypes.c_size_t * 6)()  # pairs of address and length: one here, and up to two there
+        self._here = ctypes.addressof(self._segments)
+        self._there = self._here + 2 * ctypes.sizeof(ctypes.c_size_t)
+        self._readable: set[tuple[int, int]] = set()
+
+    def read(self, rank: int, address: int, to: int, nbytes: int) -> None:
+        """Copy `nbytes` from this address of a rank to an address of this process.
+
+        Raises:
+            OSError: There is no such process any more, or its memory cannot be read.
+        """
+        process, segments, left = self._processes[rank], self._segments, nbytes
+        while left:
+            segments[0], segments[1], segments[2], segments[3] = to, left, address, left
+            count = self._read(process, self._here, 1, self._there, 1, 0)
+            if count <= 0:
+                code = ctypes.get_errno()
+                where = f"rank {rank}, process {process}"
+                raise OSError(code, f"{os.strerror(code)}: cannot read {left} bytes of {where}")
+            to, address, left = to + count, address + count, left - count
+
+    def place(self, x: Array) -> int:
+        """The address of contiguous `x` for others to read; `UNREADABLE` if they cannot."""
+        address, nbytes = address_of(x), x.nbytes
+        if (address, nbytes) in self._readable or not nbytes:
+            return address
+        ends = (ctypes.c_uint8 * 2)()
+        self._segments[:6] = [ctypes.addressof(ends), 2, address, 1, address + nbytes - 1, 1]
+        if self._read(self._own, self._here, 1, self._there, 2, 0) != 2:
+            return UNREADABLE
+        if len(self._readable) >= _PLACES:
+            self._readable.clear()
+        self._readable.add((address, nbytes))
+        return address
+
+
+class DirectCalls:
+    """Collectives of rank `window.rank` that read from arrays of all ranks, whose addresses are known.
+
+    Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
+    """
+
+    def __init__(self, window: SharedWindow, memory: PeerMemory) -> None:
+        self.rank, self.size = window.rank, window.size
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._window, self._memory = window, memory
+        self._scratch = Scratch()
+
+    def of(self, name: str, dtype: DType, op: str, root: int) -> Callable[[Sequence[int], Array, Array], None]:
+        """The call of this name; it takes where the arrays lie, `x`, and what is filled."""
+        at_root, add = self.rank == root, kernels.reducer(dtype, op or "sum", self.size)
+        calls: dict[str, Callable[[Sequence[int], Array, Array], None]] = {
+            "broadcast": lambda places, x, _: self.broadcast(places, x, root),
+            "allgather": self.allgather,
+            "alltoall": self.alltoall,
+            "allreduce": lambda places, x, out: self.allreduce(places, x, out, add),
+            "reduce_scatter": lambda places, x, out: self.reduce_scatter(places, x, out, add),
+            "reduce": lambda places, x, out: self.reduce(places, x, out if at_root else None, root, add),
+        }
+        return calls[name]
+
+    def broadcast(self, places: Sequence[int], x: Array, root: int) -> None:
+        """Read `x` of `root`.
+
+        Collective.
+        """
+        if self.rank != root:
+            self._memory.read(root, places[root], address_of(x), x.nbytes)
+        self._window.meet()
+
+    def allgather(self, places: Sequence[int], x: Array, out: Array) -> None:
+        """Read `x` of all ranks to the rows of `out`.
+
+        Collective.
+        """
+        start, nbytes = address_of(out), x.nbytes
+        for peer in self._others:
+            self._memory.read(peer, places[peer], start + peer * nbytes, nbytes)
+        if address_of(x) != start + self.rank * nbytes:
+            rows(out, self.size)[self.rank] = x.reshape(-1)
+        self._window.meet()
+
+    def alltoall(self, places: Sequence[int], x: Array, out: Array) -> None:
+        """Read row `rank` of `x` of all ranks to the rows of `out`, which is apart from `x`.
+
+        Collective.
+        """
+        start, nbytes = address_of(out), out.nbytes // self.size
+        for peer in self._others:
+            self._memory.read(peer, places[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
+        rows(out, self.size)[self.rank] = rows(x, self.size)[self.rank]
+        self._window.meet()
+
+    def reduce_scatter(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
+        """Reduce chunk `rank` of `x` of all ranks to `out`, which may be that chunk.
+
+        Collective.
+        """
+        mine = rows(x, self.size)[self.rank]
+        self._reduce(places, self.rank * mine.nbytes, mine, out.reshape(-1), add)
+        self._window.meet()
+
+    def allreduce(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
+        """Reduce `x` of all ranks to `out`, which may be `x`: each rank one chunk, which the others read.
+
+        Collective.
+        """
+        x, out = x.reshape(-1), out.reshape(-1)
+        bounds = chunk_bounds(x.size, self.size)
+        chunk, place = bounds[self.rank], address_of(out)
+        self._reduce(places, chunk.start * x.itemsize, x[chunk], out[chunk], add)
+        self._collect(place, place, x.itemsize, bounds)
+
+    def reduce(self, places: Sequence[int], x: Array, out: Array | None, root: int, add: Reducer) -> None:
+        """Reduce `x` of all ranks to `out` of `root`, which may be `x`; `out` is None elsewhere.
+
+        Collective. The root adds all by itself if that is little; else each rank reduces a chunk.
+        """
+        x = x.reshape(-1)
+        if len(self._others) * x.nbytes <= ALONE_BYTES:
+            if out is not None:
+                self._reduce(places, 0, x, out.reshape(-1), add)
+            self._window.meet()
+            return
+        bounds = chunk_bounds(x.size, self.size)
+        chunk = bounds[self.rank]
+        total = x if out is None else out.reshape(-1)
+        mine = total[chunk]
+        if out is None:
+            mine = self._scratch.take("mine", mine.shape, x.dtype, like=x)
+        self._reduce(places, chunk.start * x.itemsize, x[chunk], mine, add)
+        # As if the chunk lay in an array of all of them.
+        place = address_of(mine) - chunk.start * x.itemsize
+        self._collect(place, None if out is None else address_of(total), x.itemsize, bounds)
+
+    def _collect(self, place: int, out: int | None, itemsize: int, bounds: Sequence[slice]) -> None:
+        """Read the chunk that each rank has reduced, to its place in the array at address `out`, if there is one.
+
+        Collective. `place` is where an array begins that has this rank's chunk in its place.
+        """
+        places = self._window.places(0, place)
+        assert places is not None  # what differs was noticed before
+        if out is not None:
+            for peer in self._others:
+                start, end = bounds[peer].start * itemsize, bounds[peer].stop * itemsize
+                self._memory.read(peer, places[peer] + start, out + start, end - start)
+        self._window.meet()
+
+    def _reduce(self, places: Sequence[int], start: int, mine: Array, out: Array, add: Reducer) -> None:
+        """Reduce the elements from byte `start` of all ranks' arrays, piece by piece; `out` may be `mine`."""
+        length = max(1, min(PIECE_BYTES // mine.itemsize, mine.size))
+        room = self._scratch.take("piece", (self.size, length), mine.dtype, like=mine)
+        place = address_of(room)
+        # The sum grows in `out`, which may not be a row that is still to be added.
+        copied = self.rank > 1 and address_of(mine) == address_of(out)
+        for first in range(0, mine.size, length):
+            parts = list(room[:, : min(length, mine.size - first)])
+            piece = slice(first, first + parts[0].size)
+            for peer in self._others:
+                to, nbytes = place + peer * length * mine.itemsize, parts[peer].nbytes
+                self._memory.read(peer, places[peer] + start + first * mine.itemsize, to, nbytes)
+            if copied:
+                parts[self.rank][:] = mine[piece]
+            else:
+                parts[self.rank] = mine[piece]
+            add(parts, out[piece])
+
+
+def open_memory(transport: Transport) -> PeerMemory | None:
+    """The memory of all ranks of `transport`; None on all ranks unless each can read that of all others.
+
+    Collective.
+    """
+    secret = np.array([secrets.randbits(63)], np.int64)
+    mine = np.array([os.getpid(), address_of(secret), secret[0]], np.int64)
+    table = np.empty((transport.size, mine.size), np.int64)
+    transport.allgather(mine, table)
+    return _tried(transport, table) if transport.agree(_is_here()) else None
+
+
+def _tried(transport: Transport, table: Array) -> PeerMemory | None:
+    """Read what every rank has in the last column of the table, at the address in the second. Collective."""
+    memory, found = PeerMemory(table[:, 0].tolist()), np.zeros(transport.size, np.int64)
+    try:
+        for rank, address in enumerate(table[:, 1].tolist()):
+            memory.read(rank, address, address_of(found[rank:]), found.itemsize)
+    except OSError:
+        found[:] = 0
+    return memory if transport.agree(bool((found == table[:, 2]).all())) else None
+
+
+def address_of(x: Array) -> int:
+    """Where contiguous `x` begins."""
+    return MPI.Get_address(x if x.dtype.kind != "V" else as_bytes(x))  # bfloat16 exports no buffer
+
+
+def _is_here() -> bool:
+    return hasattr(ctypes.CDLL(None), "process_vm_readv")
+
+
+def _system_call() -> Read:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    vector = ctypes.c_void_p, ctypes.c_ulong
+    call.restype, call.argtypes = ctypes.c_ssize_t, [ctypes.c_int, *vector, *vector, ctypes.c_ulong]
+    return call
