@@ -309,10 +309,34 @@ def _saturate(kind: int, values: Array, scratch: Array) -> Array:
     source, target = values.view(np.uint32), scratch[: len(values)].view(np.uint32)
     largest = _bits(_LARGEST[kind])
     for i in range(len(source)):
-        magnitude = np.uint32(source[i] & 0x7FFFFFFF)
-        kept = min(magnitude, largest) if magnitude < _INFINITY else magnitude
-        target[i] = _NAN if magnitude > _INFINITY else kept | (source[i] & _SIGN)
+        target[i] = _saturated(source[i], largest)
     return scratch[: len(values)]
+
+
+@_inner
+def _saturated(bits: Any, largest: Any) -> Any:
+    magnitude = np.uint32(bits & 0x7FFFFFFF)
+    kept = min(magnitude, largest) if magnitude < _INFINITY else magnitude
+    return _NAN if magnitude > _INFINITY else np.uint32(kept | (bits & _SIGN))
+
+
+@_inner
+def _cast_halves(source_kind: int, source: int, kind: int, target: int, count: int) -> None:
+    """Cast elements of 16 bits to others: finite values stay finite, and NaN become canonical."""
+    halves, casts = _halves(source, count), _halves(target, count)
+    if source_kind == kind:
+        infinity = np.uint16(0x7C00 if kind == _FLOAT16 else 0x7F80)
+        nan = np.uint16(0x7E00 if kind == _FLOAT16 else 0x7FC0)
+        for i in range(count):
+            half = halves[i]
+            casts[i] = nan if np.uint16(half & np.uint16(0x7FFF)) > infinity else half
+    elif kind == _FLOAT16:
+        largest = _bits(_LARGEST[_FLOAT16])
+        for i in range(count):
+            casts[i] = _finite_to_float16(_float(_saturated(_bits(_from_bfloat16(halves[i])), largest)))
+    else:  # no float16 is too large
+        for i in range(count):
+            casts[i] = _to_bfloat16(_from_float16(halves[i]))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -327,6 +351,10 @@ def cast_rows(
     """Cast n rows; zero the bytes after the elements in rows of `target`."""
     wide, saturated = numba.carray(_scratch(), (_STRIP,)), numba.carray(_scratch(), (_STRIP,))
     for row in range(n):
+        if source_kind != _FLOAT32 and kind != _FLOAT32:
+            _cast_halves(source_kind, source + row * source_stride, kind, target + row * stride, count)
+            _clear(target + row * stride, 2 * count, stride)
+            continue
         for at in range(0, count, _STRIP):
             where = source + row * source_stride + at * _itemsize(source_kind)
             values = _load(source_kind, where, min(_STRIP, count - at), wide)

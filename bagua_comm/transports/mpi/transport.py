@@ -479,6 +479,11 @@ class MPITransport(Transport):
 
     def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
         """See `Transport.shortcut`. Calls on small arrays and among ranks that share memory have one."""
+        is_own = getattr(type(self), name) is getattr(MPITransport, name)
+        return self._way(name, x, op, root) if is_own else None
+
+    def _way(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
+        """How calls on small arrays and among ranks that share memory are made; None for others."""
         if self.size == 1:
             return _copy
         small = self._is_small(x) and (self._memory is None or bool(op) or x.nbytes <= MOVED_BYTES)
@@ -567,7 +572,7 @@ class MPITransport(Transport):
         if self._agree_on_any_order("allreduce", x, op):
             self._allreduce_natively(x, out, op)
             return
-        if move := self.shortcut("allreduce", x, op):
+        if move := self._way("allreduce", x, op):
             move(x, out)
             return
         flow = self.agree_on_call(_named("allreduce", op), x)
@@ -595,7 +600,7 @@ class MPITransport(Transport):
         if self._agree_on_any_order("reduce", x, op, root):
             self._reduce_natively(x, out, root, op)
             return
-        if move := self.shortcut("reduce", x, op, root):
+        if move := self._way("reduce", x, op, root):
             move(x, NOTHING if out is None else out)
             return
         flow = self.agree_on_call(_named("reduce", op, root), x)
@@ -609,7 +614,7 @@ class MPITransport(Transport):
         if self._agree_on_any_order("reduce_scatter", x, op):
             self._reduce_scatter_natively(x, out, op)
             return
-        if move := self.shortcut("reduce_scatter", x, op):
+        if move := self._way("reduce_scatter", x, op):
             move(x, out)
             return
         flow = self.agree_on_call(_named("reduce_scatter", op), x)
@@ -646,7 +651,7 @@ class MPITransport(Transport):
 
     def allgather(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
-        if move := self.shortcut("allgather", x):
+        if move := self._way("allgather", x):
             move(x, out)
             return
         flow = self.agree_on_call("allgather", x)
@@ -657,7 +662,7 @@ class MPITransport(Transport):
 
     def alltoall(self, x: Array, out: Array) -> None:
         """Small arrays travel with the number of their call, others by MPI up to a size; see `Transport`."""
-        if move := self.shortcut("alltoall", x):
+        if move := self._way("alltoall", x):
             move(x, out)
             return
         flow = self.agree_on_call("alltoall", x)
@@ -785,7 +790,7 @@ class MPITransport(Transport):
 
     def broadcast(self, x: Array, root: int) -> None:
         """MPI's own up to its count limit, but for small arrays and on one host; see `Transport`."""
-        if move := self.shortcut("broadcast", x, root=root):
+        if move := self._way("broadcast", x, root=root):
             move(x, x)
             return
         self._broadcast_over(self.agree_on_call(_named("broadcast", root=root), x), x, root)
@@ -800,7 +805,7 @@ class MPITransport(Transport):
 
     def barrier(self) -> None:
         """Small arrays of all ranks, without elements; see `Transport`."""
-        if move := self.shortcut("barrier", NOTHING):
+        if move := self._way("barrier", NOTHING):
             move(NOTHING, NOTHING)
 
     def split(self, color: int, key: int) -> Transport:
