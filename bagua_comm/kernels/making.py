@@ -357,6 +357,7 @@ def _start(step: str, folder: Path, lease: _Lease, *, urgent: bool) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=variables,
+        start_new_session=True,
     )
 
 
@@ -375,7 +376,6 @@ def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> N
         parent: The number of the process that started this one, which ends with it.
         urgent: Anything, if it is not to give way to other work.
     """
-    os.setpgid(0, 0)  # an interrupt from the terminal is not meant for this process
     if not urgent:
         _give_way()
     lease = _Lease(Path(folder))
@@ -388,14 +388,12 @@ def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> N
 
 
 def _give_way() -> None:
-    """Take processor time only where nobody else wants it.
-
-    Linux may share processors out among sessions first, and then among the processes of each. So this process stays
-    in the session of the training: then it stops as soon as a thread of that wakes up.
-    """
+    """Take processor time only where nobody else wants it."""
     os.nice(19)
     with contextlib.suppress(AttributeError, OSError):  # only Linux has the following
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        # Processors may be shared out among sessions first, and this process is alone in its own.
+        Path("/proc/self/autogroup").write_text("19")
 
 
 def _renew(lease: _Lease, parent: int) -> None:
