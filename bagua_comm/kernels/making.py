@@ -1,11 +1,12 @@
 """Compiled kernels on disk: a process of its own makes them, while all others work with NumPy's.
 
 A compiler in a training process would hold Python's lock for seconds, also on a thread. So a process of its own
-runs it, one on each host, and of the lowest priority unless somebody waits. It keeps every kernel as an object
-file (see `loops`) in a folder of ~/.cache/bagua_comm, whose name stands for the source, the versions of Numba
-and LLVM, and the processor. Then a further process compares the results with NumPy's: what crashes or errs does
-so there. Its verdict, a file in the same folder, ends the work for good. To load the kernels takes LLVM, but
-not Numba, and some 30 ms.
+runs it, one on each host. Unless somebody waits, it is of the lowest priority, and rests most of the time while
+all processors are busy: even so, threads of a training that wake up wait for it a moment. It keeps every kernel
+as an object file (see `loops`) in a folder of ~/.cache/bagua_comm, whose name stands for the source, the versions
+of Numba and LLVM, and the processor. Then a further process compares the results with NumPy's: what crashes or
+errs does so there. Its verdict, a file in the same folder, ends the work for good. To load the kernels takes
+LLVM, but not Numba, and some 30 ms.
 
 Who compiles is decided by a lease: a file that whoever makes it first has. The compiling process renews it every
 second, and ends if the lease is its own no more, or if the process that started it is gone. A lease that nobody
@@ -61,11 +62,21 @@ _GOOD = "good"
 _RENEW_S, _STALE_S, _POLL_S = 1.0, 15.0, 0.25
 """How often a lease is renewed, after how long without that it is taken away, and how often others look."""
 
+_WORK_S, _REST_S = 0.01, 0.19
+"""How long the compiler works and rests in turn while all processors are busy."""
+
+_LEFT_OVER = 1.5
+"""So many processors must be left over for the compiler to work all the time: one for itself, and half of one for
+threads that wake up."""
+
 _NO_LEASE = 75
 """The exit code of a process whose lease is its own no more, or whose parent is gone."""
 
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 """The signals by which code ends its own process; by others somebody ends it: for its memory, or with its job."""
+
+_PR_SET_PDEATHSIG = 1
+"""Linux' number for the signal that a process gets when the thread that started it ends."""
 
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "BAGUA_")
 """How the environment variables begin by which launchers know the processes of a job."""
@@ -274,6 +285,7 @@ class Supply:
 
     def __init__(self, folder: Path, use: Callable[[dict[str, Function]], None], *, urgent: bool = False) -> None:
         self._folder, self._use, self._urgent = folder, use, urgent
+        self._rests = not urgent
         self._stop, self._owner = threading.Event(), os.getpid()
         self.obstacle: str | None = None
         """Why there will be no compiled kernels in this process."""
@@ -286,6 +298,10 @@ class Supply:
     def is_here(self) -> bool:
         """Whether it is at work in this process, and not in the one that this was forked from."""
         return os.getpid() == self._owner
+
+    def hurry(self) -> None:
+        """Somebody waits: the compiler rests no more."""
+        self._rests = False
 
     def end(self) -> None:
         """Stop waiting, and have no process compile for this one any more."""
@@ -332,14 +348,49 @@ class Supply:
         with contextlib.suppress(OSError):  # it is there if some of the files that it speaks of cannot be read
             (self._folder / "verdict").unlink()
         process = _start("make", self._folder, lease, urgent=self._urgent)
-        said = b""
+        said, load, busy = b"", _Load(), self._rests
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                said = process.communicate(timeout=_POLL_S)[0]
+                said = process.communicate(timeout=_WORK_S if busy else _POLL_S)[0]
             if process.returncode is None and self._stop.is_set():
                 process.kill()
+            elif process.returncode is None and self._rests:
+                if busy:
+                    self._rest(process)
+                busy = load.is_full()
         if _verdict(self._folder) is None and not self._stop.is_set() and lease.is_own():
             raise UnavailableError(_last_words("compiling them", process.returncode, said))
+
+
+    def _rest(self, process: subprocess.Popen[bytes]) -> None:
+        """Stop the process, and those that it has started, for a while."""
+        with contextlib.suppress(OSError):  # it has just ended
+            os.killpg(process.pid, signal.SIGSTOP)
+            self._stop.wait(_REST_S)
+            os.killpg(process.pid, signal.SIGCONT)
+
+
+class _Load:
+    """What the processors of this machine do, by Linux' count."""
+
+    def __init__(self) -> None:
+        self._before = self._times()
+
+    def is_full(self) -> bool:
+        """Whether other processes have left over less than `_LEFT_OVER`, since this was asked last."""
+        before, self._before = self._before, self._times()
+        spent = [after - earlier for after, earlier in zip(self._before, before, strict=True)]
+        if not sum(spent):
+            return False
+        _, nice, _, idle, *_ = spent  # the compiler's own time is counted as nice
+        return (nice + idle) * (os.cpu_count() or 1) < _LEFT_OVER * sum(spent)
+
+    def _times(self) -> list[int]:
+        """Ticks of all processors for processes of usual priority, nice ones, the system, nobody, and others."""
+        try:
+            return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        except OSError:
+            return [0] * 8
 
 
 def _last_words(what: str, code: int, said: bytes) -> str:
@@ -357,7 +408,7 @@ def _start(step: str, folder: Path, lease: _Lease, *, urgent: bool) -> subproces
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=variables,
-        start_new_session=True,
+        start_new_session=step == "make",  # what checks stops and goes on with what makes
     )
 
 
@@ -376,6 +427,8 @@ def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> N
         parent: The number of the process that started this one, which ends with it.
         urgent: Anything, if it is not to give way to other work.
     """
+    with contextlib.suppress(AttributeError):  # it may be stopped when the process ends that would let it go on
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not urgent:
         _give_way()
     lease = _Lease(Path(folder))

@@ -149,6 +149,43 @@ def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, 
     assert urgent == [first == "compile_now"]
 
 
+@pytest.mark.parametrize(("times", "full"), [((80, 50, 10, 60), True), ((30, 90, 10, 70), False), ((0,) * 4, False)])
+def test_processors_are_busy_if_little_of_them_is_left_over(monkeypatch, times, full):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    counts = iter([[1000] * 8, [1000 + ticks for ticks in times] + [1000] * 4])
+    monkeypatch.setattr(making._Load, "_times", lambda self: next(counts))
+    assert making._Load().is_full() is full
+
+
+def test_the_times_of_processors_are_known():
+    first, second = making._Load()._times(), making._Load()._times()
+    assert len(first) == 8
+    assert all(0 <= before <= after for before, after in zip(first, second, strict=True))
+    assert sum(first) > 0
+
+
+def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(folder, monkeypatch):
+    (folder / "verdict").unlink()
+    code = f"import time; time.sleep(0.5); open({str(folder / 'verdict')!r}, 'w').write('good')"
+    popen, killpg, seen = subprocess.Popen, os.killpg, []
+
+    def note(group, number):
+        killpg(group, number)
+        if number == signal.SIGSTOP:
+            wait_until(lambda: Path(f"/proc/{group}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        seen.append(number)
+
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", code], **more))
+    monkeypatch.setattr(os, "killpg", note)
+    monkeypatch.setattr(making._Load, "is_full", lambda self: True)
+    supply = making.Supply(folder, lambda functions: None)
+    wait_until(lambda: len(seen) >= 4)
+    supply.hurry()
+    assert supply.ended.wait(PATIENCE_S)
+    assert supply.obstacle is None
+    assert seen == [signal.SIGSTOP, signal.SIGCONT] * (len(seen) // 2)
+
+
 def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
     code = (
         "import os; from bagua_comm import kernels\n"
