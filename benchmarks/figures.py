@@ -121,7 +121,7 @@ JOBS: dict[str, list[Command]] = {
         [
             "-m",
             "benchmarks.training.report",
-            *(ddp_record(*each) for each in BESIDE_DDP),
+            RESULTS / "ddp-*.json",
             "--title",
             "Training beside PyTorch's DistributedDataParallel",
             "--out",
@@ -157,6 +157,13 @@ JOBS: dict[str, list[Command]] = {
 }
 
 
+def expanded(part: object) -> list[str]:
+    """A part of a command, as arguments; the files that a pattern fits."""
+    if isinstance(part, Path) and "*" in part.name:
+        return [str(path) for path in sorted(part.parent.glob(part.name))]
+    return [str(part)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the jobs; the exit code of the first command that fails, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -166,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         compile_now()
     for name in options.only:
         for job in JOBS[name]:
-            command = [sys.executable, *map(str, job)]
+            command = [sys.executable, *(argument for part in job for argument in expanded(part))]
             print(f"# {' '.join(command)}", flush=True)
             start = time.monotonic()
             code = subprocess.run(command, cwd=ROOT).returncode

@@ -361,7 +361,6 @@ class Supply:
         if _verdict(self._folder) is None and not self._stop.is_set() and lease.is_own():
             raise UnavailableError(_last_words("compiling them", process.returncode, said))
 
-
     def _rest(self, process: subprocess.Popen[bytes]) -> None:
         """Stop the process, and those that it has started, for a while."""
         with contextlib.suppress(OSError):  # it has just ended

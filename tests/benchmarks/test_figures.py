@@ -1,5 +1,6 @@
 """The commands that measure all figures again."""
 
+import fnmatch
 import importlib.util
 from types import SimpleNamespace
 
@@ -37,10 +38,17 @@ def test_programs_take_the_arguments_and_write_to_the_results(number):
         files = [word for word in arguments if word.endswith(".json")]
         written = {str(job[-1]) for job in JOBS}
         assert files
-        assert set(files) <= written
+        assert all(fnmatch.filter(written, name) for name in files)
         return
     options = importlib.import_module(PROGRAMS[program]).parse_arguments(arguments)
     assert (getattr(options, "json", None) or options.out).parent == RESULTS
+
+
+def test_a_pattern_stands_for_the_files_that_it_fits(tmp_path):
+    for name in ("b-2.json", "b-1.json", "a-1.json"):
+        (tmp_path / name).touch()
+    assert figures.expanded(tmp_path / "b-*.json") == [f"{tmp_path}/b-1.json", f"{tmp_path}/b-2.json"]
+    assert figures.expanded(4) == ["4"]
 
 
 def test_hosts_are_those_of_netlab(monkeypatch):

@@ -149,7 +149,9 @@ def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, 
     assert urgent == [first == "compile_now"]
 
 
-@pytest.mark.parametrize(("times", "full"), [((80, 50, 10, 60), True), ((30, 90, 10, 70), False), ((0,) * 4, False)])
+@pytest.mark.parametrize(
+    ("times", "full"), [((80, 50, 10, 60), True), ((30, 90, 10, 70), False), ((0,) * 4, False)]
+)
 def test_processors_are_busy_if_little_of_them_is_left_over(monkeypatch, times, full):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     counts = iter([[1000] * 8, [1000 + ticks for ticks in times] + [1000] * 4])

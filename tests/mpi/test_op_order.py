@@ -100,6 +100,18 @@ def test_mpi_is_asked_for_what_it_can_and_for_nothing_else(world, asked):
         assert not asked
 
 
+def test_a_call_that_was_made_before_follows_the_order(comm, asked):
+    if comm.size == 1:
+        return  # there is nothing to reduce
+    x = np.ones(40_000)
+    with comm.dup() as other:
+        for order in ("rank", "any", "rank"):
+            other.op_order = order
+            asked.clear()
+            np.testing.assert_array_equal(other.allreduce(x), other.allreduce(x))
+            assert asked == ["_allreduce_natively"] * (2 * (order == "any"))
+
+
 def test_nan_wins_in_any_order(world):
     x = np.ones(5000)
     x[world.rank] = np.nan

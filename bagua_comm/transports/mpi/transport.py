@@ -179,9 +179,13 @@ class _Table:
             return
         table = np.zeros((size, 8 + -(-x.nbytes // 8) * 8), np.uint8)  # each row begins with the number
         self._numbers = table[:, :8].view(np.int64)
-        self._numbers[...] = self.number
+        self.renew()
         self.wire = [table, MPI.BYTE]
         self.rows = (Rows(table[:, 8 : 8 + x.nbytes].view(x.dtype), rank),) * 2
+
+    def renew(self) -> None:
+        """Write the number of the call to all rows, without a window."""
+        self._numbers[...] = self.number
 
     def is_of_one_call(self) -> bool:
         """Whether all ranks have sent the same number, without a window."""
@@ -302,13 +306,10 @@ class MPITransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """All messages at once, non-blocking; see `Transport.exchange`."""
         self._check_idle()
-        if len(sends) <= 1 and len(recvs) <= 1:
-            for _, x in (*sends, *recvs):
-                if x.nbytes >= MESSAGE_BYTES:
-                    break
-            else:
-                self._exchange_one(sends, recvs, tag)
-                return
+        single = len(sends) <= 1 and len(recvs) <= 1
+        if single and sum([x.nbytes for _, x in (*sends, *recvs)]) < MESSAGE_BYTES:
+            self._exchange_one(sends, recvs, tag)
+            return
         requests: list[MPI.Request] = []
         statuses: list[MPI.Status] = []
         incoming: dict[int, deque[Array]] = {}  # by peer, in order
@@ -718,7 +719,7 @@ class MPITransport(Transport):
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, table.wire), table)
         self.sent_bytes += x.nbytes * (self.size - 1)
         if not table.is_of_one_call():
-            self._forget()  # it holds the numbers of other calls
+            table.renew()  # it holds the numbers of other calls
             raise self._mismatch(call, x)
         return gathered
 
