@@ -181,6 +181,18 @@ def test_many_sizes_of_small_calls_keep_little_memory(comm):
     assert len(comm.transports[0]._tables) <= 64
 
 
+def test_messages_to_oneself_match_in_order(comm):
+    with comm.split(comm.rank) as alone:
+        first, second, out = np.array([1, 2]), np.array([3, 4]), np.zeros((2, 1), int)
+        for _ in range(2):
+            alone.send(first, dest=0)
+            assert alone.sendrecv(second, out, dest=0, source=0).ravel().tolist() == [1, 2]
+            assert alone.recv(out, source=0).ravel().tolist() == [3, 4]
+            assert alone.sendrecv(first, out, dest=0, source=0).ravel().tolist() == [1, 2]
+            as_bytes = np.zeros(16, np.uint8)
+            assert alone.sendrecv(second, as_bytes, dest=0, source=0).view(int).tolist() == [3, 4]
+
+
 def test_groups_outlive_a_world_that_was_left_in_order(comm):
     with world_of(comm, timeout_s=20) as (world, last):
         group = world.dup()

@@ -79,6 +79,10 @@ class Channel:
         """Begin to receive."""
         return self._base.Irecv(buffer, self._members[source], self._tag + tag)
 
+    def Iprobe(self, source: int, tag: int) -> bool:
+        """Whether a message from `source` has arrived."""
+        return self._base.Iprobe(self._members[source], self._tag + tag)
+
     def Improbe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message | None:
         """The next message from `source`; None if none has arrived."""
         return self._base.Improbe(self._members[source], self._tag + tag, status)

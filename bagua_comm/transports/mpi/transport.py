@@ -337,6 +337,11 @@ class MPITransport(Transport):
 
     def _exchange_one(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> None:
         """`exchange` of at most one message each way, none of which is split."""
+        if self.size == 1 and sends and recvs and not self._comm.Iprobe(0, tag):
+            (_, x), (_, out) = sends[0], recvs[0]
+            if (x.dtype, x.size) == (out.dtype, out.size):
+                _copy(x, out)
+                return
         send = receive = None
         try:
             for peer, x in sends:
