@@ -288,6 +288,11 @@ def as_bytes(x: Array) -> Array:
     return x.reshape(-1).view(np.uint8)
 
 
+def as_buffer(x: Array) -> Array:
+    """Contiguous host array `x` as one that exports a buffer, which bfloat16 does not."""
+    return x if x.dtype.kind != "V" else as_bytes(x)
+
+
 def rows(x: Array, n: int) -> Array:
     """View contiguous `x` as `n` equal rows, (n, size // n)."""
     return x.reshape(n, x.size // n)

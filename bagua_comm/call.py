@@ -325,7 +325,7 @@ class Call:
     def make(self, move: Move, *arguments: Hashable, into: Into = "out") -> None:
         """Make the call by `move`, or shorter, and remember it for `Kinds.repeat`, by its further `arguments`."""
         op, root = self.detail.get("op", ""), self.detail.get("root")
-        if not op or as_real(self.x, op) is self.x:
+        if not op or as_real(self.x, op) is self.x:  # else `move` reduces another view
             move = self.transport.shortcut(self.name, self.x, op, root) or move
         with self:
             move(self.x, self.target)

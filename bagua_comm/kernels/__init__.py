@@ -63,8 +63,8 @@ def compile_now(timeout_s: float = 600.0) -> None:
         raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
     if _supply is not None:
         _supply.hurry()
-    if _supply is not None and not _supply.ended.wait(timeout_s):
-        raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
+        if not _supply.ended.wait(timeout_s):
+            raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
     if _ready is not compiled:
         raise RuntimeError(f"there are no compiled kernels: {_obstacle or (_supply and _supply.obstacle)}")
 

@@ -142,12 +142,12 @@ class LocalTransport(Transport):
     def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
         """See `Transport.shortcut`. Among one rank every collective is a copy."""
         is_own = getattr(type(self), name) is getattr(LocalTransport, name)
-        return self._copy if self.size == 1 and is_own else None
+        return self._copy_alone if self.size == 1 and is_own else None
 
-    def _copy(self, x: Array, out: Array) -> None:
+    def _copy_alone(self, x: Array, out: Array) -> None:
         self._check_alive()
         if out is not x:
-            out.reshape(-1)[...] = x.reshape(-1)
+            _copy(x, out)
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""

@@ -316,10 +316,10 @@ def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_r
         raise OSError(14, "Bad address: cannot read 8 bytes of rank 0")
 
     with world_of(comm, timeout_s=20) as (world, last):
-        if last == 0 or world.transports[0]._memory is None:
+        if last == 0 or world.transports[0]._direct is None:
             return
         if world.rank == last:
-            monkeypatch.setattr(type(world.transports[0]._memory), "read", refuse)
+            monkeypatch.setattr(type(world.transports[0]._direct.memory), "read", refuse)
         match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* gave up.* cannot read 8 bytes"
         with pytest.raises(CommError, match=match):
             world.allgather(np.ones(300_000))
@@ -330,10 +330,10 @@ def test_large_arrays_that_some_rank_cannot_show_go_another_way(comm, monkeypatc
     with comm.dup() as other:
         transport, p = other.transports[0], comm.size
         if p > 1 and not readable:
-            assert transport._memory is not None
+            assert transport._direct is not None
             if comm.rank == p - 1:
-                monkeypatch.setattr(transport._memory, "place", lambda x: 0)
-            monkeypatch.setattr(transport._memory, "read", None)  # nobody reads
+                monkeypatch.setattr(transport._direct.memory, "place", lambda x: 0)
+            monkeypatch.setattr(transport._direct.memory, "read", None)  # nobody reads
         x = np.arange(p * 60_000) % 1000 + comm.rank
         chunk, total = slice(comm.rank * 60_000, (comm.rank + 1) * 60_000), x * p + sum(range(p)) - p * comm.rank
         before = transport.sent_bytes

@@ -260,7 +260,7 @@ class ChannelTransport(MPITransport):
 
     def close(self) -> None:
         """Unmap the window. Waits for nobody."""
-        self._window = self._calls = self._memory = None
+        self._window = self._calls = self._direct = None
         self._forget()
         if self._begun:  # MPI may still write there
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._begun))

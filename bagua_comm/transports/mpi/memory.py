@@ -5,9 +5,9 @@ rounds of the window, or three. In the first every rank says where its array lie
 what it has read while it is in a cache. In the last all say that they have read: from then on each may change its
 array again.
 
-It needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`); MPI's own
-messages between processes do. `open_memory` tries it. Memory of some devices cannot be read like this, even if it
-is mapped: where an array lies in such memory, its address is given as `UNREADABLE`.
+It needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`). Open MPI
+carries its own messages between processes by the same call. `open_memory` tries it. Memory of some devices cannot
+be read like this, even if it is mapped: where an array lies in such memory, its address is given as `UNREADABLE`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...arrays import Array, DType, Scratch, as_bytes, rows
+from ...arrays import Array, DType, Scratch, as_buffer, rows
 from ...kernels import Reducer
 from ..base import Transport, chunk_bounds
 from .window import SharedWindow
@@ -96,7 +96,7 @@ class DirectCalls:
     def __init__(self, window: SharedWindow, memory: PeerMemory) -> None:
         self.rank, self.size = window.rank, window.size
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._window, self._memory = window, memory
+        self._window, self.memory = window, memory
         self._scratch = Scratch()
 
     def of(self, name: str, dtype: DType, op: str, root: int) -> Callable[[Sequence[int], Array, Array], None]:
@@ -118,7 +118,7 @@ class DirectCalls:
         Collective.
         """
         if self.rank != root:
-            self._memory.read(root, places[root], address_of(x), x.nbytes)
+            self.memory.read(root, places[root], address_of(x), x.nbytes)
         self._window.meet()
 
     def allgather(self, places: Sequence[int], x: Array, out: Array) -> None:
@@ -128,7 +128,7 @@ class DirectCalls:
         """
         start, nbytes = address_of(out), x.nbytes
         for peer in self._others:
-            self._memory.read(peer, places[peer], start + peer * nbytes, nbytes)
+            self.memory.read(peer, places[peer], start + peer * nbytes, nbytes)
         if address_of(x) != start + self.rank * nbytes:
             rows(out, self.size)[self.rank] = x.reshape(-1)
         self._window.meet()
@@ -140,7 +140,7 @@ class DirectCalls:
         """
         start, nbytes = address_of(out), out.nbytes // self.size
         for peer in self._others:
-            self._memory.read(peer, places[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
+            self.memory.read(peer, places[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
         rows(out, self.size)[self.rank] = rows(x, self.size)[self.rank]
         self._window.meet()
 
@@ -196,7 +196,7 @@ class DirectCalls:
         if out is not None:
             for peer in self._others:
                 start, end = bounds[peer].start * itemsize, bounds[peer].stop * itemsize
-                self._memory.read(peer, places[peer] + start, out + start, end - start)
+                self.memory.read(peer, places[peer] + start, out + start, end - start)
         self._window.meet()
 
     def _reduce(self, places: Sequence[int], start: int, mine: Array, out: Array, add: Reducer) -> None:
@@ -211,7 +211,7 @@ class DirectCalls:
             piece = slice(first, first + parts[0].size)
             for peer in self._others:
                 to, nbytes = place + peer * length * mine.itemsize, parts[peer].nbytes
-                self._memory.read(peer, places[peer] + start + first * mine.itemsize, to, nbytes)
+                self.memory.read(peer, places[peer] + start + first * mine.itemsize, to, nbytes)
             if copied:
                 parts[self.rank][:] = mine[piece]
             else:
@@ -244,7 +244,7 @@ def _tried(transport: Transport, table: Array) -> PeerMemory | None:
 
 def address_of(x: Array) -> int:
     """Where contiguous `x` begins."""
-    return MPI.Get_address(x if x.dtype.kind != "V" else as_bytes(x))  # bfloat16 exports no buffer
+    return MPI.Get_address(as_buffer(x))
 
 
 def _is_here() -> bool:

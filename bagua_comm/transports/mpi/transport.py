@@ -33,7 +33,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...arrays import Array, DType, OpOrder, as_bytes, dtype_name, parts, rows, same_memory
+from ...arrays import Array, DType, OpOrder, as_buffer, as_bytes, dtype_name, parts, rows, same_memory
 from ...errors import (
     WHICH_CALLS,
     CommAborted,
@@ -47,7 +47,7 @@ from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Move, Transport
 from ..notices import GAVE_UP, LEFT, Notice, given_up
 from ..pipeline import Encoding, Message, Wait
 from .blocking import in_time
-from .memory import UNREADABLE, DirectCalls, PeerMemory, open_memory
+from .memory import UNREADABLE, DirectCalls, open_memory
 from .reductions import OPS, REDUCTIONS, is_sound
 from .turns import Turns
 from .window import Rows, SharedWindow, open_window
@@ -243,8 +243,8 @@ class MPITransport(Transport):
         self._window: SharedWindow | None = None
         self._shown_bytes = 0
         """The size of an array up to which ranks that share memory show each other all of it."""
-        self._memory: PeerMemory | None = None
-        """The memory of all ranks; None unless they share a window, and each may read that of all others."""
+        self._direct: DirectCalls | None = None
+        """Calls by reading memory; None unless all ranks share a window, and each may read that of all others."""
         self._shortcuts: dict[tuple[str, tuple[int, ...], DType], Move] = {}
         self._calls: memoryview | None = None
         """How many collective calls each rank has begun; None unless all share memory."""
@@ -257,7 +257,8 @@ class MPITransport(Transport):
             self._forget()  # those so far are without a window
             self._calls = self._window.calls
             self._shown_bytes = min(SHOWN_BYTES // self.size, self._window.slot_bytes)
-            self._memory = open_memory(self)
+            memory = open_memory(self)
+            self._direct = DirectCalls(self._window, memory) if memory is not None else None
         self.quantize_bytes = QUANTIZE_BYTES if self._window is None else 0
         if self._window is None:
             self._coded_piece_bytes = None
@@ -345,11 +346,11 @@ class MPITransport(Transport):
         send = receive = None
         try:
             for peer, x in sends:
-                send = self._comm.Isend([_buffer(x), MPI.BYTE], peer, tag)
+                send = self._comm.Isend([as_buffer(x), MPI.BYTE], peer, tag)
                 self.sent_bytes += x.nbytes if peer != self.rank else 0
             for peer, out in recvs:
                 message, nbytes = self._next_message(peer, tag)
-                into = _buffer(out) if nbytes == out.nbytes else np.empty(nbytes, np.uint8)
+                into = as_buffer(out) if nbytes == out.nbytes else np.empty(nbytes, np.uint8)
                 receive = message.Irecv([into, MPI.BYTE])
                 if not receive.Test():
                     self._poll(receive.Test, peers=(peer,))
@@ -492,7 +493,7 @@ class MPITransport(Transport):
         """How calls on small arrays and among ranks that share memory are made; None for others."""
         if self.size == 1:
             return _copy
-        small = self._is_small(x) and (self._memory is None or bool(op) or x.nbytes <= MOVED_BYTES)
+        small = self._is_small(x) and (self._direct is None or bool(op) or x.nbytes <= MOVED_BYTES)
         if self._is_by_mpi(name, x, op) or (self._window is None and not small):
             return None
         call = _named(name, op, root)
@@ -533,7 +534,7 @@ class MPITransport(Transport):
         They read each other's arrays. Where that cannot be, reductions go through the window, and MPI carries the
         rest.
         """
-        window, memory, at_root = self._window, self._memory, self.rank == root
+        window, direct, at_root = self._window, self._direct, self.rank == root
         flow = self._at_once(MESSAGE_BYTES)
         assert window is not None
         number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.nbytes}".encode())
@@ -553,12 +554,12 @@ class MPITransport(Transport):
             "reduce": lambda x, out: self._share(sent, window.reduce, x, out if at_root else None, root, op),
         }
         indirectly = through[name]
-        directly = DirectCalls(window, memory).of(name, x.dtype, op, root) if memory is not None else None
+        directly = direct.of(name, x.dtype, op, root) if direct is not None else None
 
         def place(x: Array, out: Array) -> int:
-            if memory is None or not (out is x or out.nbytes == 0 or memory.place(out)):
+            if direct is None or not (out is x or out.nbytes == 0 or direct.memory.place(out)):
                 return UNREADABLE
-            return memory.place(x)
+            return direct.memory.place(x)
 
         def move(x: Array, out: Array) -> None:
             if name == "alltoall":
@@ -952,7 +953,7 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         """Free the MPI communicator, unless unfinished calls still use it, and unmap the window."""
-        self._window = self._calls = self._memory = None
+        self._window = self._calls = self._direct = None
         self._forget()
         if self._begun:
             self._break("a call was interrupted")
@@ -1242,11 +1243,6 @@ class _MPIFlow(Flow):
 def _flat(x: Array) -> Array:
     """View contiguous `x` as a row; `x` itself if it is one."""
     return x if x.ndim == 1 else x.reshape(-1)
-
-
-def _buffer(x: Array) -> Array:
-    """Contiguous `x` as an array that MPI takes."""
-    return x if x.dtype.kind != "V" else as_bytes(x)  # bfloat16 exports no buffer
 
 
 def _fill_rows(out: Array, values: Sequence[Array]) -> None:
