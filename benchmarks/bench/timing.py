@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -119,6 +120,41 @@ def measure(
         Measurement(slowest[c], call.check.total(table[:, 1, c]), int(table[0, 2, c, -1]))
         for c, call in enumerate(calls)
     ]
+
+
+# ---------------------------------------------------------------------------------------------------
+# Processors
+# ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Processors:
+    """What the processors of this machine have done since it started, for whatever process; in clock ticks."""
+
+    worked: int
+    idle: int
+
+    @classmethod
+    def now(cls, stat: Path = Path("/proc/stat")) -> Processors | None:
+        """What they have done so far; None without Linux's /proc.
+
+        Time that a hypervisor gave to other machines is neither work nor idleness.
+        """
+        try:
+            first = stat.read_text().split("\n", 1)[0]
+        except OSError:
+            return None
+        user, nice, system, idle, waiting, irq, softirq = map(int, first.split()[1:8])
+        return cls(user + nice + system + irq + softirq, idle + waiting)
+
+    def busy_since(self, before: Processors) -> float:
+        """The share of the time since then in which they worked: 0 to 1.
+
+        >>> Processors(worked=130, idle=70).busy_since(Processors(100, 60))
+        0.75
+        """
+        worked, idle = self.worked - before.worked, self.idle - before.idle
+        return worked / (worked + idle) if worked + idle else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -114,6 +114,7 @@ def markdown(records: Sequence[dict[str, Any]], figure: str | None = None, title
         "  longer of the two, by what the step took, is its share of the limit.",
         "* Bytes sent are those of one rank. Overlap is the time of exchanges within the backward pass, by the",
         "  shorter of the two: 100 % is all that can be hidden.",
+        "* Processors of the machine, with all that it emulates, are busy for a share of the time of the steps.",
     ]
     if figure is not None:
         lines += ["", f"![Speed-up over PyTorch's DistributedDataParallel]({figure})"]
@@ -143,6 +144,7 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
         "of the limit",
         "MB sent a step",
         "overlap",
+        "processors busy",
         "settings",
     ]
     cells = [
@@ -155,11 +157,12 @@ def _section(rows: Sequence[dict[str, Any]]) -> list[str]:
             or_dash(row["of_limit"], "{:.0%}"),
             or_dash(row["wire_bytes"] and row["wire_bytes"] / 1e6, "{:,.1f}"),
             or_dash(row["overlap"], "{:.0%}"),
+            or_dash(row.get("busy"), "{:.0%}"),
             f"`{row['settings']}`",
         ]
         for row in rows
     ]
-    return [*lines, "", *markdown_table(titles, cells, "lrrrrrrrl")]
+    return [*lines, "", *markdown_table(titles, cells, "lrrrrrrrrl")]
 
 
 # ---------------------------------------------------------------------------------------------------

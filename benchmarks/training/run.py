@@ -19,6 +19,8 @@ The JSON file has one of `results` for each algorithm:
     overlap            with --trace-overlap, where gradients are exchanged: the time of exchanges within the
                        backward pass, divided by the shorter of the two, so that 1 is all that can be hidden. A
                        backward pass lasts from its first gradient to its last. Mean over ranks and rounds
+    busy               the share of the time of the steps in which the processors of rank 0's host worked, for
+                       whatever process; mean over rounds, null without Linux's /proc
     compute            of `alone`: medians of the forward pass, the backward pass, and the optimizer
 
 A wrapper copies rank 0's weights to all ranks only where the turn before may have left different ones.
@@ -58,7 +60,7 @@ from ..bench.named import COMPARED
 from ..bench.record import begin_record, header_lines, write_json
 from ..bench.report import or_dash
 from ..bench.table import Column, Table, number
-from ..bench.timing import Overlap, Spread
+from ..bench.timing import Overlap, Processors, Spread
 from ..bench.torch_world import gloo
 from .models import MODELS, Batch, Sizes, count_parameters
 
@@ -191,6 +193,8 @@ class Block:
     wire_bytes: float | None
     """Bytes that a rank sends in a step."""
     overlap: float | None
+    busy: float | None
+    """The share of the time in which the processors of rank 0's host worked."""
 
 
 def time_block(comm: Communicator, training: Training, batch: Batch, *, warmup: int, steps: int) -> Block:
@@ -203,10 +207,13 @@ def time_block(comm: Communicator, training: Training, batch: Batch, *, warmup: 
     training.finish()
     sent = training.engine.counter.wire_bytes if training.engine else 0
     comm.barrier()
+    before = Processors.now()
     seconds = np.array([training.step(batch) for _ in range(steps)])
     start = time.perf_counter()
     training.finish()
     seconds[-1, 2] += time.perf_counter() - start
+    after = Processors.now()
+    busy = after.busy_since(before) if before is not None and after is not None else None
 
     wire_bytes, overlap = np.nan, np.nan
     if training.engine is not None:
@@ -215,7 +222,7 @@ def time_block(comm: Communicator, training: Training, batch: Batch, *, warmup: 
             overlap = Overlap.of(comm.tracer.spans(), steps).fraction
     table = comm.allgather(np.array([wire_bytes, overlap])).mean(axis=0)
     known = [None if math.isnan(value) else float(value) for value in table]
-    return Block(comm.allgather(seconds), *known)
+    return Block(comm.allgather(seconds), *known, comm.broadcast_object(busy, root=0))
 
 
 @dataclass
@@ -244,6 +251,7 @@ class Samples:
             "samples_per_s_std": float(np.std(rates, ddof=1)) if len(rates) > 1 else 0.0,
             "wire_bytes": _mean([block.wire_bytes for block in self.blocks]),
             "overlap": _mean([block.overlap for block in self.blocks]),
+            "busy": _mean([block.busy for block in self.blocks]),
         }
 
     def compute(self) -> dict[str, float]:
@@ -283,6 +291,7 @@ TABLE = Table(
         Column("step", "(s)", 8),
         Column("wire", "(B/step)", 12),
         Column("overlap", width=7),
+        Column("busy", width=5),
     )
 )
 
@@ -428,4 +437,5 @@ def _cells(name: str, row: dict[str, Any]) -> list[str]:
         f"{row['median_s']:.4f}",
         or_dash(row["wire_bytes"], "{:.0f}"),
         or_dash(row["overlap"], "{:.2f}"),
+        or_dash(row["busy"], "{:.2f}"),
     ]

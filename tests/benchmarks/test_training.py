@@ -9,6 +9,7 @@ from support import needs
 from support.launch import run_python
 
 from bagua_comm.commands.mpirun import find_mpirun
+from benchmarks.bench.timing import Processors
 from benchmarks.training import models, report, run
 
 NAMES = ["alone", "ddp", "ddp-fp16", "exact", "bytegrad", "qadam", "low-precision-one-peer", "diloco-8"]
@@ -57,6 +58,7 @@ def row_of(algorithm, samples_per_s, **more):
         "samples_per_s_std": 0.0,
         "wire_bytes": None,
         "overlap": None,
+        "busy": None,
         "compute": None,
         **more,
     }
@@ -100,9 +102,17 @@ def test_overlap_is_of_gradients_only_and_computing_is_told_apart(rows):
     assert all(rows[name]["overlap"] is None for name in ("alone", "ddp", "diloco-8", "low-precision-one-peer"))
     assert sum(rows["alone"]["compute"].values()) == pytest.approx(rows["alone"]["median_s"], rel=0.9)
     assert rows["exact"]["compute"] is None
+    assert all(0 < row["busy"] <= 1 for row in rows.values())
 
 
 # Parts ------------------------------------------------------------------------------------------------
+
+
+def test_time_that_a_hypervisor_took_is_neither_work_nor_idleness(tmp_path):
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  1 2 3 40 5 6 7 800 9 9\ncpu0 1 2 3 40 5 6 7 800 9 9\n")
+    assert Processors.now(stat) == Processors(worked=19, idle=45)
+    assert Processors.now(tmp_path / "absent") is None
 
 
 @pytest.mark.parametrize(
@@ -197,7 +207,7 @@ def test_the_report_has_a_table_for_each_network_and_a_figure(tmp_path):
     record = record_of(
         row_of("alone", 5.0, compute=compute),
         row_of("ddp", 0.5),
-        row_of("bytegrad", 1.0, wire_bytes=2.1e8, overlap=0.5, samples_per_s_std=0.25),
+        row_of("bytegrad", 1.0, wire_bytes=2.1e8, overlap=0.5, busy=0.875, samples_per_s_std=0.25),
         row_of("ddp", 0.25, rate_mbit=500),
     )
     (tmp_path / "vgg16.json").write_text(json.dumps(record))
@@ -209,8 +219,8 @@ def test_the_report_has_a_table_for_each_network_and_a_figure(tmp_path):
     assert "## vgg16, 4 hosts at 1000 Mbit/s" in text
     assert "## vgg16, 4 hosts at 500 Mbit/s" in text
     assert "Compute alone: forward 0.25 s, backward 0.5 s, optimizer 0.125 s." in text
-    assert "| bytegrad | 1 ± 0.25 | 4 | 4 to 4 | 2.00 | 42% | 210.0 | 50% | `bytegrad()` |" in text
-    assert "| ddp | 0.5 ± 0 | 8 | 8 to 8 | 1.00 | 83% | - | - | `ddp()` |" in text
-    assert "| ddp | 0.25 ± 0 | 16 | 16 to 16 | 1.00 | - | - | - | `ddp()` |" in text
+    assert "| bytegrad | 1 ± 0.25 | 4 | 4 to 4 | 2.00 | 42% | 210.0 | 50% | 88% | `bytegrad()` |" in text
+    assert "| ddp | 0.5 ± 0 | 8 | 8 to 8 | 1.00 | 83% | - | - | - | `ddp()` |" in text
+    assert "| ddp | 0.25 ± 0 | 16 | 16 to 16 | 1.00 | - | - | - | - | `ddp()` |" in text
     needs.package("matplotlib")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
