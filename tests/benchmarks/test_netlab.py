@@ -49,6 +49,8 @@ def test_ranks_meet_across_hosts_and_nothing_is_left_behind(tmp_path):
     with netlab.build(2, "1gbit") as lab:
         printed = lab.output(lab.mpirun([str(script)], ranks_per_host=2))
         assert len(left_over()) == 2
+        route = ["ip", "-n", f"{lab.prefix}-h0", "route"]
+        assert "congctl cubic" in subprocess.run(route, capture_output=True, text=True).stdout
     assert "[('h0', 0), ('h0', 1), ('h1', 0), ('h1', 1)]" in printed
     assert left_over() == []
 
