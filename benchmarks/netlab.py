@@ -55,8 +55,8 @@ QUEUE = "100ms"
 SUBNET = "10.99.0.0/24"
 
 CONGESTION = "cubic"
-"""How TCP between hosts finds its rate: as Linux does unless it is told otherwise. With the machine's own, figures
-would depend on where they were measured: bbr slows each connection down for 0.2 s in every 10 s."""
+"""How TCP between hosts finds its rate: as Linux does unless it is told otherwise. With the machine's own way,
+figures would depend on the machine: bbr slows each connection down for 0.2 s in every 10 s."""
 
 FLOW_CLASS_BITS, FLOW_BURST_BYTES = 10, 1 << 17
 """Flows are hashed into 2**10 classes; each sends so much at once, faster than its rate."""
