@@ -25,6 +25,21 @@ def this_host() -> str:
     return f"{socket.gethostname()} {started}"
 
 
+def processor_ticks(stat: Path = Path("/proc/stat")) -> list[int]:
+    """Ticks of all processors since this host started, each kind of time by itself; zeros if that is unknown.
+
+    The kinds: processes of usual priority, nice ones, the system, nobody, waits for disks, interrupts, those put
+    off, and other machines of a hypervisor.
+
+    >>> len(processor_ticks())
+    8
+    """
+    try:
+        return [int(ticks) for ticks in stat.read_text().split("\n")[0].split()[1:9]]
+    except OSError:
+        return [0] * 8
+
+
 def state_of(process: int) -> str:
     """Whether a process is "running", "stopped" (by a signal, a debugger) or has "ended"; "" if that is unknown.
 

@@ -52,7 +52,8 @@ BURST_BYTES = 1 << 17
 QUEUE = "100ms"
 """How long a packet may wait for a link before it is dropped."""
 
-SUBNET = "10.99.0.0/24"
+SUBNET = "10.99.0"
+"""The beginning of the addresses of all hosts."""
 
 CONGESTION = "cubic"
 """How TCP between hosts finds its rate: as Linux does unless it is told otherwise. With the machine's own way,
@@ -91,7 +92,7 @@ class Lab:
 
     def address(self, host: int) -> str:
         """The address of a host."""
-        return f"10.99.0.{host + 1}"
+        return f"{SUBNET}.{host + 1}"
 
     def inside(self, host: int, *command: str) -> list[str]:
         """The command that runs `command` on a host."""
@@ -308,7 +309,7 @@ def _build(lab: Lab) -> None:
         _do(f"ip -n {space} link set lo up")
         _do(f"ip -n {space} addr add {lab.address(host)}/24 dev eth0")
         _do(f"ip -n {space} link set eth0 up")
-        _do(f"ip -n {space} route replace {SUBNET} dev eth0 src {lab.address(host)} congctl {CONGESTION}")
+        _do(f"ip -n {space} route replace {SUBNET}.0/24 dev eth0 src {lab.address(host)} congctl {CONGESTION}")
         shape = f"root handle 1: tbf rate {lab.rate} burst {BURST_BYTES} latency {QUEUE}"
         _do(f"tc -n {space} qdisc replace dev eth0 {shape}")
         _do(f"tc qdisc replace dev {outside} {shape}")

@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from ..files import is_own_file, kept_folder, write_at_once
+from ..processes import processor_ticks
 
 _log = logging.getLogger(__name__)
 
@@ -373,23 +374,16 @@ class _Load:
     """What the processors of this machine do, by Linux' count."""
 
     def __init__(self) -> None:
-        self._before = self._times()
+        self._before = processor_ticks()
 
     def is_full(self) -> bool:
         """Whether other processes have left over less than `_LEFT_OVER`, since this was asked last."""
-        before, self._before = self._before, self._times()
+        before, self._before = self._before, processor_ticks()
         spent = [after - earlier for after, earlier in zip(self._before, before, strict=True)]
         if not sum(spent):
             return False
         _, nice, _, idle, *_ = spent  # the compiler's own time is counted as nice
         return (nice + idle) * (os.cpu_count() or 1) < _LEFT_OVER * sum(spent)
-
-    def _times(self) -> list[int]:
-        """Ticks of all processors for processes of usual priority, nice ones, the system, nobody, and others."""
-        try:
-            return [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        except OSError:
-            return [0] * 8
 
 
 def _last_words(what: str, code: int, said: bytes) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from bagua_comm import Communicator
 from bagua_comm.arrays import Array
+from bagua_comm.processes import processor_ticks
 from bagua_comm.trace import Span
 
 from .checking import WRONG, Check
@@ -140,12 +141,8 @@ class Processors:
 
         Time that a hypervisor gave to other machines is neither work nor idleness.
         """
-        try:
-            first = stat.read_text().split("\n", 1)[0]
-        except OSError:
-            return None
-        user, nice, system, idle, waiting, irq, softirq = map(int, first.split()[1:8])
-        return cls(user + nice + system + irq + softirq, idle + waiting)
+        user, nice, system, idle, waiting, irq, softirq, _ = ticks = processor_ticks(stat)
+        return cls(user + nice + system + irq + softirq, idle + waiting) if any(ticks) else None
 
     def busy_since(self, before: Processors) -> float:
         """The share of the time since then in which they worked: 0 to 1.

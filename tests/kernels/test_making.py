@@ -16,6 +16,7 @@ import pytest
 
 from bagua_comm import files, kernels
 from bagua_comm.kernels import compiled, host, making
+from bagua_comm.processes import processor_ticks
 
 pytestmark = pytest.mark.needs("numba")
 
@@ -155,12 +156,12 @@ def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, 
 def test_processors_are_busy_if_little_of_them_is_left_over(monkeypatch, times, full):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     counts = iter([[1000] * 8, [1000 + ticks for ticks in times] + [1000] * 4])
-    monkeypatch.setattr(making._Load, "_times", lambda self: next(counts))
+    monkeypatch.setattr(making, "processor_ticks", lambda: next(counts))
     assert making._Load().is_full() is full
 
 
 def test_the_times_of_processors_are_known():
-    first, second = making._Load()._times(), making._Load()._times()
+    first, second = processor_ticks(), processor_ticks()
     assert len(first) == 8
     assert all(0 <= before <= after for before, after in zip(first, second, strict=True))
     assert sum(first) > 0
