@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,30 @@ def test_longer_arrays_go_in_longer_messages_on_slow_networks(comm, monkeypatch)
     monkeypatch.setattr(transport, "_coded_piece_bytes", None)
     found = [transport.coded_piece_bytes(nbytes) for nbytes in (long, long + 1)]
     assert found == [mpi_transport.TURN_BYTES, mpi_transport.LONG_PIECE_BYTES]
+
+
+def test_a_network_stays_fast_for_some_calls_in_which_a_rank_is_slow(comm, monkeypatch):
+    if comm.size == 1:
+        return  # nobody to wait for
+    monkeypatch.setattr(window, "_map", lambda *place: None)  # ranks that share memory do not ask
+    monkeypatch.setattr(mpi_transport, "FAST_CALLS", 2)
+    monkeypatch.setattr(mpi_transport, "FAST_BYTES_S", 2e6)
+    x, found, pauses_s = np.ones(100_000, np.float32), [], [0, 0.5, 0.5]
+    with bagua_comm.connect(comm=MPI.COMM_WORLD, timeout_s=30) as apart:
+        transport = apart.transports[0]
+        at_once = transport.allreduce_over
+
+        def allreduce_over(*arguments):
+            pause_s = pauses_s.pop(0)
+            time.sleep(pause_s if comm.rank == 0 else 0)
+            at_once(*arguments)
+
+        monkeypatch.setattr(transport, "allreduce_over", allreduce_over)
+        while pauses_s:
+            apart.allreduce(x)
+            found.append(transport.agree_on_call("a call", x).piece_bytes)
+    fast, slow = mpi_transport.FAST_PIECE_BYTES, mpi_transport.TURN_BYTES
+    assert found == [fast, fast, slow]
 
 
 @pytest.mark.parametrize("count", [20_000, 20_001])

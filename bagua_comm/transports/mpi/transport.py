@@ -101,8 +101,8 @@ along a tree, data of ranks that know the result would come in before what other
 FAST_BYTES_S = 0.28e9
 FAST_CALLS = 16
 """A network is fast if a rank has sent more bytes than the first in a second, in one of so many large calls. The
-latest call alone says little: ranks that come late, or compute meanwhile, make it slow on any network. Steps of
-ResNet-50 on 4 emulated hosts of half a core each, at 10 Gbit/s, took 5 % longer if it decided."""
+latest call alone says little: ranks that compute meanwhile make it slow on any network. Steps of ResNet-50 on 4
+emulated hosts of half a core each, at 10 Gbit/s, took 5 % longer if it decided."""
 
 SHOWN_BYTES = 1 << 18
 """Ranks of one host show each other whole arrays if these have at most this many bytes together."""
