@@ -144,14 +144,14 @@ class Processors:
         user, nice, system, idle, waiting, irq, softirq, _ = ticks = processor_ticks(stat)
         return cls(user + nice + system + irq + softirq, idle + waiting) if any(ticks) else None
 
-    def busy_since(self, before: Processors) -> float:
-        """The share of the time since then in which they worked: 0 to 1.
+    def busy_since(self, before: Processors) -> float | None:
+        """The share of the time since then in which they worked: 0 to 1; None if no tick has passed.
 
         >>> Processors(worked=130, idle=70).busy_since(Processors(100, 60))
         0.75
         """
         worked, idle = self.worked - before.worked, self.idle - before.idle
-        return worked / (worked + idle) if worked + idle else 0.0
+        return worked / (worked + idle) if worked + idle else None
 
 
 # ---------------------------------------------------------------------------------------------------

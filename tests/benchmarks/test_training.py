@@ -22,7 +22,8 @@ def record(tmp_path_factory):
     if find_mpirun() is None:
         pytest.skip("there is no mpirun")
     path = tmp_path_factory.mktemp("results") / "tiny.json"
-    options = ["--model", "tiny", "--image-size", "16", "--algorithms", ",".join(NAMES), "--batch", "2"]
+    # Images so large that a round takes some ticks of the clock by which processors are busy.
+    options = ["--model", "tiny", "--image-size", "512", "--algorithms", ",".join(NAMES), "--batch", "2"]
     options += ["--steps", STEPS, "--rounds", ROUNDS, "--trace-overlap", "--bucket-bytes", "64K"]
     done = run_python(
         2, "-m", "benchmarks.training", *options, "--label", "rate_mbit=100,link=none", "--json", path
