@@ -57,7 +57,7 @@ def commit(
         comm: The ranks.
         side: Where the copies go.
         prepare: Gives the tree of this rank.
-        run: The training.
+        run: The name under which these ranks commit.
         version: The number of this commit.
         buddies: For every rank, the rank that keeps a copy of what is its own.
         flag: Something that all ranks learn if any of them says it.

@@ -26,6 +26,7 @@ class Held(NamedTuple):
     """A copy that a process holds, as it tells the others."""
 
     run: str
+    """The name under which its ranks committed. It changes whenever training is entered."""
     version: int
     rank: int
     """Whose copy it is: a rank of those that committed."""
@@ -216,7 +217,7 @@ class Draft:
         """The header.
 
         Args:
-            run: The training.
+            run: The name under which the ranks commit.
             rank: This rank.
             ranks: The number of ranks.
             private: The numbers of the arrays that are a rank's own: those in an `Own`, and those that differ.

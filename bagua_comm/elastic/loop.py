@@ -27,7 +27,7 @@ from ..errors import (
 from ..logs import tell
 from . import start
 from .changes import Change, History, names_of
-from .copies import Held
+from .copies import Copy, Held
 from .fleet import Death, Fleet, Meeting, Process
 from .members import choose
 from .restoring import newest
@@ -46,6 +46,8 @@ class Report(NamedTuple):
     """What a process tells the others at a meeting."""
 
     held: list[Held]
+    run: str
+    """A name that nothing else has: that of the next run of training, if this process is its rank 0."""
     members: tuple[Process, ...]
     """Who trained last, by rank; empty if this process does not know."""
     entered: int
@@ -217,8 +219,9 @@ class _Loop:
         numbers = [process.number for process in meeting.alive]
         everyone = fleet.connect(numbers, control=meeting.number > 1)
         self._session.record_later(everyone)
-        held = self._session.held()
-        report = Report(held, self._members, self._entered, self._trained, self._finished)
+        copies = self._session.copies()
+        held = [copy.held for copy in copies]
+        report = Report(held, secrets.token_hex(8), self._members, self._entered, self._trained, self._finished)
         rows = everyone.allgather_object(report)
         known = max(rows, key=lambda row: row.entered)
         pairs = zip(rows, meeting.alive, strict=True)
@@ -227,7 +230,7 @@ class _Loop:
             fleet.end()
             return _Outcome(over=True, result=self._result)
         members = self._choose(meeting, known)
-        commit = self._restore(everyone, meeting, rows, known, members)
+        commit = self._restore(everyone, meeting, rows, known, members, copies)
         newest_held = max((each.version for row in rows for each in row.held), default=FIRST)
         everyone.close()
         before, self._members, self._entered = known.members, members, known.entered + 1
@@ -243,7 +246,8 @@ class _Loop:
         if known.entered:
             self._changed(comm, meeting, failure, before, commit)
         self._dead = []
-        self._session.enter(comm, [process.host for process in members], newest_held + 1)
+        run = rows[meeting.alive.index(members[0])].run
+        self._session.enter(comm, [process.host for process in members], run, newest_held + 1)
         return self._train(train, comm)
 
     def _meet(self, failure: _Failure | None) -> Meeting:
@@ -288,8 +292,9 @@ class _Loop:
         rows: Sequence[Report],
         known: Report,
         members: Sequence[Process],
+        copies: Sequence[Copy],
     ) -> int:
-        """Bring the newest commit to those who train; returns its number."""
+        """Bring the newest commit to those who train; returns its number. `copies` are those of this process."""
         places = [meeting.alive.index(process) for process in members]
         hosts = [process.host for process in meeting.alive]
         held = [row.held for row in rows]
@@ -303,13 +308,13 @@ class _Loop:
                         "checkpoint if there is one"
                     )
                 )
-            run = everyone.broadcast_object(secrets.token_hex(8), root=places[0])
             if everyone.rank == places[0]:
-                self._session.offer_first(run)
-            sources = newest(everyone.allgather_object(self._session.held()))
+                self._session.offer_first(rows[places[0]].run)
+            copies = self._session.copies()
+            sources = newest(everyone.allgather_object([copy.held for copy in copies]))
             assert sources is not None
         with everyone.tracer.span("restore", commit=sources.version):
-            self._session.restore(everyone, sources, places, hosts)
+            self._session.restore(everyone, sources, copies, places, hosts)
         return sources.version
 
     def _changed(

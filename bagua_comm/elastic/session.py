@@ -18,7 +18,7 @@ from ..flight import FlightRecorder
 from ..job import Job
 from . import parts
 from .committing import commit
-from .copies import Copy, Held, Layout, Side, left_in
+from .copies import Copy, Layout, Side, left_in
 from .members import buddies
 from .restoring import Sources, restore
 from .slots import checksum
@@ -71,14 +71,11 @@ class Session:
     def copies(self) -> list[Copy]:
         """All copies that this process can read: also those of other processes of this host.
 
-        Call it while all processes meet, so that nobody writes.
+        Call it before this process says at a meeting what it holds: until all have said it, nobody writes. From
+        then on the copies that were told are safe: the first commit that others make writes another side.
         """
         near = [] if self._folder is None else left_in(self._folder, besides=self._number)
         return [*near, *(copy for side in self._sides for copy in side.copies())]
-
-    def held(self) -> list[Held]:
-        """What the others are told of them."""
-        return [copy.held for copy in self.copies()]
 
     def offer_first(self, run: str) -> None:
         """Hold what this process has now as the commit `FIRST`, which everybody gets.
@@ -93,19 +90,23 @@ class Session:
         self._sides[0].own.commit()
 
     def restore(
-        self, everyone: Communicator, sources: Sources, members: Sequence[int], hosts: Sequence[Hashable]
+        self,
+        everyone: Communicator,
+        sources: Sources,
+        copies: Sequence[Copy],
+        members: Sequence[int],
+        hosts: Sequence[Hashable],
     ) -> None:
         """Bring the state of a commit to those who train next. Collective among all living processes.
 
         Args:
             everyone: All living processes.
             sources: The commit.
+            copies: Those of which this process told the others; read again, they may be half written.
             members: Their places among all, by rank.
             hosts: The hosts of all.
         """
-        copies = self.copies()
         content = restore(everyone, sources, copies, members, hosts)
-        self._run, self._version = sources.run, sources.version
         self._newest = next((side for side in self._sides if self._holds(side, sources)), None)
         if content is None:
             return
@@ -132,16 +133,18 @@ class Session:
 
     # Training ---------------------------------------------------------------------------------------
 
-    def enter(self, comm: Communicator, hosts: Sequence[Hashable], version: int) -> None:
+    def enter(self, comm: Communicator, hosts: Sequence[Hashable], run: str, version: int) -> None:
         """Training is about to be entered: commit what was restored, under the ranks there are now. Collective.
 
         Args:
             comm: The ranks.
             hosts: Their hosts.
+            run: A new name, under which these ranks commit; the same on all of them. A process that was taken for
+                dead may still write the next commit of the run before, which has the same number as theirs.
             version: A number beyond those of all commits so far.
         """
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
-        self._version = version - 1
+        self._run, self._version = run, version - 1
         self._commit(flag=False)
         comm.keeper = self
 

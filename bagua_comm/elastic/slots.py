@@ -122,7 +122,7 @@ class Slot:
         end = _DATA_AT + data_bytes
         if magic != _MAGIC or mark not in (PREPARED, COMMITTED) or end + text_bytes > self._memory.size:
             return None
-        text = self._memory[end : end + text_bytes]
+        text = self._memory[end : end + text_bytes].copy()  # a process that was taken for dead may write it yet
         if checksum(text) != its_sum:
             return None
         return Written(version, mark, json.loads(text.tobytes()), self._memory[_DATA_AT:end])

@@ -1,10 +1,15 @@
 """What users put into a state, and what they find there."""
 
+import itertools
+import threading
+
 import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, CommError, Own, UnsupportedError
 from bagua_comm.elastic import State, run
+from bagua_comm.elastic.copies import Side
+from bagua_comm.elastic.session import Session
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 
@@ -268,9 +273,7 @@ def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeyp
                 state.own[...] += comm.rank
                 state.commit()
                 if begun == 0 and state.step == 3:
-                    comm.barrier()
-                    for number in range(3):
-                        job.kill(number)
+                    job.kill(0, 1, 2)
             return begun, state.x.tolist(), state.own.tolist()
 
         return train
@@ -280,6 +283,96 @@ def test_a_training_goes_on_from_the_files_of_one_that_is_gone(tmp_path, monkeyp
     again = run_fleet(ThreadJob(3), body)
     assert [outcome["result"] for outcome in again] == [(3, [5.0] * 4, [5.0 * n] * 2) for n in range(3)]
     assert not list(tmp_path.glob("slot*"))
+
+
+def test_a_commit_of_one_taken_for_dead_is_not_taken_for_that_of_the_others(tmp_path, monkeypatch):
+    """It is written late, and it has the number of a commit of those who went on without it."""
+    monkeypatch.setenv("BAGUA_JOB", "test")
+    monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
+    went_on = threading.Event()
+
+    side_write = Side.write
+    its_writes = itertools.count(1)
+
+    def write(self, packed, layout):
+        if threading.current_thread().name == "process 1" and next(its_writes) == 4:  # the commit of step 3
+            job.kill(1)
+            assert went_on.wait(20)
+        return side_write(self, packed, layout)
+
+    monkeypatch.setattr(Side, "write", write)
+
+    def body(fleet):
+        state = State(step=0, x=np.zeros(4))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            if comm.size == 1:  # what it goes on from is committed
+                went_on.set()
+                job.threads[1].join(20)
+                job.kill(0)
+            begun = state.step
+            while state.step < 5:
+                state.step += 1
+                state.x += 1
+                if state.step == 3 and begun == 0 and fleet.me == 0:
+                    comm.barrier()  # the other one is gone
+                state.commit()
+            return begun, state.x.tolist()
+
+        return train
+
+    job = ThreadJob(2)
+    assert all("killed" in outcome for outcome in run_fleet(job, body))
+    job = ThreadJob(2)
+    again = run_fleet(job, body)
+    assert [outcome["result"] for outcome in again] == [(2, [5.0] * 4)] * 2
+
+
+def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, monkeypatch):
+    """Process 0 writes its first commit, and its file makes no sense, while process 1 takes what it found."""
+    monkeypatch.setenv("BAGUA_JOB", "test")
+    monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
+    writes, has_taken = threading.Event(), threading.Event()
+    restore, side_write = Session.restore, Side.write
+
+    def late(self, *args):
+        mine = threading.current_thread().name == "process 1"
+        assert not mine or writes.wait(20)
+        restore(self, *args)
+        if mine:
+            has_taken.set()
+
+    def write(self, packed, layout):
+        draft = side_write(self, packed, layout)
+        if threading.current_thread().name == "process 0" and not writes.is_set():
+            self.own.finish(99, {"no": "header"}, draft.size)
+            writes.set()
+            assert has_taken.wait(20)
+        return draft
+
+    def body(fleet):
+        state = State(step=0, x=np.zeros(4))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            while state.step < 3:
+                state.step += 1
+                state.x += 1
+                state.commit()
+                if state.step == 2 and not again:
+                    job.kill(0, 1)
+            return state.x.tolist()
+
+        return train
+
+    again = False
+    job = ThreadJob(2)
+    assert all("killed" in outcome for outcome in run_fleet(job, body))
+    monkeypatch.setattr(Session, "restore", late)
+    monkeypatch.setattr(Side, "write", write)
+    again = True
+    assert [outcome["result"] for outcome in run_fleet(ThreadJob(2), body)] == [[3.0] * 4] * 2
 
 
 def test_device_arrays_come_back_in_place(device):
