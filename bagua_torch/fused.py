@@ -37,11 +37,13 @@ def fuse(optimizer: Optimizer, *, exact: bool = True) -> Any:
     loads; it loads that of a plain one. It needs no DistributedDataParallel; inside one the flat tensors are the
     buckets themselves. Fuse first; give the result to DistributedDataParallel and to schedulers.
 
-    Parameters become views of flat tensors in the first step: views of them that were taken before do not follow.
-    Parameters that lie in memory of somebody else (weights in buckets, shared memory) stay there. Gradients are
-    used where they lie if they lie together, and are copied together otherwise. A parameter without a gradient is
-    skipped, as always; its neighbours then step as flat tensors of their own, so many such parameters take away
-    the advantage. `units` says how many flat tensors there are.
+    Parameters become views of flat tensors in the first step, or when DistributedDataParallel is made: views of
+    them that were taken before do not follow. Forward passes may round otherwise from then on, since matrix
+    products on a CPU may round by the addresses of weights. Parameters that lie in memory of somebody else
+    (weights in buckets, shared memory) stay there. Gradients are used where they lie if they lie together, and
+    are copied together otherwise. A parameter without a gradient is skipped, as always; its neighbours then
+    step as flat tensors of their own, so many such parameters take away the advantage. `units` says how many
+    flat tensors there are.
 
     Args:
         optimizer: Any optimizer that works element by element; that is tried out here, on copies.
@@ -282,6 +284,11 @@ class FusedOptimizer(Optimizer):
         return loss
 
     # Where everything lies ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Move the parameters now to where the next step would move them, by the gradients that they have."""
+        self._lay_out()
 
     def _moved(self) -> bool:
         """Whether a parameter or a state is not where it was."""
@@ -563,7 +570,7 @@ def _runs(parameters: Sequence[Tensor], homes: dict[int, Tensor]) -> list[list[T
             moving -= {id(p) for p in inside}
     ordered.append([p for p in loose if id(p) in moving])
     for run in filter(None, ordered):
-        if _joined(run, run) is None:
+        if run[0].data_ptr() != _storage(run[0]) or _joined(run, run) is None:
             flat = torch.empty(sum(p.numel() for p in run), dtype=run[0].dtype, device=run[0].device)
             homes[_storage(flat)] = flat
             for p, view in zip(run, _cut(flat, run), strict=True):

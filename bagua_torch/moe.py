@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -28,6 +27,7 @@ import bagua_comm
 from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.codecs.base import check_codec_argument
 
+from . import drawing
 from .broadcast import broadcast_tree, map_leaves
 from .checks import check_same_layer
 from .functional import alltoallv
@@ -272,7 +272,7 @@ class MoE(nn.Module):
             "codec": repr(self.codec),
             "seed": seed,
         }
-        with _drawing:
+        with drawing.alone:
             drawn = int(torch.randint(2**62, ()))  # on every rank, so that generators stay alike
         found = self.comm.allgather_object((mine, drawn))
         for rank, (theirs, _) in enumerate(found):
@@ -485,16 +485,12 @@ class _DividedBy:
         return gradient / self._size
 
 
-_drawing = threading.Lock()
-"""Held while PyTorch's generator, which all threads share, has another seed."""
-
-
 @contextmanager
 def _drawn_from(seed: int, part: object) -> Iterator[None]:
     """In the body, PyTorch's generators begin with a seed of this part; afterwards they go on as before."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     number = int.from_bytes(hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest(), "little")
-    with _drawing, torch.random.fork_rng(devices):
+    with drawing.forked(devices):
         torch.default_generator.manual_seed(number)
         for _ in devices:
             torch.cuda.manual_seed(number)

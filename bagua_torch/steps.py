@@ -21,6 +21,7 @@ from . import checks
 from .backward import BackwardWatch
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine
+from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
 from .unused import UnusedParameters
@@ -102,6 +103,7 @@ class TrainingSteps:
         )
         self._hooks: list[Any] = []
         self._attach()
+        self._lay_out()
 
     def start(self, algorithm: Algorithm) -> None:
         """Make the engine for `algorithm`, and what memory it needs.
@@ -120,6 +122,7 @@ class TrainingSteps:
         """
         self._past += self.engine.counters
         self.start(algorithm)
+        self._lay_out()
 
     @property
     def counters(self) -> ExchangeCounters:
@@ -140,6 +143,7 @@ class TrainingSteps:
         self.watch.regroup(memory.names)
         self.note_new_weights()
         self.lend()
+        self._lay_out()
 
     def close(self) -> None:
         """Finish what is under way, remove the hooks and free the engine. Closing twice does nothing.
@@ -354,6 +358,20 @@ class TrainingSteps:
 
     def _borrowers(self) -> list[Any]:
         return [optimizer for optimizer in self.optimizers if getattr(optimizer, "borrows", "")]
+
+    def _lay_out(self) -> None:
+        """Let fused optimizers move parameters now, so that all forward passes find them at the same places.
+
+        A matrix product on the CPU may round by the address of a weight. A rank that joins in the middle of a
+        training must compute what the others compute.
+        """
+        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)]
+        if fused:
+            fresh = self.memory.attach_all()
+            for optimizer in fused:
+                optimizer.lay_out()
+            for name in fresh:
+                self._trained[name].grad = None
 
     def _attach(self) -> None:
         """Hang the hooks on the module and the optimizers."""

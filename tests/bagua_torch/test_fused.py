@@ -393,6 +393,43 @@ def test_gradients_are_stepped_in_their_buckets():
     assert run_ranks(2, body) == [(1, True)] * 2
 
 
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), LowPrecisionDecentralized()], ids=str)
+def test_parameters_lie_in_the_same_places_from_the_first_forward_pass_on(algorithm):
+    """Matrix products round by the addresses of weights: a rank that joins must have them as the others do."""
+
+    def optimizer_of(model):
+        return fuse(torch.optim.Adam(model.parameters()))
+
+    def trained(ddp, optimizer):
+        addresses = []
+        for _ in range(2):
+            assert all(p.grad is None for p in ddp.module.parameters())
+            addresses.append([p.data_ptr() for p in ddp.module.parameters()])
+            ddp(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert addresses[0] == addresses[1]
+        return [address % 64 for address in addresses[0]]
+
+    def body(comm):
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = optimizer_of(model)
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        trained(ddp, optimizer)
+        ddp.replan(bucket_bytes=16)
+        stayed = trained(ddp, optimizer)
+        ddp.close()
+
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = optimizer_of(model)
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=16)
+        joined = trained(ddp, optimizer)
+        ddp.close()
+        return stayed == joined
+
+    assert run_ranks(1, body) == [True]
+
+
 def test_weights_stay_in_their_buckets():
     def body(comm):
         model = make_model()
