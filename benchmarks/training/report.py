@@ -174,12 +174,18 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draw the speed-ups: a panel for each model, a bar for each algorithm and network."""
     from matplotlib.figure import Figure
 
-    compared = [row for row in rows if is_compared(row)]
+    compared = sorted(filter(is_compared, rows), key=_by_network)
     models = list(dict.fromkeys(row["model"] for row in compared))
-    tallest = max(len({row["algorithm"] for row in compared if row["model"] == model}) for model in models)
-    figure = Figure(figsize=(6 * len(models), 0.4 * tallest + 1.8), layout="constrained")
+    labels = list(dict.fromkeys(map(_label, compared)))
+    tallest = max(sum(row["model"] == model for row in compared) for model in models)
+    figure = Figure(figsize=(6 * len(models), 0.16 * tallest + 1.8), layout="constrained")
     for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        _draw(axes, model, [row for row in compared if row["model"] == model])
+        _draw(axes, model, [row for row in compared if row["model"] == model], labels)
+    bars: dict[str, Any] = {}
+    for axes in figure.axes:
+        bars |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    in_order = [bars[label] for label in labels]
+    figure.legend(in_order, labels, loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     return figure
 
 
@@ -188,25 +194,34 @@ def is_compared(row: dict[str, Any]) -> bool:
     return row["speedup"] is not None and row["algorithm"] not in BASELINES
 
 
-def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None:
+def _by_network(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["ranks_per_host"], row["hosts"], row["rate_mbit"] or 0, row["batch"]
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{network_of(row)}, batch {row['batch']}"
+
+
+def _draw(axes: Any, model: str, rows: Sequence[dict[str, Any]], labels: Sequence[str]) -> None:
+    """Draw one panel: the bars of an algorithm one below the other, and a space before the next."""
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    networks = list(dict.fromkeys((network_of(row), row["batch"]) for row in rows))
-    height = 0.8 / len(networks)
-    for number, (network, batch) in enumerate(networks):
-        mine = [row for row in rows if (network_of(row), row["batch"]) == (network, batch)]
-        places = [names.index(row["algorithm"]) + height * (number - (len(networks) - 1) / 2) for row in mine]
-        label = network if len({size for _, size in networks}) == 1 else f"{network}, batch {batch}"
-        bars = axes.barh(places, [row["speedup"] for row in mine], height, label=label)
-        axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
+    rows = sorted(rows, key=lambda row: names.index(row["algorithm"]))
+    places = {id(row): at + names.index(row["algorithm"]) for at, row in enumerate(rows)}
+    for number, label in enumerate(labels):
+        mine = [row for row in rows if _label(row) == label]
+        if mine:
+            speedups = [row["speedup"] for row in mine]
+            bars = axes.barh([places[id(row)] for row in mine], speedups, 1, color=f"C{number}", label=label)
+            axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
     axes.axvline(1, color="0.3", linewidth=0.8)
     axes.margins(x=0.1)
-    axes.set_yticks(range(len(names)), names)
+    of_name = [[places[id(row)] for row in rows if row["algorithm"] == name] for name in names]
+    axes.set_yticks([sum(found) / len(found) for found in of_name], names)
     axes.invert_yaxis()
     axes.set_title(model, loc="left", fontweight="bold")
     axes.set_xlabel("samples a second, by those of the faster of PyTorch's own on gloo")
     axes.grid(axis="x", color="0.9")
     axes.set_axisbelow(True)
-    axes.legend(fontsize=8, frameon=False)
 
 
 # ---------------------------------------------------------------------------------------------------
