@@ -63,8 +63,12 @@ _GOOD = "good"
 _RENEW_S, _STALE_S, _POLL_S = 1.0, 15.0, 0.25
 """How often a lease is renewed, after how long without that it is taken away, and how often others look."""
 
-_WORK_S, _REST_S = 0.01, 0.19
-"""How long the compiler works and rests in turn while all processors are busy."""
+_WORK_S, _REST_S = 0.01, 0.2
+"""How long the compiler works at once while all processors are busy, and after how long a rest looks about."""
+
+_LEAST, _MOST, _GROWS_S = 0.01, 0.05, 20.0
+"""For what share of the time it works then, at first and at most, and in what time the share grows. So a program
+of some seconds hardly notices it."""
 
 _LEFT_OVER = 1.5
 """So many processors must be left over for the compiler to work all the time: one for itself, and half of one for
@@ -350,24 +354,41 @@ class Supply:
             (self._folder / "verdict").unlink()
         process = _start("make", self._folder, lease, urgent=self._urgent)
         said, load, busy = b"", _Load(), self._rests
+        began_s = time.monotonic()
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 said = process.communicate(timeout=_WORK_S if busy else _POLL_S)[0]
             if process.returncode is None and self._stop.is_set():
                 process.kill()
             elif process.returncode is None and self._rests:
-                if busy:
-                    self._rest(process)
-                busy = load.is_full()
+                share = _share(time.monotonic() - began_s)
+                busy = self._rest(process, load, _WORK_S / share - _WORK_S) if busy else load.is_full()
         if _verdict(self._folder) is None and not self._stop.is_set() and lease.is_own():
             raise UnavailableError(_last_words("compiling them", process.returncode, said))
 
-    def _rest(self, process: subprocess.Popen[bytes]) -> None:
-        """Stop the process, and those that it has started, for a while."""
+    def _rest(self, process: subprocess.Popen[bytes], load: _Load, seconds: float) -> bool:
+        """Stop the process, and those that it has started, a while; returns whether processors are still busy.
+
+        The rest ends at once if they are not, and if somebody waits for the kernels.
+        """
+        busy = True
         with contextlib.suppress(OSError):  # it has just ended
             os.killpg(process.pid, signal.SIGSTOP)
-            self._stop.wait(_REST_S)
+            end_s = time.monotonic() + seconds
+            while busy and self._rests and (left_s := end_s - time.monotonic()) > 0:
+                self._stop.wait(left_s if left_s < 2 * _REST_S else _REST_S)  # never so short that no clock ticks
+                busy = not self._stop.is_set() and load.is_full()
             os.killpg(process.pid, signal.SIGCONT)
+        return busy
+
+
+def _share(age_s: float) -> float:
+    """For what share of the time to compile while processors are busy, so long after the beginning.
+
+    >>> [_share(seconds) for seconds in (0, 10, 60)]
+    [0.01, 0.03, 0.05]
+    """
+    return _LEAST + (_MOST - _LEAST) * min(1.0, age_s / _GROWS_S)
 
 
 class _Load:

@@ -167,9 +167,15 @@ def test_the_times_of_processors_are_known():
     assert sum(first) > 0
 
 
-def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(folder, monkeypatch):
+@pytest.fixture
+def signals(folder, monkeypatch):
+    """What the compiler is sent, which ends once there is a file "go"."""
     (folder / "verdict").unlink()
-    code = f"import time; time.sleep(0.5); open({str(folder / 'verdict')!r}, 'w').write('good')"
+    code = (
+        "import time; from pathlib import Path\n"
+        f"while not Path({str(folder / 'go')!r}).exists(): time.sleep(0.01)\n"
+        f"Path({str(folder / 'verdict')!r}).write_text('good')"
+    )
     popen, killpg, seen = subprocess.Popen, os.killpg, []
 
     def note(group, number):
@@ -180,13 +186,33 @@ def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(f
 
     monkeypatch.setattr(subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", code], **more))
     monkeypatch.setattr(os, "killpg", note)
+    return seen
+
+
+def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(folder, signals, monkeypatch):
     monkeypatch.setattr(making._Load, "is_full", lambda self: True)
+    monkeypatch.setattr(making, "_LEAST", 0.05)
     supply = making.Supply(folder, lambda functions: None)
-    wait_until(lambda: len(seen) >= 4)
+    wait_until(lambda: len(signals) >= 4)
+    monkeypatch.setattr(making, "_MOST", 1e-9)
+    monkeypatch.setattr(making, "_LEAST", 1e-9)
+    wait_until(lambda: len(signals) % 2 == 1)
     supply.hurry()
+    (folder / "go").touch()
     assert supply.ended.wait(PATIENCE_S)
     assert supply.obstacle is None
-    assert seen == [signal.SIGSTOP, signal.SIGCONT] * (len(seen) // 2)
+    assert signals == [signal.SIGSTOP, signal.SIGCONT] * (len(signals) // 2)
+
+
+def test_a_rest_ends_once_processors_are_free(folder, signals, monkeypatch):
+    monkeypatch.setattr(making._Load, "is_full", lambda self: False)
+    monkeypatch.setattr(making, "_LEAST", 1e-9)
+    supply = making.Supply(folder, lambda functions: None)
+    wait_until(lambda: signals == [signal.SIGSTOP, signal.SIGCONT])
+    (folder / "go").touch()
+    assert supply.ended.wait(PATIENCE_S)
+    assert supply.obstacle is None
+    assert len(signals) == 2
 
 
 def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
