@@ -69,12 +69,11 @@ def test_pyright_accepts_programs_and_the_documentation(programs):
     settings = {
         "typeCheckingMode": "basic",
         "extraPaths": [str(ROOT)],
-        "pythonPath": sys.executable,
         "reportUnnecessaryTypeIgnoreComment": "error",  # so that what must be refused is refused
         "reportMissingModuleSource": "none",
     }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    check(["pyright", "--project", str(folder)], [], folder)
+    check(["pyright", "--pythonpath", sys.executable, "--project", str(folder)], [], folder)
 
 
 PAGE = """# A title
