@@ -15,6 +15,7 @@ so; what trains meanwhile goes on.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -58,6 +59,9 @@ SILENT_S = 6.0
 
 AGENT_S = 60.0
 """How long a process waits for torchrun's agent to end it; the agent looks after its processes every 0.1 s."""
+
+WATCH_S = 5.0
+"""How long to wait for the end of the watch, whose last question to the store may be under way."""
 
 ENDED, DOOMED = "has ended well", "is ended by torchrun, together with"
 """Why a process that does not live is no longer there: these begin a reason."""
@@ -137,8 +141,9 @@ class TorchrunFleet(Fleet):
         self._called = threading.Event()
         self._ended = threading.Event()
         self._newcomers = 0
-        watch = threading.Thread(target=self._keep_watch, name="bagua-fleet", daemon=True)
-        watch.start()
+        self._watch = threading.Thread(target=self._keep_watch, name="bagua-fleet", daemon=True)
+        self._watch.start()
+        atexit.register(self._end_watch)
 
     # Meetings ---------------------------------------------------------------------------------------
 
@@ -223,7 +228,8 @@ class TorchrunFleet(Fleet):
 
     def end(self) -> None:
         """See `Fleet.end`."""
-        self._ended.set()
+        self._end_watch()
+        atexit.unregister(self._end_watch)
         with suppress(RankFailed):  # without the store nobody can ask
             self._board.put(f"dead/{self.me}", ENDED)
             self._board.put("over")
@@ -319,6 +325,11 @@ class TorchrunFleet(Fleet):
                     self._newcomers = board.count("newcomers")
         except RankFailed as exc:
             _log.warning("%s", exc)
+
+    def _end_watch(self) -> None:
+        """Watch no more. A thread that asks the store while Python ends would abort the process."""
+        self._ended.set()
+        self._watch.join(WATCH_S)
 
     def recruits_wait(self) -> bool:
         """See `Fleet.recruits_wait`: those that torchrun has started again."""

@@ -314,6 +314,25 @@ def test_this_fleet_starts_no_processes():
     fleet.end()
 
 
+@pytest.mark.parametrize("end", ["fleet.end()", ""])
+def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
+    """A thread that is in the store when Python ends would abort the process: "terminate called ..."."""
+    code = f"""
+        import time
+        import torch.distributed as dist
+        from bagua_torch.process_group import fleet as module
+
+        module.LOOK_S = 0  # all the time
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+        fleet = module.TorchrunFleet(store, 0, 1, timeout_s=5)
+        time.sleep(0.2)
+        {end}
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_what_cannot_be_asked_for():
     with pytest.raises(ArrayError, match="2 of 2 processes are spares"):
         TorchrunFleet(dist.HashStore(), 0, 2, timeout_s=5, spares=2)
