@@ -259,7 +259,7 @@ class FusedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._moved():
-            self._lay_out()
+            self.lay_out()
         self._hold_gradients()
         for mine, inner, units in zip(self.param_groups, self._inner.param_groups, self._units, strict=True):
             inner.update({key: value for key, value in mine.items() if key != "params"})
@@ -285,11 +285,6 @@ class FusedOptimizer(Optimizer):
 
     # Where everything lies ----------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def lay_out(self) -> None:
-        """Move the parameters now to where the next step would move them, by the gradients that they have."""
-        self._lay_out()
-
     def _moved(self) -> bool:
         """Whether a parameter or a state is not where it was."""
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -311,8 +306,9 @@ class FusedOptimizer(Optimizer):
                     return True
         return False
 
-    def _lay_out(self) -> None:
-        """Make all units anew from the parameters, gradients and states as they are."""
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Make all units anew from the parameters, gradients and states as they are, as a step does at need."""
         _check_parameters(self.param_groups)
         inner = self._inner
         inner.state.clear()

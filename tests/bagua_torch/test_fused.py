@@ -397,8 +397,10 @@ def test_gradients_are_stepped_in_their_buckets():
 def test_parameters_lie_in_the_same_places_from_the_first_forward_pass_on(algorithm):
     """Matrix products round by the addresses of weights: a rank that joins must have them as the others do."""
 
-    def optimizer_of(model):
-        return fuse(torch.optim.Adam(model.parameters()))
+    def made(comm, **settings):
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer = fuse(torch.optim.Adam(model.parameters()))
+        return DistributedDataParallel(model, optimizer, algorithm, comm=comm, **settings), optimizer
 
     def trained(ddp, optimizer):
         addresses = []
@@ -412,17 +414,13 @@ def test_parameters_lie_in_the_same_places_from_the_first_forward_pass_on(algori
         return [address % 64 for address in addresses[0]]
 
     def body(comm):
-        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-        optimizer = optimizer_of(model)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        ddp, optimizer = made(comm)
         trained(ddp, optimizer)
         ddp.replan(bucket_bytes=16)
         stayed = trained(ddp, optimizer)
         ddp.close()
 
-        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-        optimizer = optimizer_of(model)
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm, bucket_bytes=16)
+        ddp, optimizer = made(comm, bucket_bytes=16)
         joined = trained(ddp, optimizer)
         ddp.close()
         return stayed == joined

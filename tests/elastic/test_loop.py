@@ -152,12 +152,21 @@ def test_an_open_communicator_is_refused():
         run(State(step=0))(lambda comm: None)
 
 
-def test_a_spare_raises_when_all_who_trained_are_dead():
+def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
+    stands_by, stand_by = threading.Event(), ThreadFleet.stand_by
+
+    def note(fleet, training):
+        stands_by.set()
+        return stand_by(fleet, training)
+
+    monkeypatch.setattr(ThreadFleet, "stand_by", note)
+
     def body(fleet):
         @run(state := State(step=0), fleet=fleet)
         def train(comm):
             state.commit()
             comm.barrier()
+            assert stands_by.wait(10)  # before, it does not know that anybody trains
             job.kill(0, 1)
             comm.barrier()
 
