@@ -222,7 +222,7 @@ def test_the_nan_of_a_sum_is_the_canonical_one(module):
 
 
 def test_kernels_run_without_the_gil():
-    x = np.zeros((4, 2**20), np.float32)
+    x = np.zeros((4, 2**22), np.float32)  # long calls: one that kept the GIL would be counted once
     codec = MinMaxUInt8()
     wire, done, counted = codec.encode(x), threading.Event(), 0
 
