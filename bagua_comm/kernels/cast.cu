@@ -12,8 +12,8 @@ constexpr int width = access_bytes / sizeof(element);
 
 template <class To>
 __device__ To saturated(float32 x) {
-    float32 limit = largest_finite<To>();
-    return narrow<To>(is_finite(x) ? fminf(fmaxf(x, -limit), limit) : x);
+    float32 limit = largest_finite<To>(), nan = __uint_as_float(canonical_nan);
+    return narrow<To>(is_finite(x) ? fminf(fmaxf(x, -limit), limit) : is_nan(x) ? nan : x);
 }
 
 // Call `convert(row, at, number)` for all parts of rows of `count` elements that this thread works on.

@@ -103,10 +103,11 @@ inline unsigned __float_as_uint(float x) {
     return bits;
 }
 
+// A GPU widens a NaN to this one, whatever its bits are.
 inline float half_to_float(unsigned short bits) {
     _Float16 x;
     memcpy(&x, &bits, sizeof x);
-    return x;
+    return x != x ? __uint_as_float(0x7fffffff) : float(x);
 }
 
 inline unsigned short float_to_half(float x) {

@@ -9,6 +9,7 @@ from kernels.test_device import (  # noqa: F401
     test_combine_of_many_chunks,
     test_decode_divides_as_exactly_as_the_host,
     test_element_wise_steps,
+    test_every_nan_on_the_wire_is_decoded_to_the_canonical_one,
     test_few_ctas_do_the_work_of_many,
     test_golden_bytes,
     test_minmax,
