@@ -224,7 +224,7 @@ struct Sum {
             const uint8* codes = row + layout.start + segment.begin + at;
             if (whole && plain)
                 add<true>(codes, rows, width, decoders, total);
-            else
+            else if (segment.length > 0)  // else nobody has computed this team's decoders
                 add<false>(codes, rows, segment.length - at, decoders, total);
         }
         divide_and_round(total);

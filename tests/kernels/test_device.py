@@ -230,6 +230,16 @@ def test_combine_of_many_chunks(device):
     assert on_host == on_device
 
 
+@pytest.mark.slow  # its kernel is compiled for it alone
+def test_teams_without_a_segment_decode_nothing(device, run, monkeypatch):
+    code = run.source("minmax.cu")
+    first, check = "bool plain() const {", 'if (__float_as_uint(scale) == 0xffffffff) fail("nobody computed it");'
+    assert first in code
+    monkeypatch.setattr(run, "source", lambda _: code.replace(first, f"{first} {check}"))
+    on_host, on_device = twice(MinMaxUInt8(64), normal((3, 64 * 5), "float32"))
+    assert on_host == on_device
+
+
 def test_empty_arrays_launch_nothing(device):
     codec = MinMaxUInt8()
     codec.encode(up(np.empty((2, 0), np.float32)))
