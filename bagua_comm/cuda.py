@@ -282,6 +282,9 @@ def current_address() -> int:
     return address
 
 
+DEFAULT_STREAMS = (0, 1)
+"""The addresses of the default stream of a device: that of CuPy, and cudaStreamLegacy."""
+
 _PER_THREAD = 2
 """cudaStreamPerThread."""
 

@@ -63,11 +63,18 @@ def _on_device(device: torch.device) -> Iterator[None]:
 
 
 def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. This does nothing for the CPU."""
+    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. This does nothing for the CPU.
+
+    Raises:
+        UnsupportedError: CuPy was told to have a default stream for each thread.
+    """
     if device.type == "cpu":
         return _ON_HOST
+    address = cuda.current_address()
+    if address in cuda.DEFAULT_STREAMS:  # of which ExternalStream would make a stream of PyTorch's pool
+        return torch.cuda.stream(torch.cuda.default_stream(device))
     external: Any = torch.cuda.ExternalStream  # torch leaves it untyped
-    return torch.cuda.stream(external(cuda.current_address(), device))
+    return torch.cuda.stream(external(address, device))
 
 
 def as_array(tensor: torch.Tensor) -> Array:

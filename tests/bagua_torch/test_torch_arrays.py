@@ -1,5 +1,7 @@
 """Tensors as arrays and back: the same memory."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import as_array, as_tensor
+from bagua_torch.arrays import cupy_stream
 
 DTYPES = [
     torch.bool,
@@ -160,3 +163,22 @@ def test_a_tensor_on_a_device_without_transport_is_refused_on_every_rank():
         return comm.allreduce(arrays.as_array(torch.ones(1))).item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("device", ["lazy"], indirect=True)
+def test_pytorchs_stream_of_cupys_default_stream_is_its_default_stream(device, monkeypatch):
+    """And no stream of PyTorch's pool, as `ExternalStream(0)` would be."""
+    import cupy
+
+    on_gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: ("default", device))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: (address, device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    assert cupy_stream(on_gpu) == ("default", on_gpu)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        assert cupy_stream(on_gpu) == (stream.ptr, on_gpu)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=1))
+    assert cupy_stream(on_gpu) == ("default", on_gpu)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=2))
+    with pytest.raises(UnsupportedError, match="CUPY_CUDA_PER_THREAD_DEFAULT_STREAM=1"):
+        cupy_stream(on_gpu)
