@@ -347,11 +347,20 @@ _VIEWS = 256
 """How many views a `Scratch` remembers."""
 
 
+class _Order(Protocol):
+    """See `cuda.StreamOrder`."""
+
+    settled: Any
+
+    def follow(self) -> None: ...
+
+
 class Scratch:
     """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
 
     What `take` returned is valid until the same key is taken again. A scratch belongs to one communicator or
-    transport. Like its owner, it is used by one thread at a time; on a device, by one stream at a time.
+    transport. Like its owner, it is used by one thread at a time; on a device, by one stream, or see
+    `cuda.SharedScratch`.
 
     >>> scratch = Scratch()
     >>> a = scratch.take("wire", (2, 8), np.uint8, like=np.empty(0))
@@ -359,6 +368,8 @@ class Scratch:
     >>> b.shape, np.shares_memory(a, b)
     ((4,), True)
     """
+
+    _order: _Order | None = None
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, bool], Array] = {}
@@ -369,7 +380,11 @@ class Scratch:
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
-        place = (key, isinstance(like, np.ndarray))
+        on_host = isinstance(like, np.ndarray)
+        order = None if on_host else self._order
+        if order is not None and sys.modules["cupy"].cuda.get_current_stream() is not order.settled:
+            order.follow()
+        place = (key, on_host)
         wanted = (place, shape, dtype)
         if wanted in self._views:
             return self._views[wanted]
@@ -378,16 +393,20 @@ class Scratch:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.nbytes < nbytes:
             room = nbytes
-            if not place[1]:
+            if not on_host:
                 # A power of two, so that all outgrown buffers together are smaller than this one.
                 room = 1 << max(nbytes - 1, 0).bit_length()
                 self._outgrown += [] if buffer is None else [buffer]
+                self._before_growth()
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
             self._views.clear()
         if len(self._views) == _VIEWS:
             self._views.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
+
+    def _before_growth(self) -> None:
+        """Called before memory of a device is allocated."""
 
     def clear(self) -> None:
         """Let go of all memory."""

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from . import arrays, objects, trace
 from .agreement import Messages, compare_calls, compare_counts
-from .arrays import A, AnyArray, Array, Elements, Op, OpOrder, S, Scratch, as_real, parts
+from .arrays import A, AnyArray, Array, Elements, Op, OpOrder, S, as_real, parts
 from .bucket import Bucket
 from .call import (
     NOTHING,
@@ -42,6 +42,7 @@ from .call import (
     check_writable,
     landing,
 )
+from .cuda import SharedScratch
 from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from .flight import FlightRecorder
 from .flight.entries import WORLD
@@ -89,7 +90,8 @@ class Communicator:
       the library of the input, a tensor for a tensor.
     * A host array's result is there when the call returns. A device array is read and written in the order of
       CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
-      waits neither for the device nor for peers.
+      waits neither for the device nor for peers. The next call may be on another stream: where both use memory
+      of the communicator, that stream waits for the first one.
     * A call that waits for longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer
       is given up; the next call or `close` raises the error. `timeout_s=` of a call is its own limit, in seconds,
       instead of the communicator's; ranks may give different ones. The first rank whose time is over gives the
@@ -143,7 +145,7 @@ class Communicator:
         self.hooks = Hooks()
         """Whom calls of this communicator, and of those made from it, are shown to; see `on`."""
         self.work = Work()
-        self.scratch = Scratch()
+        self.scratch = SharedScratch()
         self.keeper: Keeper | None = None
         """What keeps the engines that are made on this very communicator, as `elastic.run` does."""
         self.settled: dict[Hashable, Any] = {}

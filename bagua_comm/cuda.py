@@ -6,14 +6,14 @@ import functools
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .arrays import Array, library
+from .arrays import Array, Scratch, library
 from .errors import CommTimeout, UnsupportedError
 from .trace import Recorder, Tracer, label
 
@@ -58,6 +58,108 @@ def after(event: Any) -> None:
 
 
 # Streams ------------------------------------------------------------------------------------------------
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether a stream is being captured in a CUDA graph.
+
+    Raises:
+        UnsupportedError: It is the default stream, which nobody may use now: a stream that takes turns with it is
+            being captured.
+    """
+    runtime = sys.modules["cupy"].cuda.runtime
+    try:
+        return bool(stream.is_capturing())
+    except runtime.CUDARuntimeError as exc:
+        if exc.status != _IMPLICIT_CAPTURE:
+            raise
+        raise UnsupportedError(
+            "the default stream cannot be used while a stream that takes turns with it is captured in a CUDA "
+            f"graph ({exc}); capture a stream that was made with non_blocking=True, or make the call on one"
+        ) from exc
+
+
+_IMPLICIT_CAPTURE = 906
+"""cudaErrorStreamCaptureImplicit."""
+
+
+class StreamOrder:
+    """Keeps in order what one thread enqueues on shared memory, on one stream after another.
+
+    What is captured in a CUDA graph is ordered inside its capture. CUDA lets it wait for nothing outside of that,
+    since it does not run yet: when a graph is launched, its stream must come after other work on the memory, and
+    that work after the graph.
+    """
+
+    def __init__(self) -> None:
+        self.settled: Any = None
+        """The stream for which `follow` has nothing to do."""
+        self._last: Any = None
+        """The stream of the latest work; kept, so that no other one comes to its address."""
+        self._captured: Any = None
+        """The stream of the latest work since then that is captured."""
+
+    def follow(self) -> None:
+        """Have what is enqueued from now on, on the current stream, come after all work so far.
+
+        Raises:
+            UnsupportedError: The stream of the work so far is being captured, and the current one is not.
+        """
+        current = _cuda().get_current_stream()
+        if current is self.settled:
+            return
+        capturing, before = is_capturing(current), self._last
+        if capturing and self._captured is not None and is_capturing(self._captured):
+            before = self._captured
+        if before is not None and before.ptr != current.ptr:
+            if is_capturing(before) == capturing:
+                current.wait_event(record_event(before))
+            elif not capturing:
+                raise UnsupportedError(
+                    "the stream of the call before this one is being captured in a CUDA graph, and the current "
+                    "one is not; end the capture first, or use a communicator of its own here, made by dup() on "
+                    "all ranks"
+                )
+        if capturing:
+            self.settled, self._captured = None, current
+        else:
+            self.settled, self._last, self._captured = current, current, None
+
+    def join(self, streams: Iterable[Any]) -> None:
+        """Make `streams` wait for all work so far, but for what is captured."""
+        last = self._last
+        if last is None or is_capturing(last):
+            return
+        for stream in streams:
+            if stream.ptr != last.ptr and not is_capturing(stream):
+                stream.wait_event(record_event(last))
+
+
+class SharedScratch(Scratch):
+    """A `Scratch` for calls on several streams, one after another: who takes memory comes after earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: StreamOrder = StreamOrder()
+        self._device: int | None = None
+        """The device that the memory is on."""
+        self._homes: dict[int, Any] = {}
+        """The streams on which memory was allocated, by address: once freed, it is used again in their order."""
+
+    def _before_growth(self) -> None:
+        cuda = _cuda()
+        self._device, current = cuda.runtime.getDevice(), cuda.get_current_stream()
+        self._homes[current.ptr] = current
+
+    def clear(self) -> None:
+        """See `Scratch.clear`."""
+        if self._device is not None:
+            cuda = _cuda()
+            # After an error of the device, and on a stream that nobody may use, there is nothing to wait for.
+            with suppress(cuda.runtime.CUDARuntimeError, UnsupportedError), cuda.Device(self._device):
+                self._order.join(self._homes.values())
+        self._homes.clear()
+        super().clear()
 
 
 class SideStream:

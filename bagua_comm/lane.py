@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias, TypeVar
 
 from .bucket import Bucket
-from .cuda import DeviceSpan, SideFuture, SideStream, record_event, use_device
+from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .trace import Tracer
@@ -278,11 +278,28 @@ class StreamLane(Lane):
 
 
 class InlineLane(Lane):
-    """A lane without a thread, for libraries that only one thread may call: `submit` does the work."""
+    """A lane without a thread, for libraries that only one thread may call: `submit` does the work.
+
+    On a device, tasks keep their order, and what comes after `wait` comes after them, whatever stream is current.
+    """
+
+    def __init__(self, comm: Communicator, name: str = "lane") -> None:
+        super().__init__(comm, name)
+        self._order = StreamOrder()
+
+    def wait(self) -> None:
+        """See `Lane.wait`."""
+        super().wait()
+        self._follow()
+
+    def _follow(self) -> None:
+        if _device_of(self.comm) is not None:
+            self._order.follow()
 
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Run the task now; see `Lane.submit`."""
         self._check_open()
+        self._follow()
         future: Future[R] = Future()
         try:
             future.set_result(self._run(task, args, kwargs))

@@ -374,7 +374,7 @@ def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int)
         host = np.concatenate([*starts, ends[-1:]]).astype(np.int64)
         found = host
         if not isinstance(like, np.ndarray):
-            found = arrays.empty(host.shape, np.int64, like=like)
+            found = comm.scratch.take(f"{key}", host.shape, np.int64, like=like)
             found.set(host)
         comm.settled[key] = found
     return found

@@ -24,7 +24,8 @@ from typing import ClassVar, TypeAlias
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import REDUCED_PRECISION, Array, OpOrder, Scratch
+from ..arrays import REDUCED_PRECISION, Array, OpOrder
+from ..cuda import SharedScratch
 from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
 from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
@@ -63,7 +64,7 @@ class Transport(ABC):
     collectives; False if the library below adds in an order of its own, even if only above some size."""
 
     def __init__(self) -> None:
-        self._scratch = Scratch()
+        self._scratch = SharedScratch()
         self._call: str | None = None
         self._describe: Callable[[], str] | None = None
         self._in_collective = False
