@@ -73,10 +73,17 @@ def is_capturing(stream: Any) -> bool:
     except runtime.CUDARuntimeError as exc:
         if exc.status != _IMPLICIT_CAPTURE:
             raise
-        raise UnsupportedError(
-            "the default stream cannot be used while a stream that takes turns with it is captured in a CUDA "
-            f"graph ({exc}); capture a stream that was made with non_blocking=True, or make the call on one"
-        ) from exc
+        raise UnsupportedError(explained(exc)) from exc
+
+
+def explained(exc: Any) -> str:
+    """What an error of CUDA says, and what to do about it if that is not clear."""
+    if exc.status != _IMPLICIT_CAPTURE:
+        return str(exc)
+    return (
+        f"{exc}; the default stream cannot be used while a stream that takes turns with it is captured in a CUDA "
+        "graph: capture a stream that was made with non_blocking=True, or make the call on one"
+    )
 
 
 _IMPLICIT_CAPTURE = 906

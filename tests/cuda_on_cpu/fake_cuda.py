@@ -180,6 +180,7 @@ class Stream:
 
     def is_capturing(self) -> bool:
         running().check(self._queue.device)
+        running().check_turns(self._queue)
         return self._queue.capture is not None
 
     @property

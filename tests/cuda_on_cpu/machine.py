@@ -35,6 +35,7 @@ GUARD_BYTE = 0x5A
 """The byte before and after each array, where nobody may write."""
 
 ERRORS = {
+    46: "cudaErrorDevicesUnavailable: all CUDA-capable devices are busy or unavailable",
     100: "cudaErrorNoDevice: no CUDA-capable device is detected",
     101: "cudaErrorInvalidDevice: invalid device ordinal",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
@@ -301,14 +302,23 @@ class Machine:
 
     def _before(self, queue: Queue) -> list[Operation]:
         """The operations before a new one on `queue`: its tail, and those of the default stream's turns."""
+        self.check_turns(queue)
         queues = [queue]
         if queue.ptr == 0:
-            queues += [each for each in self._queues.values() if each.blocking and each.device == queue.device]
-            if any(each.capture for each in queues):
-                raise CUDARuntimeError(906)
+            queues += self._taking_turns(queue)
         elif queue.blocking and queue.capture is None and (queue.device, 0) in self._queues:
             queues.append(self._queues[queue.device, 0])
         return [each.tail for each in queues if each.tail is not None]
+
+    def _taking_turns(self, queue: Queue) -> list[Queue]:
+        """The streams that take turns with `queue`, a default stream."""
+        return [each for each in self._queues.values() if each.blocking and each.device == queue.device]
+
+    def check_turns(self, queue: Queue) -> None:
+        """Raise if this is a default stream, and a stream that takes turns with it is captured."""
+        with self.changed:
+            if queue.ptr == 0 and any(each.capture for each in self._taking_turns(queue)):
+                raise CUDARuntimeError(906)
 
     def _arrive(self, operation: Operation) -> None:
         operation.meetings = [call.arrive(operation) for call in operation.calls]

@@ -755,6 +755,7 @@ def test_a_rank_on_which_nccl_fails_takes_the_others_along(device, monkeypatch):
     assert "rank 1 of 3: NCCL failed: " in str(results[1])
     assert [CommTimeout, CommError, CommTimeout] == [type(result) for result in results]
     assert "rank 0 of 3: NCCL has waited 1 s for other ranks" in str(results[0])
+    assert str(results[0]).endswith(f"; on rank 1: {results[1]}")
 
 
 def test_a_unique_id_that_cannot_be_had_fails_everywhere(device, monkeypatch):
@@ -767,7 +768,7 @@ def test_a_unique_id_that_cannot_be_had_fails_everywhere(device, monkeypatch):
     results = in_time(lambda: run_hosts(2, lambda host: over("nccl", host)))
 
     assert "rank 0 of 2: NCCL failed: " in str(results[0])
-    assert str(results[1]) == "rank 1 of 2: NCCL could not be set up on another rank"
+    assert str(results[1]) == f"rank 1 of 2: NCCL could not be set up on rank 0: {results[0]}"
 
 
 @one_policy

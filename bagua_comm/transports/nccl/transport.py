@@ -39,6 +39,7 @@ import numpy as np
 from cupy.cuda import nccl
 
 from ...arrays import FLOATS, Array, address, dtype_name
+from ...cuda import explained
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
 from ..base import POINT_TO_POINT, Message, Transport, check_timeout
 from .watchdog import Watch, Watchdog
@@ -70,6 +71,7 @@ _TOKEN_BYTES = 16
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _LIBRARY_ERRORS = (nccl.NcclError, KeyError)
 """CuPy's table of NCCL's errors ends at 6: for 7 and 8 it raises a KeyError that holds the number."""
+_ERRORS = (*_LIBRARY_ERRORS, cupy.cuda.runtime.CUDARuntimeError)
 
 
 class Names(NamedTuple):
@@ -122,8 +124,14 @@ class NcclTransport(Transport):
             CommError: NCCL cannot be set up, here or on another rank.
         """
         limit_s = host.timeout_s if timeout_s is None else check_timeout(cls.name, timeout_s)
-        watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
-        mine = _together(host, nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES))
+
+        def prepare() -> tuple[Watchdog, bytes]:
+            """Nobody waits in NCCL for a rank that cannot use its device, on a thread of the watchdog either."""
+            watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
+            make_id = nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES)
+            return watchdog, watchdog.limited(make_id, host.timeout_s / 2, f"{_who(host)}: NCCL")
+
+        watchdog, mine = _together(host, prepare)
         token = secrets.token_bytes(_TOKEN_BYTES)  # after a shrink, NCCL's address may be the same again
         told = np.frombuffer(mine + token, np.uint8).copy()
         host.broadcast(told, 0)
@@ -264,8 +272,9 @@ class NcclTransport(Transport):
         if nbytes == 0:
             return
         stream = cupy.cuda.get_current_stream()
-        call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self._limit_s)
         try:
+            # In a CUDA graph, the call is not made now.
+            call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self._limit_s)
             with self._watch:
                 start(stream.ptr)
             if call is not None:
@@ -273,12 +282,19 @@ class NcclTransport(Transport):
                 event = events.pop() if events else cupy.cuda.Event(disable_timing=True)
                 event.record(stream)
                 call.event = event
-        except cupy.cuda.runtime.CUDARuntimeError as exc:
-            self._watch.fail(CommError, f"{_who(self)}: {name}: CUDA failed: {exc}")
+        except BaseException as exc:
+            self._give_up(name, exc)
+            raise
+
+    def _give_up(self, name: str, exc: BaseException) -> None:
+        """Give up, since this rank has not made a call that the others make; raises what that means."""
+        who = f"{_who(self)}: {name}"
+        if isinstance(exc, CommError):  # it was given up before
+            return
+        if isinstance(exc, _ERRORS):
+            self._watch.fail(*_translated(exc, who))
             self._watch.check_usable(exc)
-        except _LIBRARY_ERRORS as exc:
-            self._watch.fail(*_translated(exc, f"{_who(self)}: {name}"))
-            self._watch.check_usable(exc)
+        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_told=True)
 
     def _tell(self, error: CommError) -> None:
         """Tell the other ranks that this one has given up, unless they know."""
@@ -308,16 +324,17 @@ class NcclTransport(Transport):
         """See `Transport.split`. Waits for the device: NCCL splits no communicator with calls in flight."""
         self._watch.drain(math.inf)
         self._watch.check_usable()
-        who = f"{_who(self)}: split: NCCL"
         try:
-            comm = self._watchdog.limited(lambda: self._comm.commSplit(color, key), self.timeout_s, who)
+            comm = self._watchdog.limited(
+                lambda: self._comm.commSplit(color, key), self.timeout_s, f"{_who(self)}: split: NCCL"
+            )
         except CommTimeout as exc:
             self._watch.stuck = True
             self._watch.fail(CommTimeout, str(exc))
             raise
-        except _LIBRARY_ERRORS as exc:
-            self._watch.fail(*_translated(exc, who))
-            self._watch.check_usable(exc)
+        except BaseException as exc:
+            self._give_up("split", exc)
+            raise
         self._splits += 1
         name = f"{self._names.name}.{self._splits}:{color}"
         family, joined = self._names.family, self._names.joined
@@ -382,20 +399,38 @@ def version() -> int:
 
 def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], object] = lambda made: None) -> Any:
     """Call `make`; if it fails on any rank, undo it and raise on all ranks. Collective."""
-    made: Any = None
-    failure = CommError(f"{_who(host)}: NCCL could not be set up on another rank")
+    made, failure = None, None
     try:
         made = make()
     except CommError as exc:
         failure = exc
-    except _LIBRARY_ERRORS as exc:
+    except Exception as exc:
         kind, reason = _translated(exc, _who(host))
         failure = kind(reason)
-    if host.agree(made is not None):
+        failure.__cause__ = exc
+    text = "" if failure is None else f"{'late' if isinstance(failure, CommTimeout) else 'here'}{failure}"
+    mine, everyones = np.zeros(_REASON_BYTES, np.uint8), np.empty((host.size, _REASON_BYTES), np.uint8)
+    told = np.frombuffer(text.encode()[:_REASON_BYTES], np.uint8)
+    mine[: told.size] = told
+    host.allgather(mine, everyones)
+    reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
+    failed = [rank for rank, reason in enumerate(reasons) if reason]
+    if not failed:
         return made
-    if made is not None:
+    if failure is None:
         undo(made)
+    # Who has waited for a rank in vain was late because of that rank.
+    first = next((rank for rank in failed if reasons[rank].startswith("here")), failed[0])
+    reason = reasons[first][len("here") :]
+    if failure is None:
+        raise CommError(f"{_who(host)}: NCCL could not be set up on rank {first}: {reason}")
+    if isinstance(failure, CommTimeout) and reasons[first].startswith("here"):
+        raise CommTimeout(f"{failure}; on rank {first}: {reason}")
     raise failure
+
+
+_REASON_BYTES = 1024
+"""How much of the reason why one rank fails is told to the others."""
 
 
 def _who(transport: Transport) -> str:
@@ -415,7 +450,11 @@ def _code(exc: BaseException) -> int:
 
 
 def _translated(exc: BaseException, who: str) -> tuple[type[CommError], str]:
-    """Translate an NCCL error: our exception class and its message."""
+    """Translate an error of CUDA, NCCL or others: our exception class and its message."""
+    if isinstance(exc, cupy.cuda.runtime.CUDARuntimeError):
+        return CommError, f"{who}: CUDA failed: {explained(exc)}"
+    if not isinstance(exc, _LIBRARY_ERRORS):
+        return CommError, f"{who}: {type(exc).__name__}: {exc}"
     code = _code(exc)
     if code == _REMOTE_ERROR:
         return RankFailed, f"{who}: a peer died or cannot be reached ({exc})"

@@ -127,11 +127,12 @@ class Watch:
         while self.look() and time.monotonic() < deadline:
             time.sleep(0.0001)
 
-    def fail(self, kind: type[CommError], reason: str) -> None:
-        """Give up: abort the communicator; later calls raise this error."""
+    def fail(self, kind: type[CommError], reason: str, *, is_told: bool = False) -> None:
+        """Give up: abort the communicator; later calls raise this error, and `close` does unless it `is_told`."""
         first = self._failure is None
         if first:
             self._failure = kind, reason
+            self._told = is_told
         self._over.set()
         if first:
             self._tell(kind(reason))
@@ -186,7 +187,10 @@ class Watch:
 
         The thread is started at once, since no thread can be started while the process ends.
         """
-        _work_beside(self._watchdog.device)
+        try:
+            _work_beside(self._watchdog.device)
+        except RuntimeError as exc:  # of CUDA
+            self.fail(CommError, f"{self.who}: CUDA failed: {exc}")
         self._over.wait()
         # A thread that is inside the library is about to leave it, unless it hangs there.
         deadline = time.monotonic() + 1
@@ -219,12 +223,21 @@ class Watchdog:
         """Watch one more communicator."""
         self._watches.append(watch)
         if len(self._watches) == 1:
-            self.start(self._run)
+            self.start(self._run).add_done_callback(self._ended)
 
     def discard(self, watch: Watch) -> None:
-        """Watch a communicator no longer."""
-        self._watches.remove(watch)
+        """Watch a communicator no longer; any thread may call this, and again."""
+        with suppress(ValueError):
+            self._watches.remove(watch)
         self._busy.set()
+
+    def _ended(self, thread: Future[Any]) -> None:
+        """Fail what is still to be watched, if the thread has ended by an error."""
+        exc = thread.exception()
+        if exc is not None:
+            for watch in tuple(self._watches):
+                reason = f"nobody watches this communicator: {type(exc).__name__}: {exc}"
+                watch.fail(CommError, f"{watch.who}: {reason}")
 
     def give_up(self, reason: str) -> None:
         """Give up all communicators; see `Watch.give_up`."""

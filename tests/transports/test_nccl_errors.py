@@ -1,0 +1,123 @@
+"""NCCL: exceptions in the middle of calls, and devices that cannot be used. All ranks learn the reason soon."""
+
+import threading
+
+import pytest
+from support.device_ranks import over, run_over_nccl
+from transports.test_nccl import call_once_it_fails, call_until_it_fails, in_time, run_hosts
+
+from bagua_comm import CommAborted, CommError
+
+one_policy = pytest.mark.parametrize("device", ["lazy"], indirect=True)
+
+
+@one_policy
+@pytest.mark.parametrize("error", [OverflowError("int too large"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("where", ["in NCCL", "before it"])
+def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(device, monkeypatch, error, where):
+    """And not that a call, which was never made, is not done when its time is over."""
+    import cupy
+
+    device.nccl_connects = False
+
+    def fail(*arguments):
+        raise error
+
+    def body(comm):
+        x = cupy.zeros(3)
+        comm.transports[0].barrier()
+        watch, nccl = comm.transports[1]._watch, comm.transports[1]._comm
+        if comm.rank == 0:
+            begin = watch.begin
+            with monkeypatch.context() as patch:
+                if where == "in NCCL":
+                    patch.setattr(nccl, "allReduce", fail)
+                else:
+                    patch.setattr(watch, "begin", lambda *arguments: fail(begin(*arguments)))
+                with pytest.raises(type(error)):
+                    comm.allreduce(x)
+            with pytest.raises(CommError, match=f"^[^;]*rank 0 of 2: allreduce: {type(error).__name__}"):
+                comm.allreduce(x)
+            comm.close()
+        else:
+            comm.allreduce(x)
+            with pytest.raises(CommAborted, match=f"rank 0 gave up, by CommError: .*{type(error).__name__}"):
+                call_once_it_fails(comm)
+        comm.transports[0].barrier()
+
+    in_time(lambda: run_over_nccl(device, 2, body=body))
+
+
+@one_policy
+def test_a_call_on_the_default_stream_beside_a_capture_that_forbids_it_says_so(device):
+    import cupy
+
+    def body(comm):
+        x = cupy.zeros(3)
+        stream = cupy.cuda.Stream()  # takes turns with the default stream
+        stream.begin_capture()
+        with pytest.raises(
+            CommError, match=r"allreduce: CUDA failed: .*; the default stream cannot be used while.*non_blocking"
+        ):
+            comm.allreduce(x, out=x)
+        stream.end_capture()
+
+    run_over_nccl(device, 1, body=body)
+
+
+@one_policy
+def test_a_communicator_that_two_threads_end_at_once_is_forgotten_once(device):
+    def body(comm):
+        transport = comm.transports[1]
+        transport._watchdog.discard(
+            transport._watch
+        )  # as `give_up` of another thread, between two steps of `close`
+        comm.close()
+
+    run_over_nccl(device, 1, body=body)
+
+
+@one_policy
+def test_a_watchdog_whose_thread_cannot_work_fails_its_communicators(device, monkeypatch):
+    import cupy
+
+    def body(comm):
+        transport = comm.transports[1]
+        monkeypatch.setattr(transport._watch, "_check", lambda: 1 / 0)
+        with pytest.raises(CommError, match="rank 0 of 1: nobody watches this communicator: ZeroDivisionError"):
+            call_until_it_fails(comm, cupy.zeros(3))
+        monkeypatch.undo()
+
+    in_time(lambda: run_over_nccl(device, 1, body=body))
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_device_that_one_rank_cannot_use_is_an_error_of_all_that_names_both(device, monkeypatch, guilty):
+    """There NCCL's address cannot be had, here no further thread can use the device: nobody waits in NCCL."""
+    import cupy
+    from cupy.cuda import nccl
+
+    device.count, main, use = 3, set(), cupy.cuda.Device.use
+
+    def fail(*arguments):
+        raise cupy.cuda.runtime.CUDARuntimeError(46)
+
+    def use_on_main_threads(its):
+        if its.id == 1 and threading.get_ident() not in main:
+            fail()
+        use(its)
+
+    if guilty == 0:
+        monkeypatch.setattr(nccl, "get_unique_id", fail)
+    else:
+        monkeypatch.setattr(cupy.cuda.Device, "use", use_on_main_threads)
+
+    def connect(host):
+        main.add(threading.get_ident())
+        cupy.cuda.Device(host.rank).use()
+        return over("nccl", host)
+
+    for result in in_time(lambda: run_hosts(3, connect)):
+        assert type(result) is CommError  # and no CommTimeout
+        assert f"rank {guilty} of 3: CUDA failed: " in str(result)
+        assert "all CUDA-capable devices are busy" in str(result)
