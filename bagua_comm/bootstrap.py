@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 from . import cuda, launchers, links
 from .arrays import OpOrder
@@ -46,6 +46,7 @@ from .errors import BaguaError, BootstrapError, CommError, CommTimeout, RankFail
 from .files import private_folder
 from .flight import explain
 from .flight.recorder import FlightRecorder, default_folder, forget_old_jobs
+from .gpu_facts import GpuFacts, nccl_obstacle
 from .job import Job
 from .logs import tell, tell_world
 from .net import choosing
@@ -93,16 +94,6 @@ RECORDS_S = 1.0
 
 _NAP_S = 0.001
 """How long `connect` sleeps between two looks at whether its peers have come."""
-
-SHARED_GPU_NCCL = 23000
-"""From this version on (2.30), NCCL can be told to accept several ranks on one GPU, and distinguishes the slices
-of a GPU (MIG). Earlier versions know a GPU by its bus id alone."""
-
-ADVICE = (
-    "NCCL needs one GPU for each rank: start no more ranks on a machine than it has GPUs. (Ranks can share a GPU "
-    "if each gets an NCCL_HOSTID of its own; they then talk over the network. From NCCL 2.30 on, two ranks can "
-    "also share one with NCCL_MULTI_RANK_GPU_ENABLE=1, and more of them with a small NCCL_MAX_CTAS as well.)"
-)
 
 _log = logging.getLogger(__name__)
 
@@ -1016,23 +1007,6 @@ def _where(trace: TracebackType | None) -> str:
 # ---------------------------------------------------------------------------------------------------
 
 
-class GpuFacts(NamedTuple):
-    """What a rank tells the others about its GPU, and about NCCL."""
-
-    machine: str
-    """The machine's name for NCCL; ranks with different names in NCCL_HOSTID count as on different machines."""
-    bus_id: str | None
-    """The id of its GPU; None without a GPU. (Numbers will not do: processes may number GPUs differently.)"""
-    uuid: str
-    """NVIDIA's id of its GPU, or of its slice of a GPU (MIG)."""
-    nccl: int
-    """NCCL's version, 23203 for 2.32.3; 0 if it cannot be loaded."""
-    problem: str
-    """Why it cannot be loaded."""
-    shares: bool
-    """Whether NCCL was told that ranks may share a GPU."""
-
-
 def make_room_for_cupy() -> None:
     """Give CuPy another cache folder if it cannot write to its own; without one it cannot be imported."""
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
@@ -1077,6 +1051,9 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
         warnings.warn(f"connect: {STREAMS_PER_THREAD}.", RuntimeWarning, stacklevel=3)
     facts: list[Any] = setup.allgather_object(tuple(my_gpu(device)))
     gpus = [GpuFacts(*each) for each in facts]
+    for rank, each in enumerate(gpus):
+        if each.broken:
+            raise BootstrapError(f"connect: rank {rank} cannot use its GPU: {each.broken}; {_OTHER_GPU}")
     without = [rank for rank, each in enumerate(gpus) if each.bus_id is None]
     if without and gpu == "auto":
         return None, []
@@ -1088,9 +1065,8 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
     if gpu != "staged":
         obstacle = nccl_obstacle(gpus)
         if obstacle is None:
-            made, failure = _connect_nccl(host)
-            obstacle = next((text for text in setup.allgather_object(failure) if text), None)
-            if made is not None and obstacle is None:
+            made, obstacle = _on_all_ranks(setup, lambda: _connect_nccl(host))
+            if made is not None:
                 return device, [made]
         if gpu == "nccl":
             raise BootstrapError(f"connect: gpu is 'nccl', but {obstacle}")
@@ -1103,56 +1079,53 @@ def _device_side(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transp
             )
     from .transports.staged import StagedTransport
 
-    return device, [StagedTransport(host.dup())]
+    made, failure = _on_all_ranks(setup, lambda: StagedTransport(host.dup()))
+    if made is None:
+        raise BootstrapError(f"connect: {failure}; {_OTHER_GPU}")
+    return device, [made]
+
+
+_OTHER_GPU = "free it, hide it by CUDA_VISIBLE_DEVICES, or pass gpu='none'"
+"""What to do if a GPU cannot be used."""
+
+
+def _on_all_ranks(setup: Communicator, make: Callable[[], Transport]) -> tuple[Transport | None, str | None]:
+    """What `make` gives, if it gives something on all ranks; else None, and why not. Collective."""
+    made, failure = None, None
+    try:
+        made = make()
+    except CommError as exc:  # it names the rank
+        failure = str(exc)
+    except RuntimeError as exc:  # of CUDA
+        failure = f"rank {setup.rank} cannot use its GPU: {exc}"
+    failure = next((text for text in setup.allgather_object(failure) if text), None)
+    return (made, None) if failure is None else (None, failure)
 
 
 def my_gpu(device: int | None) -> GpuFacts:
     """The facts about this process and its device, which becomes the current one."""
-    bus_id, uuid, version, problem = None, "", 0, ""
+    bus_id, uuid, version, problem, broken = None, "", 0, "", ""
     if device is not None:
-        cuda.use_device(device)
-        bus_id = cuda.bus_id(device)
         try:
+            cuda.use_device(device)
+            bus_id = cuda.bus_id(device)
             from .transports.nccl import transport as nccl
 
             version, uuid = nccl.version(), cuda.uuid(device)
         except (ImportError, CommError) as exc:
             problem = str(exc)
+        except RuntimeError as exc:  # of CUDA
+            broken = f"device {device}: {exc}"
     machine = os.environ.get("NCCL_HOSTID") or socket.gethostname()
-    return GpuFacts(machine, bus_id, uuid, version, problem, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
+    shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return GpuFacts(machine, bus_id, uuid, version, problem, shares, broken)
 
 
-def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
-    """Why NCCL cannot serve ranks with these GPUs; None if it can."""
-    ranks_at: dict[tuple[str, str | None, str], list[int]] = {}
-    for rank, gpu in enumerate(gpus):
-        if not gpu.nccl:
-            return f"rank {rank} cannot load NCCL ({gpu.problem})"
-        if gpu.nccl != gpus[0].nccl:
-            return f"rank 0 has version {gpus[0].nccl} of NCCL, but rank {rank} has {gpu.nccl}"
-        slice_of_it = gpu.uuid if gpu.nccl >= SHARED_GPU_NCCL else ""
-        ranks_at.setdefault((gpu.machine, gpu.bus_id, slice_of_it), []).append(rank)
-    if all(gpu.shares for gpu in gpus) and gpus[0].nccl >= SHARED_GPU_NCCL:
-        return None
-    for (machine, bus_id, _), ranks in ranks_at.items():
-        if len({gpus[rank].uuid for rank in ranks}) > 1:
-            return (
-                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL tells apart from "
-                f"version 2.30 on; this is {gpus[0].nccl}"
-            )
-        if len(ranks) > 1:
-            return f"ranks {ranks} share the GPU {bus_id} of {machine}; {ADVICE}"
-    return None
-
-
-def _connect_nccl(host: Transport) -> tuple[Transport | None, str]:
-    """The transport over NCCL, or why there is none on this rank. Collective."""
+def _connect_nccl(host: Transport) -> Transport:
+    """The transport over NCCL. Collective."""
     global _nccl_started_with
     from .transports.nccl import NcclTransport
 
     if _nccl_started_with is None:
         _nccl_started_with = choosing.current()
-    try:
-        return NcclTransport.connect(host), ""
-    except CommError as exc:
-        return None, str(exc)
+    return NcclTransport.connect(host)

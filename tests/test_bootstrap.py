@@ -20,7 +20,7 @@ from support.launch import run_python
 
 import bagua_comm
 from bagua_comm import BootstrapError, bootstrap
-from bagua_comm.bootstrap import GpuFacts, nccl_obstacle
+from bagua_comm.gpu_facts import GpuFacts, nccl_obstacle
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.local import Hub
 
@@ -242,6 +242,27 @@ def test_what_needs_a_device_is_refused_without_one(device, gpu):
     assert connect_all(2, gpu=gpu) == [f"connect: gpu is '{gpu}', but ranks [0, 1] have no CUDA device"] * 2
 
 
+@pytest.mark.parametrize(
+    ("gpu", "where"), [*((gpu, "Device") for gpu in ("auto", "nccl", "staged")), ("staged", "Stream")]
+)
+def test_a_gpu_that_one_rank_cannot_use_is_the_same_error_on_all(device, monkeypatch, gpu, where):
+    import cupy
+
+    device.count = 3
+    cls, name = (cupy.cuda.Device, "use") if where == "Device" else (cupy.cuda.Stream, "__init__")
+    function = getattr(cls, name)
+
+    def fail_on_rank_1(its, *arguments, **options):
+        if (its.id if where == "Device" else device.device) == 1:
+            raise cupy.cuda.runtime.CUDARuntimeError(46)
+        return function(its, *arguments, **options)
+
+    monkeypatch.setattr(cls, name, fail_on_rank_1)
+    first, second, third = connect_all(3, gpu=gpu)
+    assert first == second == third
+    assert re.match(r"connect: rank 1 cannot use its GPU: .*are busy or unavailable; free it, hide it by", first)
+
+
 def test_gpu_none_leaves_devices_alone(device):
     assert connect_all(2, gpu="none") == [(["recording"], None)] * 2
     code = "import sys, bagua_comm; bagua_comm.connect(gpu='none').close(); print('cupy' in sys.modules)"
@@ -285,6 +306,7 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
         ([A._replace(shares=True, nccl=22907)] * 2, "ranks [0, 1] share"),
         ([A, A._replace(machine="b", nccl=22907)], "rank 0 has version 23203 of NCCL, but rank 1 has 22907"),
         ([A, A._replace(machine="b", nccl=0, problem="no libnccl")], "rank 1 cannot load NCCL (no libnccl)"),
+        ([A, A._replace(bus_id=None, broken="device 1: busy")], "rank 1 cannot use its GPU (device 1: busy)"),
     ],
 )
 def test_whom_nccl_serves(gpus, obstacle):

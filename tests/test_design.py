@@ -29,7 +29,7 @@ LAYERS = [
     {"call", "comm", "hooks", "lane"},
     {"reproducible"},
     {"averages", "collectives"},
-    {"algorithms", "bootstrap"},
+    {"algorithms", "bootstrap", "gpu_facts"},
     {"pace"},
     {"engine"},
     {"planning", "costmodel", "tuner", "checkpoint", "data"},

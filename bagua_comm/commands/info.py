@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, bootstrap, cuda, kernels, net
+from .. import __version__, arrays, bootstrap, cuda, gpu_facts, kernels, net
 from ..net import building, choosing
 from .base import cores
 from .mpirun import find_mpirun
@@ -148,10 +148,12 @@ def _device_side() -> str:
         gpu = bootstrap.my_gpu(0)
     except Exception as exc:
         return f"not carried: the device cannot be used: {exc}"
-    obstacle = bootstrap.nccl_obstacle([gpu])
+    if gpu.broken:
+        return f"not carried: the device cannot be used: {gpu.broken}"
+    obstacle = gpu_facts.nccl_obstacle([gpu])
     if obstacle is not None:
         return f"through host memory (staged), since {obstacle}"
-    if bootstrap.nccl_obstacle([gpu] * 2) is None:
+    if gpu_facts.nccl_obstacle([gpu] * 2) is None:
         return "over NCCL, also where ranks share a GPU, by NCCL_MULTI_RANK_GPU_ENABLE=1"
     return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
 

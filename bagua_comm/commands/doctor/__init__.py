@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import bootstrap
+from ... import bootstrap, gpu_facts
 from ...comm import Communicator
 from ...errors import BaguaError, CommTimeout
 from ..base import CommandError, program_name
@@ -107,9 +107,9 @@ def examine_world(comm: Communicator) -> World:
     world = World(all_facts, [], [], {})
     if world.is_mixed:
         return world  # other versions may measure in another way
-    gpus = [bootstrap.GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
+    gpus = [gpu_facts.GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
     if len(gpus) == comm.size:
-        all_facts[0]["gpu"]["obstacle"] = bootstrap.nccl_obstacle(gpus)
+        all_facts[0]["gpu"]["obstacle"] = gpu_facts.nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,
