@@ -13,6 +13,7 @@ differently than in an array that goes whole, but alike on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import cupy
@@ -167,14 +168,18 @@ class StagedTransport(Transport):
     def _arrivals(self, staged: Iterable[_Staged], rounds: int) -> Iterator[int]:
         """Enqueue all copies down; yields the number of each round once its pieces have arrived."""
         self._down.wait_event(record_event())
-        arrivals = [self._copy_down(staged, k) for k in range(rounds)]
         try:
+            arrivals = [self._copy_down(staged, k) for k in range(rounds)]
             for k, arrival in enumerate(arrivals):
                 if arrival is not None:
                     arrival.synchronize()
                 yield k
-        finally:
-            self._last_up = record_event()
+        except BaseException:  # GeneratorExit if a round has failed
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # then nothing is copied any more
+                self._last_up = record_event()
+                self._down.synchronize()  # others may get the pinned memory after an error
+            raise
+        self._last_up = record_event()
 
     def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
         """Enqueue the copies of round `k`; returns an event after them, or None if there are none."""

@@ -202,6 +202,28 @@ def test_errors_are_those_of_the_host_transport(device):
     run_staged(device, 2, body=body)
 
 
+@pytest.mark.parametrize("device", ["lazy"], indirect=True)
+@pytest.mark.parametrize("error", [CommTimeout, KeyboardInterrupt])
+def test_after_an_error_no_piece_is_still_on_its_way_to_pinned_memory(device, piece_bytes, error):
+    """The memory may belong to somebody else soon."""
+    import cupy
+
+    def body(comm):
+        staged, rounds = comm.transports[1], []
+
+        def fail_in_round_1(piece, out, op):
+            rounds.append(staged._down.done)
+            if len(rounds) == 2:
+                raise error("in round 1")
+
+        staged._host.allreduce = fail_in_round_1
+        with pytest.raises(error):
+            comm.allreduce(cupy.asarray(np.ones(64, np.float32)))
+        return rounds, staged._down.done
+
+    assert run_staged(device, 1, body=body) == [([False, False], True)]
+
+
 def test_a_rank_that_never_comes_is_a_timeout(device, monkeypatch):
     import cupy
 
