@@ -128,6 +128,20 @@ def a_quantized_allreduce_is_captured_and_replayed(host):
             del graph  # before the communicator: NCCL does not free one that a graph still uses
 
 
+def calls_on_several_streams_give_what_calls_on_one_give(host):
+    import cupy
+
+    with connected(host) as comm:
+        xs = [up(values(10 * i + comm.rank)) for i in range(8)]
+        expected = [bagua_comm.quantized_allreduce(comm, x, op="avg").get().tobytes() for x in xs]
+        streams = [cupy.cuda.Stream(non_blocking=True) for _ in xs]
+        outs = []
+        for x, stream in zip(xs, streams, strict=True):
+            with stream:
+                outs.append(bagua_comm.quantized_allreduce(comm, x, op="avg"))
+        assert expected == [out.get(stream).tobytes() for out, stream in zip(outs, streams, strict=True)]
+
+
 def a_lane_comes_after_its_caller_and_before_what_follows(host):
     import cupy
 
@@ -198,6 +212,7 @@ BODIES = [
     quantized_allreduce_gives_the_bytes_of_the_host,
     every_call_enqueues_and_returns,
     a_quantized_allreduce_is_captured_and_replayed,
+    calls_on_several_streams_give_what_calls_on_one_give,
     a_lane_comes_after_its_caller_and_before_what_follows,
     a_step_of_training_never_waits,
     a_call_that_a_peer_never_makes_is_given_up,
