@@ -294,13 +294,12 @@ def test_cast_of_every_float16_and_bfloat16(device):
 def test_every_nan_on_the_wire_is_decoded_to_the_canonical_one(device, codec, sent):
     bits = np.arange(2**16, dtype=np.uint16)
     nans = bits[np.isnan(bits.view(dtype_named(sent)).astype(np.float32))]
-    for dtype in CODED:
-        x = np.zeros((1, nans.size), dtype_named(dtype))
-        wire = codec.encode(x)
-        wire[0, : nans.nbytes] = nans.view(np.uint8)
-        on_device = codec.decode(up(wire), up(x)).get()
-        assert {each.tobytes() for each in on_device[0]} == {np.array(np.nan, x.dtype).tobytes()}
-        assert codec.decode(wire, x).tobytes() == on_device.tobytes()
+    x = np.zeros((1, nans.size), np.float32)
+    wire = codec.encode(x)
+    wire[0, : nans.nbytes] = nans.view(np.uint8)
+    on_device = codec.decode(up(wire), up(x)).get()
+    assert {*on_device.view(np.uint32)[0].tolist()} == {0x7FC00000}
+    assert codec.decode(wire, x).tobytes() == on_device.tobytes()
 
 
 # Sums and element-wise steps
