@@ -7,6 +7,7 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from bagua_comm import (
     TensorSpec,
     UnsupportedError,
 )
-from bagua_comm.checkpoint import load_engine, saving, tree_of_engine, trees
+from bagua_comm.checkpoint import load_engine, saving, tensorfile, tree_of_engine, trees
 from bagua_comm.checkpoint.slices import slices_of
 from bagua_comm.testing import run_ranks
 
@@ -180,6 +181,47 @@ def test_shared_arrays_are_written_once_in_equal_parts_that_safetensors_reads(tm
     assert np.concatenate(sorted(parts, key=lambda part: part[0])).tobytes() == x.tobytes()
     assert [file["own tree['own']"].tolist() for file in files] == [[rank] * 3 for rank in range(4)]
     assert [file["tree['z']"].tolist() for file in files if "tree['z']" in file] == [[1, 2]]
+
+
+def transformer_names(layers):
+    """Names as usual models have them; they differ in the middle alone."""
+    kinds = ["attn.c_attn.weight", "attn.c_attn.bias", "mlp.c_proj.weight"]
+    return [f"transformer.h.{layer}.{name}" for layer in range(layers) for name in kinds]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_tensors_of_a_transformer_are_read_by_safetensors_under_their_whole_names(tmp_path, ranks):
+    model = {name: np.arange(3.0) + number for number, name in enumerate(transformer_names(4))}
+    save(tmp_path, lambda rank: {"model": model, "own": Own(model)}, ranks=ranks)
+    files = [safetensors.numpy.load_file(tmp_path / f"step-1/rank-{rank}.safetensors") for rank in range(ranks)]
+    shared = {name: x for file in files for name, x in file.items() if not name.startswith("own ")}
+    assert shared.keys() == {f"tree['model'][{name!r}]" for name in model}
+    for name, x in model.items():
+        assert_same(shared[f"tree['model'][{name!r}]"], x)
+        assert [file[f"own tree['own'][{name!r}]"].tolist() for file in files] == [x.tolist()] * ranks
+
+
+def test_a_checkpoint_whose_names_were_shortened_still_loads(tmp_path):
+    shutil.copytree(Path(__file__).parent / "golden" / "checkpoint", tmp_path / "old")
+    names = [f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(4)]
+    for rank, loaded in enumerate(load(tmp_path / "old")):
+        assert loaded.tree["rng"] == rank
+        assert [loaded.tree[name].tolist() for name in names] == [[layer] * 3 for layer in range(4)]
+
+
+def test_keys_that_look_alike_name_two_tensors(tmp_path):
+    """NaN is not equal to itself, so a dict may have it twice."""
+    keys = [math.nan, float("nan"), 10**5000, 10**5000 + 1]
+    save(tmp_path, {key: np.full(2, number) for number, key in enumerate(keys)}, ranks=1)
+    found = safetensors.numpy.load_file(tmp_path / "step-1/rank-0.safetensors")
+    assert sorted(x[0] for x in found.values()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("names", [["x", "x"], ["__metadata__"]])
+def test_a_file_of_two_tensors_with_one_name_is_refused_before_it_is_made(tmp_path, names):
+    with pytest.raises(CheckpointError, match=f"named {names[-1]!r}"):
+        tensorfile.write(tmp_path / "file", [(name, np.zeros(2)) for name in names], lambda: None)
+    assert not list(tmp_path.iterdir())
 
 
 @settings(max_examples=60, deadline=None)
@@ -329,6 +371,26 @@ DIFFERENT = [
     (lambda rank: {"x": np.zeros(3 + rank)}, r"tree\['x'\] is float64\[3\] on rank 0 and float64\[4\] on rank 1"),
     (lambda rank: {"x": 1} if rank else {"y": 1}, r"tree is a dict of 'y' on rank 0 and a dict of 'x' on rank 1"),
     (lambda rank: [Own(1) if rank else 1], r"tree\[0\] is 1 on rank 0 and Own\(reshape=None\) on rank 1"),
+    (
+        lambda rank: {"transformer.h.1.attn.c_attn.weight" if rank else "transformer.h.0.attn.c_attn.weight": 1},
+        r"'transformer.h.0.attn.c_attn.weight' on rank 0 and a dict of 'transformer.h.1.attn",
+    ),
+    (
+        lambda rank: {"text": 100 * "a" + "xy"[rank] + 100 * "b"},
+        r"tree\['text'\] is \.\.\.a+xb+\.\.\. on rank 0 and \.\.\.a+yb+\.\.\. on rank 1",
+    ),
+    (
+        lambda rank: {"text": 50_000 * "a" + "xy"[rank] + 50_000 * "b"},
+        r"tree\['text'\] is .*\(100003 characters, \w+\) on rank 0 and .*\(100003 characters, \w+\) on rank 1",
+    ),
+    (
+        lambda rank: {f"layer.{n}": 0 for n in range(30)} | {"extra": 1} if rank else {},
+        r"tree is a dict of nothing on rank 0 and a dict of 'layer.0', .* on rank 1",
+    ),
+    (
+        lambda rank: {f"layer.{n}": 0 for n in range(30)} | ({"extra": 1} if rank else {}),
+        r"tree is .*'layer.29' on rank 0 and .*'layer.29', 'extra' on rank 1",
+    ),
 ]
 
 
@@ -344,6 +406,20 @@ def test_trees_that_differ_are_refused(tmp_path, tree, message):
 
     run_ranks(2, body)
     assert steps_in(tmp_path) == ["step-1"]
+
+
+def test_an_array_that_differs_is_named_so_that_its_layer_is_known(tmp_path):
+    names = transformer_names(4)
+
+    def body(comm):
+        model = {name: np.zeros(3) for name in names}
+        model[names[7]][1] = comm.rank
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.save(1, model, wait=True)
+            assert f"tree[{names[7]!r}] differs between rank" in str(caught.value)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

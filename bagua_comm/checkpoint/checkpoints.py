@@ -21,6 +21,7 @@ from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
 from .saving import Job, Staging
+from .texts import apart, place
 from .trees import Packed
 
 T = TypeVar("T")
@@ -179,9 +180,12 @@ class Checkpoints:
         for rank, row in enumerate(rows):
             for (path, mine), (other_path, other) in zip(rows[0], row, strict=False):
                 if (path, mine) != (other_path, other):
-                    what = f"{path} is {mine} on rank 0 and {other} on rank {rank}"
                     if path != other_path:
-                        what = f"rank 0 has {path} where rank {rank} has {other_path}"
+                        here, there = apart(path, other_path)
+                        what = f"rank 0 has {here} where rank {rank} has {there}"
+                    else:
+                        here, there = apart(mine, other)
+                        what = f"{place(path)} is {here} on rank 0 and {there} on rank {rank}"
                     return CommMismatch(
                         f"save: ranks have different trees: {what}; put what belongs to a rank in Own(...)"
                     )

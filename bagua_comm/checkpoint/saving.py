@@ -15,6 +15,7 @@ from ..arrays import Array
 from . import tensorfile
 from .folders import file_name
 from .slices import slices_of
+from .texts import place
 from .trees import Json, Leaf, Packed
 
 _ALIGNED = 64
@@ -155,7 +156,7 @@ def misfit(parts: list[Part]) -> str | None:
         for name, crc, theirs in zip(behind.names, part.crcs_behind, behind.crcs, strict=False):
             if crc != theirs:
                 return (
-                    f"{name} differs between rank {(rank - 1) % len(parts)} and rank {rank}; put what belongs to "
-                    "a rank in Own(...), or make the ranks equal first"
+                    f"{place(name)} differs between rank {(rank - 1) % len(parts)} and rank {rank}; put what "
+                    "belongs to a rank in Own(...), or make the ranks equal first"
                 )
     return None

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 from .. import arrays
 from ..arrays import Array
 from ..errors import CheckpointError
+from .texts import place
 
 STRETCH = 4 << 20
 """How many bytes are written or read at a time."""
@@ -64,6 +65,7 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
         note: Called after every stretch.
 
     Raises:
+        CheckpointError: Two arrays have one name, or one has the name of the format's own entry.
         OSError: The file cannot be written; for instance, the disk is full.
     """
     order = sorted(range(len(named)), key=lambda n: -named[n][1].itemsize)
@@ -71,6 +73,10 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
     offsets, end = [0] * len(named), 0
     for n in order:
         name, x = named[n]
+        if name in header:
+            raise CheckpointError(
+                f"{path.name} would have two entries named {place(name)!r}, expected names that differ"
+            )
         offsets[n], begin, end = end, end, end + x.nbytes
         shape = [*x.shape, 2] if x.dtype.kind == "c" else list(x.shape)
         kind = _FORMAT_NAMES[arrays.dtype_name(x.dtype)]

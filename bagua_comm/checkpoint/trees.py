@@ -20,7 +20,8 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from ..errors import ArrayError, UnsupportedError, shown
+from ..errors import ArrayError, UnsupportedError
+from .texts import compared, distinct, place, whole
 
 Json = Any
 """What the json module writes and reads."""
@@ -78,6 +79,7 @@ class Leaf(NamedTuple):
     """An array of a tree."""
 
     path: str
+    """Its place, with whole keys; no other array of the tree has the same."""
     array: Array
 
 
@@ -90,7 +92,7 @@ class Packed(NamedTuple):
     """One for every `Own`, in the order of the tree."""
     own: list[Leaf]
     values: list[tuple[str, str]]
-    """The place and a text of every leaf that all ranks share, to tell in what ranks differ."""
+    """The place of every node that all ranks share, and a text that differs where the node does."""
 
 
 ToArray = Callable[[Any], "tuple[str, Array] | None"]
@@ -144,24 +146,26 @@ class _Packer:
             self._note(path, f"a {kind.__name__} of {len(items)}")
             return items if kind is list else {"tuple": items}
         if kind in _MAPPINGS:
-            self._note(path, f"a {kind.__name__} of {', '.join(map(shown, list(value)[:20]))}")
-            pairs = [
-                [_plain(key, f"a key of {path}", 0), self._encode(item, f"{path}[{shown(key)}]", depth + 1)]
-                for key, item in value.items()
+            keys = [_plain(key, f"a key of {place(path)}", 0) for key in value]
+            names = distinct(value)
+            self._note(path, f"a {kind.__name__} of {', '.join(names) or 'nothing'}")
+            items = [
+                self._encode(item, f"{path}[{name}]", depth + 1)
+                for name, item in zip(names, value.values(), strict=True)
             ]
-            return {_MAPPINGS[kind]: pairs}
+            return {_MAPPINGS[kind]: [list(pair) for pair in zip(keys, items, strict=True)]}
         try:
             tagged = self._to_array(value)
         except UnsupportedError as exc:
-            raise UnsupportedError(f"{path}: {exc}") from exc
+            raise UnsupportedError(f"{place(path)}: {exc}") from exc
         if tagged is None:
             plain = _plain(value, path, depth)
-            self._note(path, shown(value))
+            self._note(path, whole(value))
             return plain
         tag, array = tagged
         if not arrays.is_movable(array.dtype):
             raise UnsupportedError(
-                f"{path} is an array of {array.dtype}, expected numbers in native byte order or bool"
+                f"{place(path)} is an array of {array.dtype}, expected numbers in native byte order or bool"
             )
         self._note(path, f"{arrays.dtype_name(array.dtype)}{list(array.shape)}")
         leaves = self._packed.shared if self._inside is None else self._packed.own
@@ -170,7 +174,7 @@ class _Packer:
 
     def _encode_own(self, value: Own, path: str, depth: int) -> Json:
         if self._inside is not None:
-            raise ArrayError(f"{path} is an Own inside the Own at {self._inside}; mark it once")
+            raise ArrayError(f"{place(path)} is an Own inside the Own at {place(self._inside)}; mark it once")
         self._note(path, f"Own(reshape={value.reshape!r})")
         self._inside = path
         try:
@@ -181,7 +185,7 @@ class _Packer:
 
     def _note(self, path: str, text: str) -> None:
         if self._inside is None:
-            self._packed.values.append((path, text))
+            self._packed.values.append((path, compared(text)))
 
 
 def _plain(value: Any, path: str, depth: int) -> Json:
@@ -199,8 +203,8 @@ def _plain(value: Any, path: str, depth: int) -> Json:
     if kind is tuple and depth < DEEPEST:  # as a key
         return {"tuple": [_plain(item, path, depth + 1) for item in value]}
     raise UnsupportedError(
-        f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected arrays, "
-        "None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these"
+        f"{place(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected "
+        "arrays, None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these"
     )
 
 
