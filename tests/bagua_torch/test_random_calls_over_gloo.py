@@ -8,7 +8,8 @@ from random_calls import RandomCalls
 
 from bagua_comm import Communicator
 from bagua_torch import ProcessGroupTransport
-from bagua_torch.process_group.transport import AT_ONCE_BYTES, BODY_BYTES, RING_CHUNK_BYTES, Meeting
+from bagua_torch.process_group.frames import BODY_BYTES
+from bagua_torch.process_group.transport import AT_ONCE_BYTES, RING_CHUNK_BYTES, Meeting
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(2, range(50)), (3, range(50, 100))])

@@ -1,0 +1,57 @@
+"""Frames: each message begins with one, which has a fixed size and holds all of a short message."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_comm import arrays
+from bagua_comm.arrays import Array, as_bytes
+from bagua_comm.transports.base import Message
+
+from ..arrays import as_tensor
+
+FRAME_BYTES = 4096
+"""The size of a frame, which holds all of a short message. Sending it takes no longer than 256 bytes would."""
+
+HEADER_BYTES = 24
+"""The head of a frame: three numbers. The bytes of its message; the bytes expected in return in a swap, else -1;
+and the number of the collective call."""
+
+BODY_BYTES = FRAME_BYTES - HEADER_BYTES
+
+
+class Frame:
+    """The head and the beginning of a message, as arrays and as a tensor over the same memory."""
+
+    __slots__ = ("body", "head", "tensor", "work")
+
+    def __init__(self) -> None:
+        memory = np.zeros(FRAME_BYTES, np.uint8)
+        self.head, self.body = memory[:HEADER_BYTES].view(np.int64), memory[HEADER_BYTES:]
+        self.tensor = as_tensor(memory)
+        self.work: Any = None
+
+
+def swaps_of(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:
+    """For each peer with one message each way: what goes to it, and what comes from it."""
+    outgoing, incoming = dict(sends), dict(recvs)
+    several: set[int] = set()
+    for messages, by_peer in ((sends, outgoing), (recvs, incoming)):
+        if len(by_peer) < len(messages):
+            peers = [peer for peer, _ in messages]
+            several.update(peer for peer in by_peer if peers.count(peer) > 1)
+    return {peer: (x, incoming[peer]) for peer, x in outgoing.items() if peer in incoming and peer not in several}
+
+
+def rest_of(x: Array) -> torch.Tensor:
+    """The bytes of `x` that do not fit in its frame. Shares memory with `x`; never copies."""
+    rest = as_bytes(x)[BODY_BYTES:]
+    if not rest.flags.writeable:  # PyTorch has no read-only tensors; a sent array is only read
+        memory = (ctypes.c_uint8 * rest.nbytes).from_address(arrays.address(rest))
+        rest = np.frombuffer(memory, np.uint8)
+    return as_tensor(rest)

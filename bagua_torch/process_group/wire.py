@@ -1,0 +1,300 @@
+"""Messages over gloo, for a transport: frames, what does not fit, and what goes wrong.
+
+Gloo ends the process when a message is longer than the array posted for it, and says nothing when it is
+shorter. So every message begins with a frame of a fixed size, which holds the message's number of bytes and the
+first of them. The receiver posts the frame of the next message ahead, so a short message leaves at once, whatever
+the receiver is doing. The rest of a long message follows once both ends are known to mean the same number of
+bytes:
+
+    one way    sender   -- frame --> receiver     which then posts the array for the rest
+                        -- rest -->
+    swap       both post their arrays; frames cross, and tell what their sender expects in return;
+               each then sends its rest at once. Used in collectives, between ranks that send one message each.
+
+In a collective call, ranks first compare what they call: the name, dtype, size, op and root. Their number is in
+the frames of a round among all ranks. The first messages of most calls are such a round, so there it costs
+nothing. If numbers differ, all ranks see that, and send each other the texts of their calls, for the error that
+all of them raise. Other messages that do not fit are seen by one rank alone. It leaves a text in the store and
+closes its connections, so that ranks that wait for it raise the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout, RankFailed
+from bagua_comm.arrays import Array, as_bytes
+from bagua_comm.errors import WHICH_CALLS
+from bagua_comm.transports import Transport
+from bagua_comm.transports.base import COLLECTIVE, POINT_TO_POINT, Message
+
+from .frames import BODY_BYTES, Frame, rest_of, swaps_of
+from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
+
+UNSENT_FRAMES = 64
+"""How many short messages one rank may leave unreceived before `send` waits."""
+
+_REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
+"""Frames have our tags, 0 to 3; the rest of a message that goes one way has its tag plus 4."""
+
+_TEXTS, LEAVING = -1, -2
+"""Numbers of no call: of the texts of calls that differ, and of the last frames before connections are closed."""
+
+_FIRST = 1 << 32
+"""Marks the number of a call in the round in which ranks compare it."""
+
+
+class FramedTransport(Transport):
+    """What a transport over gloo has to send and receive messages: an abstract base.
+
+    Args:
+        rank: This rank.
+        size: Number of ranks.
+        timeout_s: How long a call may wait for a peer.
+    """
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        super().__init__()
+        self.rank, self.size, self.timeout_s = rank, size, timeout_s
+        self._timeout = timedelta(seconds=timeout_s)
+        self._gloo: Any = None
+        self._verdict: Verdict | None = None
+        self._leaving = False
+        self._number = 0  # of the collective call, the same on all ranks
+        self._text = ""  # of the collective call
+        self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
+        self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be on their way
+        self._free: list[Frame] = []
+        self._own: dict[int, deque[Array]] = {}  # by tag: messages to oneself
+
+    def _round(self, send: Callable[[int], Array], receive: Callable[[int], Array], *, first: bool) -> None:
+        """Send an array to each of the other ranks, and receive one from each.
+
+        Collective. Each message is as long as its receiver expects, if all ranks make the same call.
+        """
+        sends, recvs = [[(peer, of(peer)) for peer in self.others()] for of in (send, receive)]
+        self._exchange(sends, recvs, COLLECTIVE, swaps_of(sends, recvs), first)
+
+    def _exchange(
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        tag: int,
+        swaps: dict[int, tuple[Array, Array]],
+        first: bool = False,
+    ) -> None:
+        """`exchange`; `first` if the frames are to show whether all ranks make this call."""
+        number = self._number if tag == COLLECTIVE else 0
+        if first:
+            number |= _FIRST
+        works: list[tuple[int, Any]] = []  # (peer, what to wait for)
+        frames = []
+        for peer, out in recvs:
+            frames.append(None if peer == self.rank else self._next_frame(peer, tag))
+            if peer in swaps and out.nbytes > BODY_BYTES:
+                works.append((peer, self._receive_rest(peer, _SWAP_TAG, out)))
+        for peer, x in sends:
+            if peer == self.rank:
+                self._own.setdefault(tag, deque()).append(x.copy())
+                continue
+            self._send_frame(peer, tag, x, swaps[peer][1].nbytes if peer in swaps else -1, number)
+            if x.nbytes > BODY_BYTES and peer not in swaps:
+                works.append((peer, self._send_rest(peer, _REST_TAG + tag, x)))
+            self.sent_bytes += x.nbytes
+
+        if first:
+            self._compare_numbers([(peer, frame) for (peer, _), frame in zip(recvs, frames, strict=True)], number)
+        for i, ((peer, out), frame) in enumerate(zip(recvs, frames, strict=True)):
+            if frame is None:
+                self._receive_own(out, tag)
+                continue
+            if not first:
+                self._wait(peer, frame.work)
+            x = swaps[peer][0] if peer in swaps else None
+            head = [out.nbytes, -1 if x is None else x.nbytes, number]
+            if frame.head.tolist() != head:
+                last = tag == POINT_TO_POINT and i + 1 == len(recvs) and not works
+                raise self._mismatch(peer, tag, frame, head, last)
+            if x is not None and x.nbytes > BODY_BYTES:
+                works.append((peer, self._send_rest(peer, _SWAP_TAG, x)))
+            if x is None and out.nbytes > BODY_BYTES:
+                works.append((peer, self._receive_rest(peer, _REST_TAG + tag, out)))
+            if out.nbytes:
+                begin = frame.body[: out.nbytes]
+                as_bytes(out)[: begin.size] = begin
+
+        for peer, work in works:
+            self._wait(peer, work)
+        for peer, _ in sends:
+            # In a collective the receiver is about to receive it.
+            self._reclaim(peer, tag, 0 if tag == COLLECTIVE else UNSENT_FRAMES)
+        # Not earlier: if the peer has left meanwhile, its last message would be lost.
+        for (peer, _), frame in zip(recvs, frames, strict=True):
+            if frame is not None:
+                self._post_ahead(peer, tag, frame)
+
+    def _compare_numbers(self, frames: Sequence[tuple[int, Frame | None]], number: int) -> None:
+        """Wait for the frames of all other ranks, and raise on all ranks unless all have this number."""
+        unlike: dict[int, int] = {}
+        for peer, frame in frames:
+            if frame is not None:
+                self._wait(peer, frame.work)
+                if frame.head[2] != number:
+                    unlike[peer] = int(frame.head[2])
+        if unlike:
+            raise self._calls_differ(unlike)
+
+    def _calls_differ(self, unlike: dict[int, int]) -> CommMismatch:
+        """The error to raise, on all ranks, when peers came with the numbers of other calls. Collective."""
+        mine = f"rank {self.rank} called {self._text}"
+        for peer, number in unlike.items():
+            if number == LEAVING or number < _FIRST:
+                other = "has closed this communicator" if number == LEAVING else "is within another call"
+                return self._tell(CommMismatch(f"{mine}, but rank {peer} {other}"))
+        rows = np.zeros((self.size, TEXT_BYTES), np.uint8)
+        rows[self.rank] = as_row(self._text)
+        self._number = _TEXTS
+        try:
+            self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
+        except CommError:
+            return self._tell(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
+        error = CommMismatch(calls_that_differ(rows))
+        self._break(f"a call failed earlier ({type(error).__name__})")
+        return error
+
+    def _next_frame(self, peer: int, tag: int) -> Frame:
+        """The frame for the next message from `peer`: posted ahead, or else now."""
+        frame = self._posted.pop((peer, tag), None)
+        if frame is None:
+            frame = self._take_frame()
+            frame.work = self._start(peer, self._gloo.recv, [frame.tensor], peer, tag)
+        return frame
+
+    def _post_ahead(self, peer: int, tag: int, frame: Frame) -> None:
+        if (peer, tag) in self._posted or self._leaving:
+            self._free.append(frame)
+            return
+        try:
+            frame.work = self._gloo.recv([frame.tensor], peer, tag)
+        except RuntimeError:
+            return  # the peer has left; that only matters if another message is expected
+        self._posted[peer, tag] = frame
+
+    def _take_frame(self) -> Frame:
+        return self._free.pop() if self._free else Frame()
+
+    def _send_frame(self, peer: int, tag: int, x: Array, in_return: int, number: int) -> None:
+        frame = self._take_frame()
+        frame.head[:] = x.nbytes, in_return, number
+        if x.nbytes:
+            begin = as_bytes(x)[:BODY_BYTES]
+            frame.body[: begin.size] = begin
+        frame.work = self._start(peer, self._gloo.send, [frame.tensor], peer, tag)
+        self._sent.setdefault((peer, tag), deque()).append(frame)
+
+    def _send_rest(self, peer: int, wire_tag: int, x: Array) -> Any:
+        return self._start(peer, self._gloo.send, [rest_of(x)], peer, wire_tag)
+
+    def _receive_rest(self, peer: int, wire_tag: int, out: Array) -> Any:
+        return self._start(peer, self._gloo.recv, [rest_of(out)], peer, wire_tag)
+
+    def _reclaim(self, peer: int, tag: int, keep: int) -> None:
+        """Wait until all but the latest `keep` frames to `peer` have left."""
+        frames = self._sent.get((peer, tag))
+        while frames and len(frames) > keep:
+            frame = frames.popleft()
+            self._wait(peer, frame.work)
+            self._free.append(frame)
+
+    def _receive_own(self, out: Array, tag: int) -> None:
+        messages = self._own.get(tag)
+        if not messages:
+            self._break("it waited for a message from itself")
+            raise CommTimeout(f"rank {self.rank} would wait for ever for {out.nbytes} bytes from itself")
+        x = messages.popleft()
+        if x.nbytes != out.nbytes:
+            raise CommMismatch(
+                f"rank {self.rank} expected {out.nbytes} bytes from itself, but sent {x.nbytes}; {WHICH_CALLS}"
+            )
+        as_bytes(out)[...] = as_bytes(x)
+
+    def _mismatch(self, peer: int, tag: int, frame: Frame, expected: list[int], last: bool) -> CommMismatch:
+        """The error for a frame with an unexpected head; receives its message if nothing else is in flight."""
+        nbytes, in_return, number = frame.head.tolist()
+        text = f"rank {self.rank} expected {expected[0]} bytes from rank {peer}, which sent {nbytes}"
+        if number == LEAVING:
+            text = f"rank {self.rank} waited for rank {peer}, which has closed this communicator"
+        elif number != expected[2]:
+            text = f"{text} in another call"
+        elif nbytes == expected[0]:
+            text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
+        error = CommMismatch(f"{text}; {WHICH_CALLS}")
+        if not last:
+            return self._tell(error)
+        if nbytes > BODY_BYTES:
+            self._wait(peer, self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8)))
+        self._post_ahead(peer, tag, frame)
+        return error
+
+    def _tell(self, error: CommMismatch) -> CommMismatch:
+        """Give up, so that the peers that wait for this rank raise the same error."""
+        if not self._leaving and self._verdict is not None:
+            self._break(f"a call failed earlier ({type(error).__name__})")
+            self._verdict.tell(str(error))
+            self._hang_up()
+        return error
+
+    def _hang_up(self) -> None:
+        """Close all connections."""
+        gloo = self._gloo
+        for peer in self.others() if gloo is not None else ():
+            with contextlib.suppress(RuntimeError):  # this transport's is closed already
+                # Gloo closes all connections at once only after a wait in vain.
+                tensor = torch.empty(1, dtype=torch.uint8)
+                gloo.recv([tensor], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except RuntimeError as exc:
+            raise self._translate(exc, peer) from exc
+
+    def _wait(self, peer: int | None, work: Any) -> None:
+        left_s = max(self.deadline_s() - time.monotonic(), 0.001)
+        try:
+            wait = timedelta(seconds=left_s)
+            work.wait(min(self._timeout, wait) if self._leaving else wait)
+        except RuntimeError as exc:
+            raise self._translate(exc, peer) from exc
+
+    def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
+        """Translate an error of torch.distributed to ours; nothing can be sent after it."""
+        who = "its peers" if peer is None else f"rank {peer}"
+        reason = str(exc).split(". This is typically caused")[0]
+        error: CommError
+        if "pair closure" in reason:
+            error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {who}")
+        elif "timed out" in reason.lower() or "timeout" in reason.lower():
+            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {who}")
+        elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
+            told = None if self._leaving or self._verdict is None else self._verdict.heard()
+            if told is not None:
+                self._break(f"a call failed earlier ({CommMismatch.__name__})")
+                self._hang_up()  # others may wait for this rank
+                return CommMismatch(told)
+            error = RankFailed(
+                f"rank {self.rank} lost {who}: it died, left, or gave up after an error of its own ({reason})",
+                () if peer is None else (peer,),
+            )
+        else:
+            error = CommError(f"rank {self.rank}: torch.distributed failed: {reason}")
+        self._break(f"a call failed earlier ({type(error).__name__})")
+        return error

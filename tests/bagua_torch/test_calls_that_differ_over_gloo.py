@@ -1,0 +1,158 @@
+"""Ranks that make different calls over gloo: each raises `CommMismatch`, at once, which names both calls."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+from support.gloo import run_threads
+
+from bagua_comm import CommAborted, CommError, CommMismatch, Communicator, MinMaxUInt8, quantized_allreduce
+from bagua_torch.process_group.verdicts import Verdict
+
+TIMEOUT_S = 60.0
+"""Ranks that know that their calls differ do not wait for this long."""
+
+AT_ONCE_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def outcomes(ranks, call):
+    """What `call(comm, odd)` raises on each rank, where `odd` is True on the last one; None if nothing."""
+
+    def body(transport):
+        comm, start = Communicator([transport]), time.monotonic()
+        try:
+            call(comm, comm.rank == comm.size - 1)
+        except CommError as error:
+            found = error
+        else:
+            found = None
+        assert time.monotonic() - start < AT_ONCE_S
+        if found is None:  # the peers have broken it
+            with pytest.raises((CommMismatch, CommAborted)):
+                comm.barrier()
+        return found
+
+    return run_threads(ranks, body, timeout_s=TIMEOUT_S)
+
+
+def counts(comm, odd):
+    """Elements that each rank gives, as this rank counts them; the odd rank counts more of rank 0's."""
+    return [3 + 2000 * odd] + [3] * (comm.size - 1)
+
+
+def allgatherv(comm, odd):
+    each = counts(comm, odd)
+    comm.allgatherv(np.zeros(each[comm.rank]), np.zeros(sum(each)), each)
+
+
+def alltoallv(comm, odd):
+    out = counts(comm, odd)
+    comm.alltoallv(np.zeros(3 * comm.size), [3] * comm.size, np.zeros(sum(out)), out)
+
+
+def gatherv(comm, odd):
+    each, root = counts(comm, odd), comm.size - 1
+    comm.gatherv(np.zeros(3), np.zeros(sum(each)) if odd else None, each if odd else None, root=root)
+
+
+COLLECTIVES = {
+    "broadcast, size": (lambda comm, odd: comm.broadcast(np.zeros(3 + odd), root=0), ["24 bytes", "32 bytes"]),
+    "broadcast, large size": (
+        lambda comm, odd: comm.broadcast(np.zeros(500_000 + odd), root=0),
+        ["500000 x float64", "500001 x float64"],
+    ),
+    "broadcast, dtype": (
+        lambda comm, odd: comm.broadcast(np.zeros(4, "i4" if odd else "f4"), root=0),
+        [r"broadcast\(float32, root=0\)", r"broadcast\(int32, root=0\)"],
+    ),
+    "broadcast, root": (lambda comm, odd: comm.broadcast(np.zeros(4), root=int(odd)), ["root=0", "root=1"]),
+    "broadcast, root, large": (
+        lambda comm, odd: comm.broadcast(np.zeros(500_000), root=int(odd)),
+        ["root=0", "root=1"],
+    ),
+    "allreduce, op": (
+        lambda comm, odd: comm.allreduce(np.zeros(5), op="max" if odd else "min"),
+        ["op=min", "op=max"],
+    ),
+    "allreduce, large size": (
+        lambda comm, odd: comm.allreduce(np.zeros(700_000 + odd)),
+        ["700000 x float64", "700001 x float64"],
+    ),
+    "reduce, root": (lambda comm, odd: comm.reduce(np.zeros(5000), root=int(odd)), ["root=0", "root=1"]),
+    "gather, root": (lambda comm, odd: comm.gather(np.zeros(5), root=int(odd)), ["root=0", "root=1"]),
+    "scatter, root": (
+        lambda comm, odd: comm.scatter(np.zeros((comm.size, 4)), np.zeros(4), root=int(odd)),
+        ["root=0", "root=1"],
+    ),
+    "allgatherv, counts": (allgatherv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "alltoallv, counts": (alltoallv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "gatherv, counts": (gatherv, ["rank 0 sends 24 bytes to rank", "which expects 16024 bytes"]),
+    "codec": (
+        lambda comm, odd: quantized_allreduce(comm, np.zeros(5000, "f4"), codec=MinMaxUInt8(64 if odd else 128)),
+        ["128", "64"],
+    ),
+    "another call": (
+        lambda comm, odd: comm.barrier() if odd else comm.allreduce(np.zeros(5)),
+        [r"allreduce\(float64, op=sum\)", r"barrier\(\)"],
+    ),
+    "another call, along a tree": (
+        lambda comm, odd: comm.allgather(np.zeros(5)) if odd else comm.broadcast(np.zeros(700_000), root=1),
+        [r"broadcast\(float64, root=1\)", r"allgather\(float64\)"],
+    ),
+    "an object": (
+        lambda comm, odd: comm.allgather_object(1) if odd else comm.broadcast_object("a", root=0),
+        [r"broadcast_object\(, root=0\)", r"allgather_object\(\)"],
+    ),
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_all_ranks_raise_at_once_and_name_both_calls(name, ranks):
+    call, texts = COLLECTIVES[name]
+    for error in outcomes(ranks, call):
+        assert isinstance(error, CommMismatch)
+        for text in texts:
+            assert re.search(text, str(error))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_cannot_see_the_difference_hears_of_it(ranks):
+    """Its peer waits until its long message is received, which the last rank does not do."""
+
+    def around(comm, odd):
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        out = [(left, np.zeros(300_000 + odd * (k == 0))) for k in range(2)]
+        comm.exchange([(right, np.zeros(300_000))] * 2, out)
+
+    errors = outcomes(ranks, around)
+    text = f"rank {ranks - 1} expected 2400008 bytes from rank {ranks - 2}, which sent 2400000"
+    assert [type(error) for error in errors[-2:]] == [CommMismatch] * 2
+    assert all(text in str(error) for error in errors if error is not None)  # rank 0 of 3 may have all it needs
+
+
+def test_a_rank_that_closes_is_named_to_those_that_call():
+    def body(transport):
+        if transport.rank == 1:
+            return None  # it closes
+        with pytest.raises(CommMismatch) as caught:
+            Communicator([transport]).allreduce(np.zeros(3))
+        return str(caught.value)
+
+    said = run_threads(2, body)[0]
+    assert "rank 0 called allreduce(float64, op=sum) of 3 x float64 (24 bytes), but rank 1 has closed" in said
+
+
+def test_what_a_store_holds_does_not_outlive_its_process():
+    class Gone:
+        def check(self, keys):
+            raise RuntimeError("the store is gone")
+
+    assert Verdict(Gone()).heard() is None

@@ -1,0 +1,24 @@
+"""Ranks that are threads, each with a transport over gloo of its own."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from bagua_torch import ProcessGroupTransport
+from bagua_torch.process_group.transport import Meeting
+
+
+def run_threads(size, body, *, timeout_s=30.0):
+    """What `body(transport)` returns on each rank. Ranks are threads, and meet in a store of their own."""
+    store = dist.HashStore()
+
+    def run(rank):
+        meeting = Meeting(store, "test", rank, size)
+        transport = ProcessGroupTransport(timeout_s=timeout_s, meeting=meeting)
+        result = body(transport)
+        transport.close()
+        return result
+
+    with ThreadPoolExecutor(size) as pool:
+        ranks = [pool.submit(run, rank) for rank in range(size)]
+        return [rank.result(timeout=100) for rank in ranks]
