@@ -15,14 +15,16 @@ from __future__ import annotations
 import operator
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..arrays import Array
 from ..bootstrap import current, default
 from ..errors import ArrayError, shown
+
+T = TypeVar("T")
 
 
 class Order(NamedTuple):
@@ -53,7 +55,8 @@ class Sampler(ABC):
     """Lists of indices, one for each batch of this rank: what a DataLoader of PyTorch takes as `batch_sampler`.
 
     An iteration gives the batches of the epoch, or, after `load_state_dict`, those that are left of it. The next
-    one gives them again unless `set_epoch` was called.
+    one gives them again unless `set_epoch` was called. An iteration begins when its first batch is asked for: a
+    DataLoader with workers makes two iterators, and asks one of them.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Sampler(ABC):
         self._next_start = 0  # the global batch at which the next iteration begins
         self._start = 0  # that of the iteration begun last
         self._taken = 0  # steps that it has handed out
+        self._counted: int | None = None  # those that `counted` has handed on; None if it goes without
 
     def _whole(self, what: str, value: object, least: int) -> int:
         try:
@@ -132,15 +136,30 @@ class Sampler(ABC):
         return self._count(self._next_start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._start, self._next_start, self._taken = self._next_start, 0, 0
-        # The position belongs to this iteration: a further one, begun before this ends, counts for itself.
-        return self._iterate(self._start, self.order)
-
-    def _iterate(self, start: int, order: Order) -> Iterator[list[int]]:
+        start, order = self._next_start, self.order
+        self._start, self._next_start, self._taken, self._counted = start, 0, 0, None
         for step in range(self._count(start)):
             batch = self._batch(order, start, step)
+            # The position belongs to this iteration: a further one, begun before this ends, counts for itself.
             self._start, self._taken = start, step + 1
             yield batch.tolist()
+
+    def counted(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of a loader that takes this sampler, counted as they come out of it.
+
+        Workers of a DataLoader take batches from the sampler ahead. Within this iteration `state_dict()` counts
+        those alone that the loop has got:
+
+            for batch in sampler.counted(loader): ...; state = sampler.state_dict()
+
+        Args:
+            loader: A DataLoader with this sampler as its `batch_sampler`.
+        """
+        batches = iter(loader)
+        self._counted = 0
+        for step, batch in enumerate(batches, 1):
+            self._counted = step
+            yield batch
 
     def _batch(self, order: Order, start: int, step: int) -> Array:
         return self._dealt(order, start + step * self.size)[self.rank]
@@ -188,14 +207,15 @@ class Sampler(ABC):
         if epoch != self.epoch:
             self.epoch = epoch
             self._next_start = self._start = self._taken = 0
+            self._counted = None
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
         """Where the epoch stands; alike on every rank that has made as many steps.
 
         Args:
             steps: How many batches of the present iteration this rank has trained on. None means all that were
-                handed out. A DataLoader with workers takes batches ahead, so there count them:
-                `for step, batch in enumerate(loader, 1): ...; state = sampler.state_dict(step)`.
+                handed out. A DataLoader with workers takes batches ahead: iterate over it by `counted` there, or
+                count yourself: `for step, batch in enumerate(loader, 1): ...; state = sampler.state_dict(step)`.
 
         Returns:
             `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a
@@ -204,7 +224,8 @@ class Sampler(ABC):
         Raises:
             ArrayError: More steps than were handed out.
         """
-        taken = self._taken if steps is None else self._whole("steps", steps, 0)
+        handed_out = self._taken if self._counted is None else self._counted
+        taken = handed_out if steps is None else self._whole("steps", steps, 0)
         if taken > self._taken:
             raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were handed out")
         order = self.order
@@ -246,7 +267,7 @@ class Sampler(ABC):
         except BaseException:
             self.epoch, self.seed = before
             raise
-        self._next_start, self._start, self._taken = batch, batch, 0
+        self._next_start, self._start, self._taken, self._counted = batch, batch, 0, None
 
 
 def checksum(order: Order) -> int:

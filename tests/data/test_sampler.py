@@ -194,6 +194,79 @@ def test_pytorchs_dataloader_takes_it_and_its_state_counts_what_was_trained(work
     assert [batch.tolist() for batch in loader] == expected[3:]
 
 
+def loader_of(sampler, workers, ahead, persistent):
+    settings = {"prefetch_factor": ahead, "persistent_workers": persistent} if workers else {}
+    data = torch.arange(48)
+    return torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=workers, **settings)
+
+
+def by_steps(sampler, loader):
+    for step, batch in enumerate(loader, 1):
+        yield batch, lambda step=step: sampler.state_dict(step)
+
+
+def by_counting(sampler, loader):
+    for batch in sampler.counted(loader):
+        yield batch, sampler.state_dict
+
+
+LOADERS = [(0, None, False), (1, 1, False), (1, 4, True)]
+LOADERS += [pytest.param(each, marks=pytest.mark.slow) for each in [(4, 1, True), (4, 4, False), (4, 4, True)]]
+"""How many workers, how many batches each takes ahead, and whether workers live on after an epoch."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
+@pytest.mark.parametrize("train", [by_steps, by_counting])
+@pytest.mark.parametrize("ranks", [(2, 2), (2, 3)])
+@pytest.mark.parametrize("workers", LOADERS, ids=str)
+def test_an_epoch_that_workers_resume_gives_each_sample_once(workers, ranks, train):
+    before, after = ranks
+    seen, states = [], []
+    for rank in range(before):
+        sampler = PlainSampler(48, batch_size=2, size=before, rank=rank)
+        for step, (batch, state) in enumerate(train(sampler, loader_of(sampler, *workers)), 1):
+            seen += batch.tolist()
+            if step == 3:
+                states.append(state())
+                break
+    assert states == [states[0]] * before
+    assert len(seen) == states[0]["consumed"] == 3 * 2 * before
+
+    again = []
+    for rank in range(after):
+        sampler = PlainSampler(48, batch_size=2, size=after, rank=rank)
+        sampler.load_state_dict(states[0])
+        loader = loader_of(sampler, *workers)
+        for batch, _ in train(sampler, loader):
+            seen += batch.tolist()
+        sampler.set_epoch(1)
+        for batch, state in train(sampler, loader):
+            again += batch.tolist()
+            consumed = state()["consumed"]
+        assert consumed == 48
+    assert sorted(seen) == sorted(again) == list(range(48))
+
+
+def test_a_second_iterator_takes_nothing_from_the_first():
+    """A DataLoader with workers makes two, and asks one of them."""
+    sampler = PlainSampler(12, batch_size=2, size=1, rank=0, shuffle=False)
+    sampler.load_state_dict({**sampler.state_dict(), "consumed": 8})
+    unused, used = iter(sampler), iter(sampler)
+    assert sampler.state_dict()["consumed"] == 8
+    assert list(used) == [[8, 9], [10, 11]]
+    del unused
+
+
+def test_what_workers_have_loaded_ahead_is_not_counted_as_trained():
+    sampler = PlainSampler(48, batch_size=2, size=1, rank=0, shuffle=False)
+    loader = loader_of(sampler, 2, 4, False)
+    counts = [sampler.state_dict()["consumed"] for _, _ in zip(sampler.counted(loader), range(3), strict=False)]
+    assert counts == [2, 4, 6]
+    assert len(list(sampler)) == 24  # an iteration of its own, which counts all batches
+    assert sampler.state_dict()["consumed"] == 48
+
+
 WRONG = [
     ({"batch_size": 0}, "batch_size is 0"),
     ({"batch_size": 2.5}, "batch_size is 2.5"),
