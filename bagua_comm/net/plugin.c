@@ -76,7 +76,8 @@
 #define REQUESTS 64                 /* of a connection at a time; NCCL has at most 32 */
 #define DEVICES 16
 #define GUESTS 16                   /* sockets that have not yet said who they are */
-#define GUEST_S 10.0                /* how long they may take */
+#define GUEST_S 10.0                /* how long they may take; with no room for one more, the oldest goes */
+#define KNOCKS 1024                 /* sockets that one call looks at */
 #define SMALL 16384                 /* bytes of a frame at least, where there are many flows */
 #define STAGED 4096                 /* bytes read ahead: headers and small messages */
 #define WHOLE (16u << 20)           /* of a message in a frame while there is one flow */
@@ -227,7 +228,8 @@ struct request {
   struct comm *comm;
   char *data;
   size_t size;       /* of the message; of the buffer, until a receiver knows the message's end */
-  size_t cut, moved; /* bytes that frames were made of; that were written or read */
+  size_t cut, moved; /* bytes of frames that were made, or have begun to come; that were written or read */
+  uint64_t path;     /* of a receiver: the sum over its frames of mark(end) - mark(begin) */
   bool ended;        /* the receiver knows `size` */
   uint32_t message;
   atomic_int state;
@@ -296,8 +298,9 @@ static struct {
   atomic_int sockets, most_sockets;
   int flows, timeout_s;
   uint32_t chunk;
+  uint64_t secret;
   _Atomic uint64_t sent[FLOWS];
-} all = {.lifecycle = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER, .stop = PTHREAD_COND_INITIALIZER};
+} all = {.lifecycle = PTHREAD_MUTEX_INITIALIZER, .lock = PTHREAD_MUTEX_INITIALIZER};
 
 #define LOG(level, ...)                                                                                              \
   do {                                                                                                               \
@@ -373,6 +376,7 @@ static int open_door(struct door *door, union address *address) {
   for (int i = 0; i < GUESTS; i++) door->guests[i].fd = -1;
   socklen_t length = length_of(address);
   set_port(address, 0);
+  if (door->fd >= 0) set(door->fd, IPPROTO_TCP, TCP_DEFER_ACCEPT, 1); /* who says nothing is not even accepted */
   if (door->fd < 0 || !door->nonce || bind(door->fd, &address->any, length) || listen(door->fd, 1024) ||
       getsockname(door->fd, &address->any, &length)) {
     close_socket(&door->fd);
@@ -386,41 +390,56 @@ static void close_door(struct door *door) {
   close_socket(&door->fd);
 }
 
-/* The next socket that has said the nonce, or -1. Others are dropped. `error` is set where no more can come. */
+/* 1 if a guest has said the nonce, 0 if it has not yet said enough, -1 if it is none of ours or has gone. */
+static int listen_to(struct door *door, struct guest *guest) {
+  ssize_t got = recv(guest->fd, (char *)&guest->hello + guest->got, sizeof guest->hello - guest->got, 0);
+  if (got == 0 || (got < 0 && !again())) return -1;
+  if (got > 0) guest->got += (size_t)got;
+  if (guest->got < sizeof guest->hello) return 0;
+  return guest->hello.magic == MAGIC && guest->hello.nonce == door->nonce ? 1 : -1;
+}
+
+static void send_away(struct guest *guest) {
+  LOG(INFO, "dropped a connection that is none of ours");
+  close_socket(&guest->fd);
+}
+
+/* The next socket that has said the nonce, or -1. Others are dropped. `error` is set where no more can come.
+ * However many silent ones come, none waits behind them: a free place is found for each. */
 static int enter(struct door *door, int *error) {
   double time = now();
-  bool more = door->fd >= 0;
   *error = OK;
   for (int i = 0; i < GUESTS; i++) {
     struct guest *guest = &door->guests[i];
-    if (guest->fd < 0) {
-      int fd = more ? counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) : -1;
-      if (more && fd < 0 && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM)) {
+    int said = guest->fd < 0 ? 0 : listen_to(door, guest), fd = guest->fd;
+    if (said > 0) {
+      guest->fd = -1;
+      return fd;
+    }
+    if (fd >= 0 && (said < 0 || time - guest->since > GUEST_S)) send_away(guest);
+  }
+  for (int i = 0; i < KNOCKS && door->fd >= 0; i++) {
+    struct guest guest = {.fd = counted(accept4(door->fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)), .since = time};
+    if (guest.fd < 0) {
+      if (errno == ECONNABORTED || errno == EINTR) continue;
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
         LOG(INFO, "cannot accept a connection: %s", strerror(errno));
         *error = SYSTEM;
       }
-      if (fd < 0) {
-        more = false;
-        continue;
-      }
-      settle(fd);
-      *guest = (struct guest){.fd = fd, .since = time};
+      break;
     }
-    ssize_t got = recv(guest->fd, (char *)&guest->hello + guest->got, sizeof guest->hello - guest->got, 0);
-    bool dropped = got == 0 || (got < 0 && !again());
-    if (got > 0) guest->got += (size_t)got;
-    if (guest->got == sizeof guest->hello) {
-      int fd = guest->fd;
-      if (guest->hello.magic == MAGIC && guest->hello.nonce == door->nonce) {
-        guest->fd = -1;
-        return fd;
-      }
-      dropped = true;
+    settle(guest.fd);
+    int said = listen_to(door, &guest);
+    if (said > 0) return guest.fd;
+    if (said < 0) {
+      send_away(&guest);
+      continue;
     }
-    if (dropped || time - guest->since > GUEST_S) {
-      LOG(INFO, "dropped a connection that is none of ours");
-      close_socket(&guest->fd);
-    }
+    struct guest *place = &door->guests[0];
+    for (struct guest *one = place + 1; place->fd >= 0 && one < door->guests + GUESTS; one++)
+      if (one->fd < 0 || one->since < place->since) place = one;
+    if (place->fd >= 0) send_away(place);
+    *place = guest;
   }
   return -1;
 }
@@ -462,12 +481,25 @@ static struct flow *add_flow(struct comm *comm, int fd, int state) {
   return flow;
 }
 
+/* A number for an offset that no peer can guess. The sum of mark(end) - mark(begin) over the frames of a message is
+ * mark(size) - mark(0) only if they follow one another: if they neither overlap nor leave a gap. */
+static uint64_t mark(uint64_t offset) {
+  uint64_t x = offset * 0x9e3779b97f4a7c15ull + all.secret;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+  return x ^ x >> 31;
+}
+
 static void finish_frame(struct comm *comm, struct flow *flow) {
   struct request *request = flow->request;
   request->moved += flow->frame.length;
   flow->head = 0;
   flow->request = NULL;
   if (request->ended && request->moved == request->size) {
+    if (!comm->sends && request->path != mark(request->size) - mark(0)) {
+      fail(comm, INTERNAL, "frames of a message overlap");
+      return;
+    }
     atomic_fetch_add(&comm->finished, 1);
     atomic_store(&request->state, DONE);
   }
@@ -727,6 +759,12 @@ static bool match(struct comm *comm, struct flow *flow) {
     request->size = end;
     request->ended = true;
   }
+  request->cut += frame->length;
+  request->path += mark(end) - mark(offset);
+  if (request->cut > request->size) {
+    fail(comm, INTERNAL, "frames of a message overlap");
+    return false;
+  }
   flow->request = request;
   flow->data = request->data + offset;
   flow->left = frame->length;
@@ -896,7 +934,7 @@ static void *help(void *nothing) {
     }
     rest_s = idle ? longest_s : rest_s < 50e-6 ? 50e-6 : rest_s < 1e-3 ? rest_s * 1.5 : 1e-3;
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
+    clock_gettime(CLOCK_MONOTONIC, &until); /* that of `all.stop` */
     until.tv_nsec += (long)(rest_s * 1e9);
     until.tv_sec += until.tv_nsec / 1000000000;
     until.tv_nsec %= 1000000000;
@@ -1065,9 +1103,15 @@ static int init(log_function log) {
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
     atomic_store(&all.most_sockets, (int)(files.rlim_cur > 1u << 20 ? 1u << 18 : files.rlim_cur / 4));
     all.flows = setting("BAGUA_NET_FLOWS", FLOWS, 1, FLOWS);
+    all.secret = random_number();
     all.chunk = (uint32_t)setting("BAGUA_NET_CHUNK", CHUNK, 4096, 1 << 24);
     all.timeout_s = setting("BAGUA_NET_TIMEOUT_S", 300, 1, 1000000);
     all.wanted = setting("BAGUA_NET_THREADS", cores >= 8 ? 4 : cores >= 4 ? 2 : 1, 0, 8);
+    pthread_condattr_t monotonic; /* so that nobody sleeps for long when the time of day is set back */
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&all.stop, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     all.started = true;
     LOG(INFO, "up to %d flows, pieces of %u bytes, %d devices", all.flows, all.chunk, all.devices);
   }
@@ -1291,7 +1335,7 @@ static int post(struct comm *comm, void *data, size_t size, void **result) {
   request->comm = comm;
   request->data = data;
   request->size = size;
-  request->cut = request->moved = 0;
+  request->cut = request->moved = request->path = 0;
   request->ended = comm->sends;
   request->message = message;
   atomic_store(&request->state, ACTIVE);
