@@ -3,7 +3,7 @@
 `python -m bagua_comm run --restarts 3` starts mpirun again when it ends too early. What the attempts share lies
 in a folder in the memory of each host. One file of it is the record, a line of JSON for each thing that happened:
 
-    kind       written by                facts, beside time (seconds since 1970), attempt, host and pid
+    kind       written by                facts, beside time (seconds since 1970), attempt, host, namespace and pid
     job        the supervisor, once      command, ranks, spares, min_ranks, hosts
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
@@ -36,6 +36,7 @@ from typing import Any
 from .errors import BootstrapError
 from .files import make_own_folder
 from .launchers import checked_number
+from .processes import pid_namespace
 
 RECORD, COMMITTED = "record", "committed"
 """The names of the files in the folder of a job: the record, and the number of the last commit."""
@@ -144,7 +145,7 @@ class Job:
             return
         if kind not in KINDS:
             raise ValueError(f"record: the kind is {kind!r}, expected one of {', '.join(KINDS)}")
-        here = {"host": socket.gethostname(), "pid": os.getpid()}
+        here = {"host": socket.gethostname(), "namespace": pid_namespace(), "pid": os.getpid()}
         entry = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **here, **facts}
         add_lines(self.folder / RECORD, [json.dumps(entry, default=str)])
 

@@ -1,12 +1,21 @@
-"""What Linux tells about this host, and about another process on it."""
+"""What Linux tells about this host, and about another process on it.
+
+The number of a process means something in one PID namespace alone. Containers may share the name of their host,
+its memory and its network, and yet count their processes each by itself. So a process of which another one tells
+is a `ProcessId`, and is looked up, compared or killed through that.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import re
+import secrets
 import signal
 import socket
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -23,6 +32,96 @@ def this_host() -> str:
     with suppress(OSError):
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {started}"
+
+
+def pid_namespace() -> str:
+    """A text that is the same in all processes that see each other by their process ids, and in no other ones.
+
+    >>> pid_namespace() == pid_namespace()
+    True
+    """
+    number, seen = 0, True  # where no namespaces are known, there is one
+    with suppress(OSError):
+        number = os.stat("/proc/self/ns/pid").st_ino
+    if os.path.isdir("/proc"):
+        try:
+            seen = os.readlink("/proc/self") == str(os.getpid())
+        except OSError:
+            seen = not os.path.exists("/proc/stat")  # then it is not Linux's
+    # Where /proc tells of another namespace than this process is in, nobody can be looked up there.
+    return f"{this_host()} {number}" if seen else f"{this_host()} {number} {_word(os.getpid())}"
+
+
+def namespace_number() -> int:
+    """A number of `pid_namespace`, of 63 bits: for names of files, and where a text does not fit."""
+    return int.from_bytes(hashlib.blake2b(pid_namespace().encode(), digest_size=8).digest(), "little") >> 1
+
+
+@functools.cache
+def _word(process: int) -> str:
+    """A word of this process alone."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A process as others may know it: no two processes ever have the same.
+
+    >>> ProcessId.mine().state() in ("running", "")
+    True
+    >>> ProcessId("another host", os.getpid(), 0).has_ended()
+    False
+    """
+
+    namespace: str
+    """See `pid_namespace`."""
+    pid: int
+    start: int
+    """See `start_of`."""
+
+    @classmethod
+    def mine(cls) -> ProcessId:
+        """That of this process."""
+        return ProcessId(pid_namespace(), os.getpid(), start_of(os.getpid()))
+
+    @classmethod
+    def parse(cls, text: str) -> ProcessId:
+        """What `text` has written.
+
+        Raises:
+            ValueError: It is something else.
+
+        >>> ProcessId.parse("12 345 host 4026531836")
+        ProcessId(namespace='host 4026531836', pid=12, start=345)
+        """
+        pid, start, namespace = text.split(" ", 2)
+        return ProcessId(namespace, int(pid), int(start))
+
+    def text(self) -> str:
+        """For a file or an environment variable; one line.
+
+        >>> ProcessId("host 4026531836", 12, 345).text()
+        '12 345 host 4026531836'
+        """
+        return f"{self.pid} {self.start} {self.namespace}"
+
+    def is_visible(self) -> bool:
+        """Whether this process can see that one by its number."""
+        return self.namespace == pid_namespace()
+
+    def state(self) -> str:
+        """See `state_of`; "" also where it cannot be seen from here."""
+        if not self.is_visible():
+            return ""
+        return state_of(self.pid) if start_of(self.pid) == self.start else "ended"
+
+    def has_ended(self) -> bool:
+        """Whether it is known to have ended; only processes of its namespace know."""
+        return self.state() == "ended"
+
+    def kill(self) -> bool:
+        """Kill it, with SIGKILL; whether it was there, and can be seen from here."""
+        return self.is_visible() and kill(self.pid, self.start)
 
 
 def processor_ticks(stat: Path = Path("/proc/stat")) -> list[int]:
@@ -68,9 +167,9 @@ def mapped_files(folder: str) -> list[str]:
 
 
 def start_of(process: int) -> int:
-    """When a process of this host was started, in clock ticks of Linux; 0 if it has ended, or that is unknown.
+    """When a process was started, in clock ticks of Linux; 0 if it has ended, or that is unknown.
 
-    The number and the start of a process together mean one process for ever.
+    The number and the start of a process together mean one process of this namespace for ever.
 
     >>> start_of(os.getpid()) == start_of(os.getpid())
     True
@@ -90,7 +189,7 @@ def _parent(process: int) -> int:
 
 
 def started_with(name: str, value: str) -> dict[int, dict[str, str]]:
-    """The processes of this host that were started with a certain environment variable.
+    """The processes that can be seen from here and were started with a certain environment variable.
 
     Returns:
         By process, all the variables that it was started with.
@@ -116,7 +215,10 @@ def _environment(process: int) -> dict[str, str]:
 
 
 def kill(process: int, start: int) -> bool:
-    """Kill a process of this host, with SIGKILL, if it is the one that was started at `start`; whether it was."""
+    """Kill a process of this namespace, with SIGKILL, if it was started at `start`; whether it was.
+
+    One of which another process has told is killed by `ProcessId.kill`.
+    """
     try:
         handle = os.pidfd_open(process)  # it refers to this process also when its number is given to another one
     except (AttributeError, OSError):  # AttributeError: only Linux has it
@@ -133,9 +235,10 @@ def kill(process: int, start: int) -> bool:
 
 
 def starter(variable: str) -> int:
-    """The nearest process above this one that was started without this environment variable; 1 if there is none.
+    """The nearest process above this one that was started without this environment variable.
 
     A launcher gives its processes variables that it has not got itself, and what is in between hands them on.
+    Where no such process is seen, it is the first one, 1 or 0.
 
     >>> starter("SET_BY_NOBODY") == os.getppid()
     True
@@ -145,6 +248,19 @@ def starter(variable: str) -> int:
         while process > 1 and variable in _environment(process):
             process = _parent(process)
     return process
+
+
+def sees_starter(variable: str) -> bool:
+    """Whether `starter` can be seen from here: in a container of its own this process may not see its siblings.
+
+    >>> sees_starter("SET_BY_NOBODY")
+    True
+    """
+    process = starter(variable)
+    try:
+        return process > 0 and variable not in _environment(process)
+    except OSError:  # it belongs to somebody else, who has none of our variables
+        return True
 
 
 def slurm_step() -> str | None:

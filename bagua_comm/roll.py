@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .launchers import SRUN, SRUN_PMIX, find
-from .processes import started_with, state_of
+from .processes import ProcessId, sees_starter, started_with, state_of
 
 LATE_S, START_S = 3.0, 30.0
 """How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
@@ -95,7 +95,7 @@ class Roll:
     """Which ranks have called `connect`, as far as this host can tell before MPI has started.
 
     mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
-    its process id to a file of its own. /proc tells what the processes of other ranks do.
+    its `ProcessId` to a file of its own. /proc tells what the processes of other ranks do.
 
     Args:
         variables: The environment variables of this process.
@@ -141,7 +141,7 @@ class Roll:
         try:
             file = os.open(self._file(f"{self.rank}{self._group}"), flags, 0o600)
             try:
-                os.write(file, b"%d\n" % os.getpid())
+                os.write(file, f"{ProcessId.mine().text()}\n".encode())
             finally:
                 os.close(file)
         except OSError:
@@ -187,28 +187,29 @@ class Roll:
         processes, unseen = self.processes(), []
         for rank in range(self.size) if self._members is None else self._members:
             signatures = self._signatures(rank)
-            process = int(signatures[-1]) if signatures else processes.get(rank)
+            process = signatures[-1].pid if signatures else processes.get(rank)
             if rank == self.rank:
                 continue
-            if process is None:
+            state = signatures[-1].state() if signatures else state_of(process or 0)
+            if process is None or (not state and 0 < len(signatures) < self._times):
                 unseen.append(rank)
-            elif (state := state_of(process)) not in ("running", ""):
+            elif state not in ("running", ""):
                 missing.gone.append(
                     f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
                 )
             elif len(signatures) < self._times:
                 missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
-        if unseen and self._local_size == self.size:
+        if unseen and self._local_size == self.size and sees_starter("PMIX_NAMESPACE"):
             missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
         elif unseen:
             missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
         return missing
 
-    def _signatures(self, rank: int) -> list[str]:
-        """The process ids that a rank has signed, one for each time that it connected."""
+    def _signatures(self, rank: int) -> list[ProcessId]:
+        """The processes that have signed as this rank, one for each time that it connected."""
         try:
-            return Path(self._file(f"{rank}{self._group}")).read_text().split()
-        except OSError:
+            return list(map(ProcessId.parse, Path(self._file(f"{rank}{self._group}")).read_text().splitlines()))
+        except (OSError, ValueError):
             return []
 
     def processes(self) -> dict[int, int]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..job import COMMITTED, RECORD, Job, add_lines, entries
-from ..processes import state_of
+from ..processes import pid_namespace, state_of
 from . import job_folder
 from .agent import LIMIT_S, Agent, Pulse, find_agent
 from .base import CommandError, count, program_name
@@ -255,12 +255,13 @@ class _Supervisor:
             remove_session(process.pid)
 
     def _all_have_ended(self) -> bool:
-        """Whether all ranks of this attempt have started and ended, as far as this host can tell."""
+        """Whether all ranks of this attempt have started and ended, as far as can be seen from here."""
+        here = pid_namespace()
         starts = [entry for entry in self._entries_of_attempt() if entry["kind"] == "start"]
         return (
             bool(starts)
             and len(starts) >= starts[0].get("size", 1)
-            and not any(state_of(entry["pid"]) != "ended" for entry in starts)
+            and all(entry.get("namespace") == here and state_of(entry["pid"]) == "ended" for entry in starts)
         )
 
     def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:

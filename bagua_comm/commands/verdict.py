@@ -92,7 +92,7 @@ def _a_recruit_vanished(entries: Sequence[dict[str, Any]]) -> bool:
 def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
     """The processes whose death others recorded, each once."""
     return {
-        (entry.get("attempt"), entry["dead"].get("host"), entry["dead"].get("pid"))
+        (entry.get("attempt"), *(entry["dead"].get(name) for name in ("number", "host", "pid")))
         for entry in entries
         if entry["kind"] == "death" and isinstance(entry.get("dead"), dict)
     }
@@ -115,7 +115,7 @@ def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
 
 
 def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
-    return entry.get("attempt"), entry.get("host"), entry.get("pid")
+    return tuple(map(entry.get, ("attempt", "host", "namespace", "pid")))
 
 
 def _told(entry: dict[str, Any]) -> str:

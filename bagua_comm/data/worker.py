@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ..errors import StoreError
 from ..files import cache_folder
+from ..processes import ProcessId
 from .counters import Counts
 from .locks import NUMBERS, Locks, locks_in
 from .stores import Store
@@ -59,7 +60,7 @@ class Worker:
         self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, what for) -> until when
         self._locks = self._find_locks()
         # Locks of a store that is this process's own must not meet those of other stores.
-        self._place = (store.identity or f"{self.pid}:{id(store)}").encode()
+        self._place = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
 
     def _find_locks(self) -> Locks | None:
         try:

@@ -19,13 +19,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
@@ -33,7 +31,7 @@ from mpi4py import MPI
 from .. import bootstrap, kernels
 from ..comm import Communicator
 from ..errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
-from ..processes import kill, start_of, state_of, this_host
+from ..processes import ProcessId, sees_starter, this_host
 from ..trace import NULL
 from ..transports.mpi.channel import ChannelTransport
 from ..transports.mpi.crew import ENDS, FAILS, FAREWELL_S, MEETINGS, MEETS, Crew
@@ -69,17 +67,19 @@ class _Card:
     """What a process tells the others at an assembly."""
 
     wants: str
+    process: ProcessId
     host: str
     """See `processes.this_host`."""
     name: str
     """The host's name."""
-    pid: int
-    start: int
-    """See `processes.start_of`."""
     killed: tuple[tuple[int, str], ...]
     """Which processes this one has killed, and why."""
     brings: tuple[Recruit, ...] = ()
     """The newcomers that wait to be let in, which this one has started."""
+
+
+def _place(each: _Card | Recruit) -> Place:
+    return Place(each.name, each.process.pid, each.process.is_visible())
 
 
 def gather(timeout_s: float) -> MPIFleet:
@@ -286,21 +286,21 @@ class MPIFleet(Fleet):
         channel = self._crew.channel_of_round(self._round)
         patience_s = self._patience_s()
         control = ChannelTransport(self._crew, alive, channel, timeout_s=patience_s, with_window=False)
-        me, host = os.getpid(), this_host()
         group = self._recruiter.ready() if wants == MEET else None
         brings = group.recruits if group is not None else ()
-        card = _Card(wants, host, socket.gethostname(), me, start_of(me), tuple(self._killed.items()), brings)
-        told: list[dict[str, Any]] = []
+        names = this_host(), socket.gethostname()
+        card = _Card(wants, ProcessId.mine(), *names, tuple(self._killed.items()), brings)
+        told: list[_Card] = []
         with suppress(CommError):
-            told = Communicator([control], tracer=NULL).allgather_object(asdict(card))
+            told = Communicator([control], tracer=NULL).allgather_object(card)
         if not self._agree(bool(told)):
             control.abandon("a process died at a meeting")
             return None
-        cards = {process: _Card(**each) for process, each in zip(alive, told, strict=True)}
+        cards = dict(zip(alive, told, strict=True))
         self._control = control
         self._cards.update(cards)
         for process, each in cards.items():
-            self._crew.places[process] = Place(each.name, each.pid)
+            self._crew.places[process] = _place(each)
         return cards
 
     def _agree_on_the_living(self) -> list[int] | None:
@@ -362,7 +362,7 @@ class MPIFleet(Fleet):
         self._fence_off_the_silent(now)
 
     def _fence_off_the_silent(self, now: float) -> None:
-        """Kill those on this host that do not come, or have come and say nothing more."""
+        """Kill those that are seen from here and do not come, or have come and say nothing more."""
         if now - self._called_s < self.timeout_s:
             return
         silent = {}
@@ -375,23 +375,24 @@ class MPIFleet(Fleet):
             self._fence_off(process, silent_s, silent)
 
     def _fence_off(self, process: int, silent_s: float, silent: Iterable[int]) -> None:
-        """Kill a process of this host; raise if no process can, or if that was of no use."""
-        card, mine = self._cards.get(process), self._cards.get(self.me)
+        """Kill a process that is seen from here; raise if no process can, or if that was of no use."""
+        card = self._cards.get(process)
         who = f"process {process} ({self._crew.places[process]}) has not answered for {silent_s:.3g} s"
-        if card is None or mine is None:
+        if card is None or self.me not in self._cards:
             return  # it has not come to the first meeting: `start_fleet` says so, and ends the job
-        if card.host == mine.host and process not in self._killed:
-            state = state_of(card.pid)
+        if card.process.is_visible() and process not in self._killed:
+            state = card.process.state()
             stopped = ", being stopped" if state == "stopped" else ""
             self._killed[process] = f"did not answer for {silent_s:.3g} s{stopped}, and was killed"
-            if not kill(card.pid, card.start) and state != "ended":
+            if not card.process.kill() and state != "ended":
                 raise RankFailed(f"process {self.me}: {who}, and it cannot be killed")
             _log.warning("%s; it was killed", who)
         neighbours = [
             each for each in (self.me, *self._crew.living()) if each not in silent and each in self._cards
         ]
-        if not any(self._cards[each].host == card.host for each in neighbours):
-            raise RankFailed(f"process {self.me}: {who}, and no process of the job on its host can kill it")
+        if not any(self._cards[each].process.namespace == card.process.namespace for each in neighbours):
+            where = "on its host, and in its container,"
+            raise RankFailed(f"process {self.me}: {who}, and no process of the job {where} can kill it")
         if silent_s > 2 * self.timeout_s + 10:
             raise RankFailed(f"process {self.me}: {who}, and MPI does not notice that it was killed")
 
@@ -447,8 +448,8 @@ class MPIFleet(Fleet):
             )
         lost = sum(process >= self._started for process in self._crew.dead)
         if lost < MOST_LOST:
-            hosts = {self._cards[each].host for each in (self.me, *self._crew.living())}
-            self._recruiter.start(count, here=len(hosts) == 1)
+            namespaces = {self._cards[each].process.namespace for each in (self.me, *self._crew.living())}
+            self._recruiter.start(count, here=len(namespaces) == 1 and sees_starter("PMIX_NAMESPACE"))
         else:
             _log.warning("%d newcomers have died; no more are started", lost)
 
@@ -476,7 +477,7 @@ class MPIFleet(Fleet):
         bootstrap.ends_with(comm)
         self._round = 0
         for number, each in zip(numbers[-len(newcomers) :], newcomers, strict=True):
-            self._cards[number] = _Card(MEET, each.host, each.name, each.pid, each.start, ())
-            crew.places[number] = Place(each.name, each.pid)
+            self._cards[number] = _Card(MEET, *each, ())
+            crew.places[number] = _place(each)
         if group is not None:
             group.tell(Welcome(numbers, self.wanted, crew.meetings, self._started))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..processes import start_of, this_host
+from ..processes import ProcessId
 
 VARIABLE = "BAGUA_RECRUITER"
 """The environment variable by which a newcomer learns it."""
@@ -16,27 +16,25 @@ class Origin:
 
     name: str
     """That of the newcomers that were started together."""
-    pid: int
-    start: int
-    host: str
+    process: ProcessId
 
     @classmethod
     def parse(cls, text: str) -> Origin:
         """What `text` has written.
 
-        >>> Origin.parse("a 1 2 b c").text()
-        'a 1 2 b c'
+        >>> Origin.parse("a 1 2 b c 3").text()
+        'a 1 2 b c 3'
         """
-        name, pid, start, host = text.split(" ", 3)
-        return cls(name, int(pid), int(start), host)
+        name, _, process = text.partition(" ")
+        return cls(name, ProcessId.parse(process))
 
     def text(self) -> str:
         """For an environment variable."""
-        return f"{self.name} {self.pid} {self.start} {self.host}"
+        return f"{self.name} {self.process.text()}"
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host.split()[0]}"
+        return f"process {self.process.pid} on {self.process.namespace.split()[0]}"
 
     def is_gone(self) -> bool:
-        """Whether the recruiter has ended, as far as this host can tell."""
-        return self.host == this_host() and start_of(self.pid) != self.start
+        """Whether the recruiter has ended, as far as can be seen from here."""
+        return self.process.has_ended()

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 from ..errors import RankFailed
 from ..job import Job
-from ..processes import kill, start_of, started_with, state_of, this_host
+from ..processes import ProcessId, kill, start_of, started_with, this_host
 from ..transports.mpi.blocking import in_time
 from .origin import VARIABLE, Origin
 
@@ -40,7 +40,7 @@ TRIES = 3
 """How often processes are started in the place of the same dead ones."""
 
 APPEAR_S = 10.0
-"""How long newcomers may take until they are seen, where all processes of the job are on one host."""
+"""How long newcomers may take until they are seen, where all processes of the job see each other."""
 
 LOOK_S = 0.5
 """How often the recruiter looks whether newcomers that are not ready yet live."""
@@ -59,13 +59,11 @@ _log = logging.getLogger(__name__)
 class Recruit(NamedTuple):
     """A newcomer that is ready."""
 
+    process: ProcessId
     host: str
     """See `processes.this_host`."""
     name: str
     """The host's name."""
-    pid: int
-    start: int
-    """See `processes.start_of`."""
 
 
 class Welcome(NamedTuple):
@@ -96,7 +94,7 @@ class Recruiter:
         self._count, self._here, self._tries = 0, True, 0
 
     def start(self, count: int, *, here: bool) -> None:
-        """Start so many processes, unless some are being started; `here` if the job has no other host."""
+        """Start so many processes, unless some are being started; `here` if they will be seen from here."""
         if self._group is None:
             self._count, self._here, self._tries = count, here, 0
             self._try()
@@ -147,12 +145,11 @@ class Group:
     Args:
         count: How many are started.
         variables: Their environment variables.
-        here: Whether all of them start on this host.
+        here: Whether all of them start where this process sees them: on its host, and not in another container.
     """
 
     def __init__(self, count: int, variables: dict[str, str], *, here: bool) -> None:
-        me = os.getpid()
-        self._origin = Origin(secrets.token_hex(8), me, start_of(me), this_host())
+        self._origin = Origin(secrets.token_hex(8), ProcessId.mine())
         self._count, self._variables = count, variables | {VARIABLE: self._origin.text()}
         self._here = here
         self._begun_s = self._looked_s = time.monotonic()
@@ -186,8 +183,7 @@ class Group:
         """Why they cannot be let in any more; None if they can, or will be."""
         if self._error is not None:
             return f"could not be started: {self._error}"
-        here = [each for each in self.recruits if each.host == self._origin.host]
-        if any(start_of(each.pid) != each.start or state_of(each.pid) != "running" for each in here):
+        if any(each.process.state() in ("ended", "stopped") for each in self.recruits):
             return "died or were stopped before they were let in"
         now = time.monotonic()
         if self.recruits or now - self._looked_s < LOOK_S:
@@ -292,8 +288,7 @@ def join(origin: Origin) -> tuple[MPI.Intracomm, Welcome]:
         pair = between.Merge(True)
         between.Disconnect()
         pair.Set_errhandler(MPI.ERRORS_RETURN)
-        me, host = os.getpid(), this_host()
-        pair.send(Recruit(host, os.uname().nodename, me, start_of(me)), 0, _READY)
+        pair.send(Recruit(ProcessId.mine(), this_host(), os.uname().nodename), 0, _READY)
         return pair
 
     pair = in_time(report, START_S, "reporting to the process that has started this one")

@@ -1,14 +1,13 @@
 """Where the processes of a torchrun agent keep what their successors need, in the memory of the host.
 
 Torchrun's agent lives on when it ends its processes and starts them again. So the name of the folder tells of
-the agent: its number, when it was started, and in which namespace (a container has one) these mean something.
+the agent: the namespace (a container has one) in which it has its number, that number, and when it was started.
 When the agent is gone the folder is stale, and whoever comes next on this host removes it.
 """
 
 from __future__ import annotations
 
 import atexit
-import os
 import re
 import shutil
 from contextlib import suppress
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bagua_comm import BootstrapError
 from bagua_comm.files import is_private, make_own_folder, shared_memory
-from bagua_comm.processes import start_of, starter
+from bagua_comm.processes import namespace_number, start_of, starter
 
 PREFIX = "bagua_comm-torchrun-"
 """How the names of folders begin."""
@@ -37,7 +36,7 @@ def provide() -> Path:
     """
     memory = shared_memory()
     remove_stale(memory)
-    folder = memory / f"{PREFIX}{_namespace()}-{agent()}-{start_of(agent())}"
+    folder = memory / f"{PREFIX}{namespace_number()}-{agent()}-{start_of(agent())}"
     try:
         is_mine = make_own_folder(folder)
     except OSError as exc:
@@ -66,16 +65,8 @@ def remove_stale(memory: Path) -> None:
     """Remove the folders of agents that are gone."""
     for folder in memory.glob(f"{PREFIX}*"):
         name = _NAME.fullmatch(folder.name)
-        if name is None or int(name[1]) != _namespace() or start_of(int(name[2])) == int(name[3]):
+        if name is None or int(name[1]) != namespace_number() or start_of(int(name[2])) == int(name[3]):
             continue
         with suppress(OSError):
             if is_private(folder.lstat()):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _namespace() -> int:
-    """That in which numbers of processes mean something; 0 if there is only one."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0

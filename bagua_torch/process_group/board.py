@@ -13,7 +13,6 @@ there, too, and is let in at one of their meetings.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 import time
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from bagua_comm import BootstrapError, RankFailed
 from bagua_comm.elastic.fleet import Process
-from bagua_comm.processes import start_of, state_of, this_host
+from bagua_comm.processes import ProcessId, this_host
 
 T = TypeVar("T")
 
@@ -83,31 +82,24 @@ class Board:
 
 
 @dataclass(frozen=True)
-class Card:
+class Card(ProcessId):
     """What the others need to know of a process."""
 
     host: str
     """See `processes.this_host`."""
     name: str
     """The host's name."""
-    pid: int
-    start: int
-    """See `processes.start_of`."""
     agent: int | None = None
-    """The process of its host that ends it when another one of its processes dies; None if there is none."""
+    """The process of its namespace that ends it when another one of its processes dies; None if there is none."""
 
     @classmethod
-    def mine(cls, agent: int | None = None) -> Card:
+    def of_this(cls, agent: int | None = None) -> Card:
         """That of this process."""
-        return cls(this_host(), socket.gethostname(), os.getpid(), start_of(os.getpid()), agent)
+        return cls(**vars(ProcessId.mine()), host=this_host(), name=socket.gethostname(), agent=agent)
 
     def process(self, number: int) -> Process:
         """The process, by its number."""
         return Process(number, self.name, self.pid)
-
-    def has_ended(self) -> bool:
-        """Whether the process has ended; only its own host knows."""
-        return start_of(self.pid) != self.start or state_of(self.pid) == "ended"
 
 
 class Entry(NamedTuple):
@@ -139,7 +131,7 @@ def enter(store: Any, rank: int, size: int, *, timeout_s: float, agent: int | No
         BootstrapError: A process did not come within `timeout_s`; or the job had ended.
         RankFailed: The store cannot be reached.
     """
-    return _Arrival(store, rank, size, Card.mine(agent)).enter(timeout_s)
+    return _Arrival(store, rank, size, Card.of_this(agent)).enter(timeout_s)
 
 
 class _Arrival:

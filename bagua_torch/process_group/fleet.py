@@ -5,8 +5,9 @@ open new connections among themselves, under a key that nobody used before. A me
 
     call/m      somebody wants meeting m; every process looks for this key, and gives its communicators up
     here/m/i    process i has come
-    dead/i      process i is gone, and why: a process of its own host has found it ended, or has killed it since
-                it did not come in time; if its whole host is silent, any process says so
+    dead/i      process i is gone, and why: one that sees it by its number (on the same host, and in the same
+                container) has found it ended, or has killed it since it did not come in time; if all of those are
+                silent, any process says so
     result/m    who lives and who has died: whoever first finds that nobody is missing writes it, once and for all
 
 Torchrun's agent on the first node serves the store. When that is gone, a meeting fails with an error that says
@@ -39,7 +40,6 @@ from bagua_comm import (
     bootstrap,
 )
 from bagua_comm.elastic.fleet import Death, Fleet, Meeting, Process
-from bagua_comm.processes import kill
 from bagua_comm.transports import Transport
 
 from . import agent_folder, transport
@@ -136,7 +136,7 @@ class TorchrunFleet(Fleet):
         self._connected: Counter[tuple[int, ...]] = Counter()
         """How often these processes have connected since the last meeting."""
         self._transports: list[Transport] = []
-        self._vigil = _Vigil(self._board, self._cards, self.me)
+        self._vigil = _Vigil(self._board, self._cards)
         self._lock = threading.Lock()
         self._called = threading.Event()
         self._ended = threading.Event()
@@ -194,7 +194,7 @@ class TorchrunFleet(Fleet):
     def _agent(self, number: int) -> tuple[str, int]:
         """What a process shares with those that torchrun ends when it dies, and with nobody else."""
         card = self._cards[number]
-        return (card.host, -number if card.agent is None else card.agent)
+        return (card.namespace, -number if card.agent is None else card.agent)
 
     def _begin_after(self, number: int, result: dict[str, Any]) -> Meeting:
         if self.me not in result["alive"]:
@@ -350,8 +350,8 @@ class TorchrunFleet(Fleet):
 class _Vigil:
     """Finds processes that are gone, and says so on the board."""
 
-    def __init__(self, board: Board, cards: dict[int, Card], me: int) -> None:
-        self._board, self._cards, self._me = board, cards, me
+    def __init__(self, board: Board, cards: dict[int, Card]) -> None:
+        self._board, self._cards = board, cards
         self._beats: dict[int, tuple[int, float]] = {}
         """By process: the last beat that was seen, and when it was new."""
 
@@ -364,14 +364,14 @@ class _Vigil:
 
         Args:
             suspects: Processes.
-            here: Those that are known to live. One on the host of a suspect knows best.
-            silent_s: How long a process may be silent if none is known to live on its host.
+            here: Those that are known to live. One that sees a suspect by its number knows best.
+            silent_s: How long a process may be silent if none that sees it is known to live.
         """
         gone = []
         for each in suspects:
-            if self._is_mine(each):
+            if self._cards[each].is_visible():
                 why = "died" if self._cards[each].has_ended() else None
-            elif any(self._cards[other].host == self._cards[each].host for other in here):
+            elif self._is_seen(each, here):
                 why = self._board.get(f"dead/{each}")
             else:
                 so_far_s = self._silent_s(each)
@@ -382,17 +382,17 @@ class _Vigil:
         return gone
 
     def fence(self, suspects: Iterable[int], here: Sequence[int], why: str) -> None:
-        """See to it that these are gone: a process of their host kills them."""
+        """See to it that these are gone: a process that sees them by their numbers kills them."""
         for each in suspects:
-            card = self._cards[each]
-            if self._is_mine(each):
-                kill(card.pid, card.start)
+            if self._cards[each].is_visible():
+                self._cards[each].kill()
                 self._board.settle(f"dead/{each}", f"{why}, and was killed")
-            elif not any(self._cards[other].host == card.host for other in here):
+            elif not self._is_seen(each, here):
                 self._board.settle(f"dead/{each}", why)
 
-    def _is_mine(self, number: int) -> bool:
-        return self._cards[number].host == self._cards[self._me].host
+    def _is_seen(self, number: int, here: Iterable[int]) -> bool:
+        """Whether one of these processes sees that one by its number."""
+        return any(self._cards[other].namespace == self._cards[number].namespace for other in here)
 
     def _silent_s(self, number: int) -> float:
         beat, now_s = self._board.count(f"beat/{number}"), time.monotonic()

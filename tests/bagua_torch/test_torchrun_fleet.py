@@ -1,9 +1,7 @@
 """The fleet under torchrun: processes that meet in a store, die there, and go on without each other."""
 
 import ast
-import itertools
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -11,17 +9,16 @@ import sys
 import textwrap
 import threading
 import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.forked_fleet import TIMEOUT_S, Processes, run, wait_for
 from support.launch import torchrun, with_packages
 
-import bagua_comm
-from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, cuda, elastic
+from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, elastic
 from bagua_comm.elastic import start
 from bagua_comm.files import shared_memory
 from bagua_torch.process_group import agent_folder, fleet
@@ -30,60 +27,10 @@ from bagua_torch.process_group.fleet import TorchrunFleet
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
 
-TIMEOUT_S = 20.0
-
 
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-class Processes:
-    """Processes that are forked, since importing torch in each would take seconds; their store is in this one."""
-
-    def __init__(self, folder):
-        self._folder, self._pids, self._numbers = folder, {}, itertools.count()
-        cuda.device_count()  # imports CuPy, once for all
-        bagua_comm.kernels.on_host()
-
-    def start(self, rank, size, body, *, timeout_s=TIMEOUT_S, agents=None, **settings):
-        """Have `body(fleet)` run in a process of that rank; returns its number, for `result`."""
-        number = next(self._numbers)
-        port = self._folder / "port"
-        pid = os.fork()
-        if pid:
-            self._pids[number] = pid
-            return number
-        try:
-            _wait_for(port.exists)
-            store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-            agent = None if agents is None else agents[rank]
-            outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
-        except BaseException as exc:
-            outcome = f"{type(exc).__name__}: {exc}" if isinstance(exc, CommError) else traceback.format_exc()
-        (self._folder / f"new-{number}").write_bytes(pickle.dumps(outcome))
-        (self._folder / f"new-{number}").rename(self._folder / f"result-{number}")
-        os._exit(0)
-
-    def serve(self):
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        new = self._folder / "port-new"
-        new.write_text(str(self.store.port))
-        new.rename(self._folder / "port")
-
-    def result(self, number):
-        """What the body returned; None if the process was killed."""
-        os.waitpid(self._pids.pop(number), 0)
-        path = self._folder / f"result-{number}"
-        return pickle.loads(path.read_bytes()) if path.exists() else None
-
-    def results(self):
-        return [self.result(number) for number in list(self._pids)]
-
-    def close(self):
-        for pid in self._pids.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 @pytest.fixture
@@ -91,21 +38,6 @@ def processes(tmp_path):
     found = Processes(tmp_path)
     yield found
     found.close()
-
-
-def run(processes, size, body, **settings):
-    """What `body(fleet)` returns in each of `size` processes; None for those that were killed."""
-    for rank in range(size):
-        processes.start(rank, size, body, **settings)
-    processes.serve()
-    return processes.results()
-
-
-def _wait_for(happened):
-    until_s = time.monotonic() + TIMEOUT_S
-    while not happened():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 def die():
@@ -287,7 +219,7 @@ def test_a_process_that_is_started_again_alone_is_let_in(processes):
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        _wait_for(fleet.recruits_wait)
+        wait_for(fleet.recruits_wait)
         meeting = fleet.meet(error.value)
         comm = connect_all(fleet, meeting)
         result = total(comm)
@@ -377,7 +309,7 @@ def test_a_store_that_is_gone_is_an_error_that_says_what_to_do():
     client.put("here")
     del server
     with pytest.raises(RankFailed, match=r"the store at 127.0.0.1:.* is gone: .* --max-restarts"):
-        _wait_for(lambda: not client.has("here"))
+        wait_for(lambda: not client.has("here"))
 
 
 def test_the_first_of_several_values_holds():
@@ -530,7 +462,7 @@ def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
     try:
         for agent in agents[1:]:
             agent.wait(timeout=200)
-        _wait_for((tmp_path / "result-0").exists)
+        wait_for((tmp_path / "result-0").exists)
     finally:
         for agent in agents:
             agent.kill()

@@ -35,12 +35,17 @@ for pid in $pids; do wait $pid || code=$?; done
 exit $code
 """
 
-PRELUDE = """\
+PRELUDE = (
+    f"""\
+namespace = {processes.pid_namespace()!r}
+"""
+    + """\
 import json, os, signal, sys, time
 rank, attempt = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["BAGUA_ATTEMPT"])
 
 def record(kind, **facts):  # as Job.record does, which takes longer to import than all of this
-    entry = dict(kind=kind, time=time.time(), attempt=attempt, host="h", pid=os.getpid(), rank=rank, **facts)
+    entry = dict(kind=kind, time=time.time(), attempt=attempt, rank=rank, **facts)
+    entry |= dict(host="h", namespace=namespace, pid=os.getpid())
     with open(os.environ["BAGUA_JOB_FOLDER"] + "/record", "a") as file:
         file.write(json.dumps(entry) + "\\n")
 
@@ -49,6 +54,7 @@ def die():
 
 record("start")
 """
+)
 """What programs begin with."""
 
 
@@ -285,6 +291,7 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
     ("told", "code", "gone", "verdict"),
     [
         ([*START, *EXIT], 0, [], ("well", 0)),
+        ([START[0], {**START[0], "namespace": "b"}, EXIT[0]], 0, [], ("lost", 1)),  # two of one number
         ([*START, *TRAINED, *EXIT], 137, [], ("well", 0)),  # a spare was killed, or a rank before
         ([*START, TRAINED[0], EXIT[0]], 0, [], ("well", 0)),
         ([*START, *TRAINED, EXIT[0]], 0, [], ("failed", 1)),  # killed after training, in what follows
@@ -315,7 +322,8 @@ def test_what_the_record_and_mpiruns_exit_code_mean(told, code, gone, verdict):
 
 def test_each_death_counts_once_and_time_between_attempts_is_lost():
     seen = [entry("death", rank, dead={"number": 3, "host": "a", "pid": 7}) for rank in range(3)]
-    assert len(deaths([*seen, entry("death", dead={"number": 3, "host": "b", "pid": 7})])) == 2
+    twins = [entry("death", dead={"number": number, "host": "a", "pid": 7}) for number in range(2)]
+    assert len(deaths([*seen, *twins])) == 3
     recoveries = [entry("recovery", rank, meeting=2, seconds=0.5) for rank in range(3)]
     between = [
         entry("end", time=10.0),

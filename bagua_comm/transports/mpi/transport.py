@@ -43,6 +43,7 @@ from ...errors import (
     RankFailed,
     UnsupportedError,
 )
+from ...processes import namespace_number
 from ..base import COLLECTIVE, POINT_TO_POINT, Flow, Move, Transport
 from ..notices import GAVE_UP, LEFT, Notice, given_up
 from ..pipeline import Encoding, Message, Wait
@@ -274,14 +275,16 @@ class MPITransport(Transport):
 
     def _new_world(self) -> World:
         """Find out where the ranks are, and which reductions all their MPIs compute as NumPy does. Collective."""
-        facts = np.zeros((self.size, 10), np.int64)
+        facts = np.zeros((self.size, 11), np.int64)
         facts[self.rank, 0] = os.getpid()
         facts[self.rank, 1] = sum(1 << i for i, reduction in enumerate(REDUCTIONS) if is_sound(*reduction))
+        facts[self.rank, 2] = namespace_number()
         host = socket.gethostname().encode()[:64]
-        facts[self.rank, 2:].view(np.uint8)[: len(host)] = np.frombuffer(host, np.uint8)
+        facts[self.rank, 3:].view(np.uint8)[: len(host)] = np.frombuffer(host, np.uint8)
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, [facts, MPI.BYTE]), facts)
-        hosts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in facts[:, 2:]]
-        places = [Place(host, int(process)) for host, process in zip(hosts, facts[:, 0], strict=True)]
+        hosts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in facts[:, 3:]]
+        visible = facts[:, 2] == facts[self.rank, 2]
+        places = [Place(*each) for each in zip(hosts, facts[:, 0].tolist(), visible.tolist(), strict=True)]
         everywhere = int(np.bitwise_and.reduce(facts[:, 1]))
         sound = frozenset(reduction for i, reduction in enumerate(REDUCTIONS) if everywhere >> i & 1)
         comm = self._duplicate()

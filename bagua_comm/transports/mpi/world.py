@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -27,9 +26,11 @@ class Place(NamedTuple):
 
     host: str
     process: int
+    is_visible: bool = False
+    """Whether this process sees it by that number; see `processes.ProcessId`."""
 
     def __str__(self) -> str:
-        state = state_of(self.process) if self.host == socket.gethostname() else ""
+        state = state_of(self.process) if self.is_visible else ""
         note = {"stopped": ", which is stopped", "ended": ", which has ended"}.get(state, "")
         return f"on {self.host}, process {self.process}{note}"
 

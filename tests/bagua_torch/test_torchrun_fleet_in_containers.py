@@ -1,0 +1,51 @@
+"""The fleet under torchrun where processes of a host cannot see each other, as in containers on its network."""
+
+import os
+
+import numpy as np
+import pytest
+from support.forked_fleet import Processes, run, wait_for
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = Processes(tmp_path)
+    yield found
+    found.close()
+
+
+def total(fleet, meeting):
+    """The sum of all processes' numbers, each plus one, over a communicator of those at the meeting."""
+    with fleet.connect([process.number for process in meeting.alive]) as comm:
+        return float(comm.allreduce(np.full(3, fleet.me + 1.0, np.float32))[0])
+
+
+def test_living_processes_of_other_containers_are_not_taken_for_dead(processes):
+    def body(fleet):
+        board, look = fleet._board, fleet._vigil.look
+        fleet._vigil.look = lambda *args, **options: [look(*args, **options), board.put("looked")][0]
+        if fleet.me == 1:
+            wait_for(lambda: board.has("looked"))  # rank 0 has missed this one, and looked for its process
+        meeting = fleet.meet()
+        found = len(meeting.alive), meeting.dead, total(fleet, meeting)
+        fleet.end()
+        return found
+
+    assert run(processes, 2, body, containers=[1], agents=[7, 7]) == [(2, (), 3.0)] * 2
+
+
+@pytest.mark.slow
+def test_a_death_in_a_container_does_not_end_those_of_another_one_whose_agent_has_the_same_number(processes):
+    def body(fleet):
+        total(fleet, fleet.meet())
+        if fleet.me == 0:
+            os._exit(1)
+        meeting = fleet.meet()
+        found = [process.number for process in meeting.alive], len(meeting.dead), total(fleet, meeting)
+        fleet.end()
+        return found
+
+    assert run(processes, 3, body, containers=[0, 1], agents=[7, 7, 8])[1:] == [([1, 2], 1, 5.0)] * 2

@@ -1,0 +1,107 @@
+"""A fleet under torchrun without torchrun: processes that are forked, and the store in which they meet."""
+
+import ctypes
+import itertools
+import os
+import pickle
+import signal
+import time
+import traceback
+
+import torch.distributed as dist
+
+import bagua_comm
+from bagua_comm import CommError, cuda
+from bagua_torch.process_group.fleet import TorchrunFleet
+
+TIMEOUT_S = 20.0
+
+_NEW_MOUNTS, _NEW_PIDS = 0x20000, 0x20000000
+_PRIVATE = 0x44000
+"""MS_REC and MS_PRIVATE: what is mounted here is seen here alone."""
+
+
+class Processes:
+    """Processes that are forked, since importing torch in each would take seconds; their store is in this one."""
+
+    def __init__(self, folder):
+        self._folder, self._pids, self._numbers = folder, {}, itertools.count()
+        cuda.device_count()  # imports CuPy, once for all
+        bagua_comm.kernels.on_host()
+
+    def start(self, rank, size, body, *, timeout_s=TIMEOUT_S, agents=None, containers=(), **settings):
+        """Have `body(fleet)` run in a process of that rank; returns its number, for `result`.
+
+        Those of the ranks `containers` are each in a PID namespace of their own, where each has number 1.
+        """
+        number = next(self._numbers)
+        port = self._folder / "port"
+        pid = os.fork()
+        if pid:
+            self._pids[number] = pid
+            return number
+        try:
+            if rank in containers:
+                enter_container()
+            wait_for(port.exists)
+            store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+            agent = None if agents is None else agents[rank]
+            outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
+        except BaseException as exc:
+            outcome = f"{type(exc).__name__}: {exc}" if isinstance(exc, CommError) else traceback.format_exc()
+        (self._folder / f"new-{number}").write_bytes(pickle.dumps(outcome))
+        (self._folder / f"new-{number}").rename(self._folder / f"result-{number}")
+        os._exit(0)
+
+    def serve(self):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        new = self._folder / "port-new"
+        new.write_text(str(self.store.port))
+        new.rename(self._folder / "port")
+
+    def result(self, number):
+        """What the body returned; None if the process was killed."""
+        os.waitpid(self._pids.pop(number), 0)
+        path = self._folder / f"result-{number}"
+        return pickle.loads(path.read_bytes()) if path.exists() else None
+
+    def results(self):
+        return [self.result(number) for number in list(self._pids)]
+
+    def close(self):
+        for pid in self._pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def enter_container():
+    """Go on in a child that is alone in a PID namespace, and sees that one in /proc; needs root, as CI has it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _check(libc.unshare(_NEW_MOUNTS | _NEW_PIDS))
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        os._exit(0)
+    _check(libc.prctl(1, signal.SIGKILL))  # it ends with its parent
+    _check(libc.mount(None, b"/", None, _PRIVATE, None))
+    _check(libc.mount(b"proc", b"/proc", b"proc", 0, None))
+
+
+def _check(code):
+    if code:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def run(processes, size, body, **settings):
+    """What `body(fleet)` returns in each of `size` processes; None for those that were killed."""
+    for rank in range(size):
+        processes.start(rank, size, body, **settings)
+    processes.serve()
+    return processes.results()
+
+
+def wait_for(happened):
+    until_s = time.monotonic() + TIMEOUT_S
+    while not happened():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)

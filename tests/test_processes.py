@@ -1,0 +1,117 @@
+"""What a process can tell of another one, and where it cannot: in another PID namespace."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.launch import with_packages
+
+from bagua_comm import processes
+from bagua_comm.processes import ProcessId, namespace_number, pid_namespace, sees_starter, start_of
+from bagua_comm.roll import Roll
+
+TELLS = """
+import sys
+from bagua_comm.processes import ProcessId
+print(ProcessId.mine().text(), flush=True)
+for line in sys.stdin:
+    other = ProcessId.parse(line.rstrip())
+    print(other.is_visible(), repr(other.state()), other.has_ended(), other.kill(), flush=True)
+"""
+
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+"""What a container does to process ids. It needs root, as CI has it."""
+
+
+@pytest.fixture
+def start():
+    """Starts a Python process, maybe in a container; returns it, and what it says of itself."""
+    started = []
+
+    def begin(*container):
+        command = [*container, sys.executable, "-c", TELLS]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=with_packages()
+        )
+        started.append(process)
+        return process, ProcessId.parse(process.stdout.readline().rstrip())
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ask(process, other):
+    """What a process says of another one."""
+    process.stdin.write(f"{other.text()}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+def test_processes_of_two_containers_with_the_same_number_are_not_taken_for_each_other_or_for_dead(start):
+    (one, first), (_, second) = start(*CONTAINER), start(*CONTAINER)
+    assert first.pid == second.pid
+    assert first.namespace != second.namespace
+    assert ask(one, second) == "False '' False False"
+    mine = ProcessId.mine()
+    assert ask(one, mine) == "False '' False False"
+    assert not first.has_ended()
+    assert not first.kill()
+
+
+def test_a_process_of_this_namespace_is_seen_killed_and_found_to_have_ended(start):
+    process, child = start()
+    assert (child.pid, child.namespace) == (process.pid, pid_namespace())
+    assert child.state() == "running"
+    assert not ProcessId(child.namespace, child.pid, child.start + 1).kill()
+    assert ProcessId(child.namespace, child.pid, child.start + 1).has_ended()  # that number is another one's now
+    assert child.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert child.has_ended()
+    assert not child.kill()
+
+
+def test_who_sees_the_proc_of_another_namespace_knows_of_nobody(monkeypatch):
+    monkeypatch.setattr(os, "getpid", lambda: 1)  # as after unshare --pid, without a /proc of its own
+    assert pid_namespace() == pid_namespace()
+    alone, number = pid_namespace(), namespace_number()
+    monkeypatch.undo()
+    assert alone != pid_namespace()
+    assert number != namespace_number()
+    assert not ProcessId(alone, os.getpid(), start_of(os.getpid())).is_visible()
+
+
+def test_whether_a_launcher_is_seen(monkeypatch):
+    monkeypatch.setattr(processes, "starter", lambda name: 0)  # the parent is in another namespace
+    assert not sees_starter("NAME")
+    monkeypatch.setattr(processes, "starter", lambda name: os.getpid())
+    assert sees_starter("SET_BY_NOBODY")
+    assert not sees_starter("PATH")
+
+
+@pytest.mark.parametrize("container", [False, True])
+def test_a_rank_of_another_container_is_not_said_to_have_ended_before_connect(tmp_path, monkeypatch, container):
+    tmp_path.chmod(0o700)
+    variables = {
+        "PMIX_SERVER_TMPDIR": str(tmp_path),
+        "PMIX_NAMESPACE": "job",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    rolls = [Roll(variables | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(2)]
+    if container:
+        monkeypatch.setattr("bagua_comm.roll.sees_starter", lambda name: False)
+    rolls[0].sign()
+    missing = rolls[0].missing()
+    assert missing.gone == ([] if container else ["rank 1 ended without calling connect"])
+    assert missing.unseen == (["rank 1 cannot be seen from here: on another host, or ended"] if container else [])
+    if container:  # what it signs now is a number of another namespace, of a process that nobody has here
+        signed = ProcessId("elsewhere 1", 4_194_303, 1)
+        with open(tmp_path / "bagua-job-1", "w") as file:
+            file.write(f"{signed.text()}\n")
+        assert rolls[0].missing() == ([], [], [])
+        rolls[0].sign()
+        assert rolls[0].missing().unseen == ["rank 1 cannot be seen from here: on another host, or ended"]
