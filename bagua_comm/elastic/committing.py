@@ -5,7 +5,8 @@ what is in an `Own`, are a rank's own. In the usual case nothing is, and a commi
 
     1. write the arrays into the side that does not hold the newest commit, and prepare it
     2. compare with all ranks; where nothing is a rank's own, that all have come here says that all have prepared
-    3. otherwise send what is the rank's own to its buddy, and wait until all have got theirs
+    3. otherwise make room for what is the rank's own and for the copies of others, compare whether all have it,
+       send, and wait until all have got theirs
     4. mark the copies as committed
 """
 
@@ -16,8 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import arrays
+from ..arrays import Array
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, UnsupportedError
@@ -67,14 +70,12 @@ def commit(
         UnsupportedError: The same, for what no checkpoint can hold.
         CommError: A rank died, or did not come.
     """
-    draft, problem = _write(side, prepare)
+    draft, problem = _write(comm, side, prepare, run, version)
     row = np.zeros(5, np.uint64)
     row[_FAILED], row[_FLAG] = problem is not None, flag
     if draft is not None:
         row[_LAYOUT], row[_TEXTS] = draft.layout.digest(), digest_of(draft.texts())
         row[_SUMS] = digest_of(repr(draft.sums[: len(draft.packed.shared)]))
-        header = draft.header(run, comm.rank, comm.size, (), texts_differ=False)
-        side.own.finish(version, header, draft.size)
     table = comm.allgather(row)
     if table[:, _FAILED].any() or draft is None:
         _raise_alike(comm, problem)
@@ -84,7 +85,6 @@ def commit(
     if differs[[_LAYOUT, _TEXTS, _SUMS]].any() or draft.packed.own:
         private = _private(comm, draft, layouts_differ=bool(differs[_LAYOUT]), sums_differ=bool(differs[_SUMS]))
         header = draft.header(run, comm.rank, comm.size, private, texts_differ=bool(differs[_TEXTS]))
-        side.own.finish(version, header, draft.size)
         sent, kept = _to_buddies(comm, side, draft, header, version, buddies)
         comm.barrier()
         for slot in kept:
@@ -93,10 +93,15 @@ def commit(
     return Committed(draft.size, sent, bool(table[:, _FLAG].any()))
 
 
-def _write(side: Side, prepare: Callable[[], Packed]) -> tuple[Draft | None, Exception | None]:
+def _write(
+    comm: Communicator, side: Side, prepare: Callable[[], Packed], run: str, version: int
+) -> tuple[Draft | None, Exception | None]:
+    """Write this rank's own copy, as if nothing were its own."""
     try:
         packed = prepare()
-        return side.write(packed, Layout.of(packed)), None
+        draft = side.write(packed, Layout.of(packed))
+        side.own.finish(version, draft.header(run, comm.rank, comm.size, (), texts_differ=False), draft.size)
+        return draft, None
     except Exception as exc:  # the other ranks wait for this one
         return None, exc
 
@@ -132,26 +137,46 @@ def _to_buddies(
 ) -> tuple[int, list[Slot]]:
     """Send what is this rank's own to its buddy, and keep what others send; the slots are prepared then."""
     private: list[int] = header["private"]
-    header = {**header, "whole": False}
-    text = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    text = np.frombuffer(json.dumps({**header, "whole": False}).encode(), np.uint8)
     sizes = comm.allgather(np.array([text.size], np.int64)).reshape(-1)
     mine, to = views(draft.data, draft.layout.kinds), buddies[comm.rank]
     guarded = [rank for rank in range(comm.size) if buddies[rank] == comm.rank and rank != comm.rank]
     texts = {rank: np.empty(int(sizes[rank]), np.uint8) for rank in guarded}
     comm.exchange([(to, text)] if to != comm.rank else [], list(texts.items()))
+    copies, problem = _make_room(side, draft, header, version, texts)
+    if comm.allgather(np.array([problem is not None], np.uint8)).any():
+        _raise_alike(comm, problem)
     sends = [(to, arrays.as_bytes(mine[n])) for n in private if to != comm.rank and mine[n].nbytes]
-    recvs: list[tuple[int, Any]] = []
-    kept = side.guard(len(guarded))
-    ends = []
-    for rank, slot in zip(guarded, kept, strict=True):
-        theirs = json.loads(texts[rank].tobytes())
-        every = Layout.from_header(theirs).kinds
-        kinds = [every[n] for n in theirs["private"]]
-        _, size = offsets(kinds)
-        room = slot.begin(size)
-        recvs += [(rank, arrays.as_bytes(x)) for x in views(room, kinds) if x.nbytes]
-        ends.append((slot, theirs, size))
-    comm.exchange(sends, recvs)
-    for slot, theirs, size in ends:
-        slot.finish(version, theirs, size)
-    return sum(x.nbytes for _, x in sends) + (text.size if to != comm.rank else 0), kept
+    comm.exchange(sends, [(copy.rank, arrays.as_bytes(x)) for copy in copies for x in copy.arrays if x.nbytes])
+    for copy in copies:
+        copy.slot.finish(version, copy.header, copy.size)
+    return sum(x.nbytes for _, x in sends) + (text.size if to != comm.rank else 0), [copy.slot for copy in copies]
+
+
+class _Guarded(NamedTuple):
+    """Room for the copy of a rank whose buddy this one is."""
+
+    rank: int
+    slot: Slot
+    header: dict[str, Any]
+    arrays: list[Array]
+    size: int
+
+
+def _make_room(
+    side: Side, draft: Draft, header: dict[str, Any], version: int, texts: dict[int, npt.NDArray[np.uint8]]
+) -> tuple[list[_Guarded], Exception | None]:
+    """Write this rank's own header again, and make room for the copies whose headers these are."""
+    copies = []
+    try:
+        side.own.finish(version, header, draft.size)
+        for (rank, text), slot in zip(texts.items(), side.guard(len(texts)), strict=True):
+            theirs = json.loads(text.tobytes())
+            every = Layout.from_header(theirs).kinds
+            kinds = [every[n] for n in theirs["private"]]
+            _, size = offsets(kinds)
+            room = slot.begin(size, text.size)
+            copies.append(_Guarded(rank, slot, theirs, views(room, kinds), size))
+    except Exception as exc:  # the other ranks wait for this one
+        return [], exc
+    return copies, None

@@ -308,10 +308,17 @@ class _Loop:
                         "checkpoint if there is one"
                     )
                 )
+            problem = None
             if everyone.rank == places[0]:
-                self._session.offer_first(rows[places[0]].run)
+                problem = self._session.offer_first(rows[places[0]].run)
             copies = self._session.copies()
-            sources = newest(everyone.allgather_object([copy.held for copy in copies]))
+            told = everyone.allgather_object((problem, [copy.held for copy in copies]))
+            if (problem := told[places[0]][0]) is not None:
+                who = f"process {meeting.alive[places[0]].number}"
+                raise self._given_up(
+                    ArrayError(f"elastic.run: {who} cannot keep the state to begin with: {problem}")
+                )
+            sources = newest([held for _, held in told])
             assert sources is not None
         with everyone.tracer.span("restore", commit=sources.version):
             self._session.restore(everyone, sources, copies, places, hosts)

@@ -13,7 +13,7 @@ from ..checkpoint.engines import keep_engine, take_engine
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..engine import Engine
-from ..errors import ArrayError, CommAborted
+from ..errors import ArrayError, BaguaError, CommAborted
 from ..flight import FlightRecorder
 from ..job import Job
 from . import parts
@@ -77,17 +77,17 @@ class Session:
         near = [] if self._folder is None else left_in(self._folder, besides=self._number)
         return [*near, *(copy for side in self._sides for copy in side.copies())]
 
-    def offer_first(self, run: str) -> None:
-        """Hold what this process has now as the commit `FIRST`, which everybody gets.
-
-        Raises:
-            OSError: There is no room for it.
-        """
-        packed = self._packed()
-        draft = self._sides[0].write(packed, Layout.of(packed))
-        header = draft.header(run, 0, 1, (), texts_differ=False)
-        self._sides[0].own.finish(FIRST, header, draft.size)
+    def offer_first(self, run: str) -> str | None:
+        """Hold what this process has now as the commit `FIRST`, which everybody gets; returns why it cannot."""
+        try:
+            packed = self._packed()
+            draft = self._sides[0].write(packed, Layout.of(packed))
+            header = draft.header(run, 0, 1, (), texts_differ=False)
+            self._sides[0].own.finish(FIRST, header, draft.size)
+        except Exception as exc:  # the other processes wait for this one
+            return str(exc) if isinstance(exc, BaguaError) else f"{type(exc).__name__}: {exc}"
         self._sides[0].own.commit()
+        return None
 
     def restore(
         self,

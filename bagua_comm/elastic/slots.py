@@ -86,20 +86,28 @@ class Slot:
         if path is not None and path.exists() and path.stat().st_size >= _DATA_AT:
             self._memory = _mapped(path, path.stat().st_size)
 
-    def begin(self, data_bytes: int) -> npt.NDArray[np.uint8]:
+    def begin(self, data_bytes: int, text_bytes: int = 0) -> npt.NDArray[np.uint8]:
         """Begin to write: the memory of so many bytes of data. What the slot held is gone.
+
+        Args:
+            data_bytes: The size of the data.
+            text_bytes: The size of its header, for which there will be room; 0 if that is not known yet.
 
         Raises:
             OSError: There is no room for it.
         """
         if self._memory.size >= _DATA_AT:
             self._mark(WRITING)
-        self._provide(_DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6), keep=0)
+        self._provide(_DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes), keep=0)
         self._mark(WRITING)
         return self._memory[_DATA_AT : _DATA_AT + data_bytes]
 
     def finish(self, version: int, header: dict[str, Any], data_bytes: int) -> None:
-        """End writing: all of the data is there. May be called again, with another header."""
+        """End writing: all of the data is there. May be called again, with another header.
+
+        Raises:
+            OSError: There is no room for the header.
+        """
         text = np.frombuffer(json.dumps(header).encode(), np.uint8)
         end = _DATA_AT + data_bytes
         self._mark(WRITING)

@@ -1,0 +1,109 @@
+"""Commits for which a rank has no room: an error on all ranks alike, and the commit before stays whole."""
+
+import errno
+import os
+import re
+
+import numpy as np
+import pytest
+
+from bagua_comm import ArrayError, Own
+from bagua_comm.elastic import State, run, slots
+from bagua_comm.testing.fleets import ThreadJob, run_fleet
+
+OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"
+"""Files of process 1: its own slot, and that of the rank whose buddy it is."""
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Add the pattern of a file's name, and there is no room for it any more."""
+    patterns, extend = set(), slots._extend
+
+    def find_room(path, size):
+        if any(re.fullmatch(pattern, path.name) for pattern in patterns):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        extend(path, size)
+
+    monkeypatch.setattr(slots, "_extend", find_room)
+    return patterns
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Copies lie in files."""
+    monkeypatch.setenv("BAGUA_JOB", "test")
+    monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
+
+
+def training(job, grow, full, pattern, *, dies):
+    """Three ranks that keep more from step 3 on, for which process 1 has no room; what each of them has seen."""
+
+    def body(fleet):
+        state = State(step=0, notes="", own=Own([np.zeros(2)], "first"))
+
+        @run(state, fleet=fleet)
+        def train(comm):
+            begun = state.step, state.notes[:2], state.own[0].tolist()[:2]
+            while state.step < 5:
+                state.step += 1
+                state.own[0][:] += comm.rank
+                if state.step == 3 and begun[0] == 0:
+                    grow(state)
+                    full.add(pattern)
+                    comm.barrier()
+                    with pytest.raises(ArrayError, match=r"commit: rank 1: .*No space.*before is still there"):
+                        state.commit()
+                    comm.barrier()
+                    full.clear()
+                    comm.barrier()
+                    if dies:
+                        job.kill(0, 1, 2)
+                state.commit()
+            return begun, state.own[0].tolist()[:2]
+
+        return train
+
+    return body
+
+
+def longer_text(state):
+    state.notes = "no" * 40_000
+
+
+def larger_array(state):
+    state.own = [np.full(200_000, state.own[0][0])]
+
+
+CASES = pytest.mark.parametrize(
+    ("grow", "pattern"), [(larger_array, OWN), (larger_array, COPY), (longer_text, OWN), (longer_text, COPY)]
+)
+
+
+@CASES
+def test_without_room_all_ranks_raise_and_train_on(full, grow, pattern):
+    job = ThreadJob(3)
+    outcomes = run_fleet(job, training(job, grow, full, pattern, dies=False))
+    expected = [((0, "", [0.0] * 2), [5.0 * rank] * 2) for rank in range(3)]
+    assert [outcome.get("result", outcome) for outcome in outcomes] == expected
+
+
+@CASES
+def test_without_room_the_commit_before_stays_whole(full, grow, pattern):
+    job = ThreadJob(3)
+    outcomes = run_fleet(job, training(job, grow, full, pattern, dies=True))
+    assert all("killed" in outcome for outcome in outcomes), outcomes
+    job = ThreadJob(3)
+    again = run_fleet(job, training(job, grow, full, pattern, dies=False))
+    expected = [((2, "", [2.0 * rank] * 2), [5.0 * rank] * 2) for rank in range(3)]
+    assert [outcome.get("result", outcome) for outcome in again] == expected
+
+
+def test_without_room_for_what_training_begins_with_all_ranks_raise(full):
+    full.add("slot-0-[ab]-own")
+    with_room = training(None, None, full, None, dies=False)
+    errors = [outcome["error"] for outcome in run_fleet(ThreadJob(3, wanted=2), with_room)]
+    assert {str(error) for error in errors} == {
+        "elastic.run: process 0 cannot keep the state to begin with: OSError: [Errno 28] No space left on device"
+    }
+    assert {type(error) for error in errors} == {ArrayError}
