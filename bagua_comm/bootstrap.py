@@ -388,6 +388,18 @@ def torchrun_local_rank() -> int:
     return _number_from_torchrun("LOCAL_RANK")
 
 
+def where_torchrun_meets() -> dict[str, str]:
+    """The environment variables by which processes that torchrun started find each other; so may any others."""
+    names = "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def keep_gloo_on_this_host() -> None:
+    """Have gloo listen on 127.0.0.1, unless the user has chosen an interface."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def torchrun_restarts() -> int:
     """How often torchrun starts its processes again, at most, when one of them dies; 0 without torchrun.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +21,10 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import OpOrder
 from bagua_comm.net.choosing import Net
+from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
 
+from . import serving
 from .transport import ProcessGroupTransport, count
 
 
@@ -109,30 +113,52 @@ def default() -> Communicator:
 def provide_group(comm: Communicator) -> None:
     """Set up torch.distributed's default group of the ranks of `comm`, where there is none, for who asks for it.
 
-    Collective. Rank 0 serves its store, on a free port; on one host it listens there alone. Nothing of this
-    library goes through that group.
+    Collective. Rank 0 serves its store, on a free port of one address: 127.0.0.1 if all ranks share a host and
+    its network, where gloo listens there alone, too, unless GLOO_SOCKET_IFNAME says otherwise; else that of rank
+    0's host. Nothing of this library goes through that group.
 
     Raises:
-        BootstrapError: The ranks cannot meet.
+        BootstrapError: The ranks cannot meet; on all ranks alike, if rank 0 cannot serve.
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
     stores: Any = dist  # torch does not export TCPStore to type checkers
     wait = timedelta(seconds=comm.timeout_s)
-    host = "127.0.0.1" if comm.local_size == comm.size else socket.gethostname()
     cuda = comm.device is not None and dist.is_nccl_available()
+    rows = comm.allgather_object((this_network(), socket.gethostname()))
+    others = [name for network, name in rows if network != rows[0][0]]
+    store: Any = None
+    told: Any = None
+    if comm.rank == 0:
+        try:
+            store, told = _serve_group(others, comm.timeout_s)
+        except (OSError, RuntimeError) as exc:
+            told = f"rank 0 cannot serve a store: {exc}"
+    told = comm.broadcast_object(told, root=0)
+    if isinstance(told, str):
+        raise BootstrapError(f"torch.distributed cannot connect the ranks: {told}")
+    if not others:
+        bootstrap.keep_gloo_on_this_host()
     try:
-        place = None
-        if comm.rank == 0:
-            store: Any = stores.TCPStore(host, 0, is_master=True, timeout=wait, wait_for_workers=False)
-            place = host, store.port
-        host, port = comm.broadcast_object(place, root=0)
         if comm.rank != 0:
-            store = stores.TCPStore(host, port, is_master=False, timeout=wait)
+            store = stores.TCPStore(*told, is_master=False, timeout=wait)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {exc}") from exc
+
+
+def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:
+    """A store for the ranks of this host and of these others, and the address and port where it listens."""
+    address = serving.address_for(others) if others else serving.LOOPBACK
+    if address is None:
+        names = ", ".join(sorted(set(others)))
+        raise OSError(
+            f"{socket.gethostname()} has no address by which {names} reach it: neither its own name nor theirs "
+            "lead to one; write them into /etc/hosts"
+        )
+    store = serving.serve(address, timeout_s=timeout_s)
+    return store, (address, store.port)
 
 
 class _TorchrunWorld(ProcessGroupTransport):
@@ -172,5 +198,11 @@ def rendezvous() -> tuple[Any, int, int]:
     """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
     from torch.distributed.rendezvous import rendezvous
 
+    variables = bootstrap.where_torchrun_meets()
+    address, wait_s = serving.master_address(variables), dist.default_pg_timeout.total_seconds()
+    with suppress(OSError, ValueError, KeyError):  # PyTorch's own says what is wrong with the variables
+        if address is not None:
+            port, size = int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
+            return serving.serve(address, port, timeout_s=wait_s, ranks=size), 0, size
     store, rank, size = next(rendezvous("env://"))
     return store, rank, size

@@ -1,0 +1,110 @@
+"""Stores of torch.distributed that listen at one address of this host, and not at all of them.
+
+PyTorch's own listens on every interface, whatever name it is given, and asks nobody for a password. So here it
+gets a socket that is bound already.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+LOOPBACK = "127.0.0.1"
+
+_ANY_PORT = 9
+"""Where a route to another host is looked for; nothing is sent."""
+
+
+def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = None) -> Any:
+    """A store that listens at this address of this host.
+
+    Args:
+        address: Four numbers, or an address of IPv6.
+        port: Its port; any that is free if 0.
+        timeout_s: How long its calls wait.
+        ranks: Wait until so many have come; None to wait for nobody.
+
+    Raises:
+        OSError: This host has no such address, or the port is in use.
+        RuntimeError: Not all have come.
+    """
+    is_new = ":" in address
+    with socket.socket(socket.AF_INET6 if is_new else socket.AF_INET) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((address, port))
+        bound.listen()
+        stores: Any = dist  # torch does not export TCPStore to type checkers
+        return stores.TCPStore(
+            address,
+            bound.getsockname()[1],
+            ranks,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=ranks is not None,
+            multi_tenant=True,
+            master_listen_fd=os.dup(bound.fileno()),  # the store closes it
+        )
+
+
+def address_for(peers: Iterable[str]) -> str | None:
+    """The address of this host for these other hosts, given by name; None if none is found.
+
+    It is that of its own name, if this is one for others; else that from which the first of them is reached.
+    """
+    for address in _addresses_of(socket.gethostname()):
+        if not _is_loopback(address) and _is_here(address):
+            return address
+    for peer in peers:
+        for address in _addresses_of(peer):
+            with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as way:
+                way.connect((address, _ANY_PORT))
+                mine: str = way.getsockname()[0]
+                if not _is_loopback(mine):
+                    return mine
+    return None
+
+
+def master_address(variables: Mapping[str, str]) -> str | None:
+    """The address at which rank 0 is asked to serve by these environment variables.
+
+    None where it does not serve, or where it cannot be known that all ranks reach it by that address: on the host
+    of rank 0, MASTER_ADDR may be "localhost", and another name elsewhere; or it is that of a gateway.
+    """
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or variables.get("RANK") != "0":
+        return None
+    name = variables.get("MASTER_ADDR", "")
+    on_one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
+    address = next(filter(_is_here, _addresses_of(name)), None)
+    if address is None or (_is_loopback(address) and address != name and not on_one_host):
+        return None
+    return address
+
+
+def _addresses_of(name: str) -> list[str]:
+    found = []
+    with suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
+    return [str(each[4][0]) for each in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _is_here(address: str) -> bool:
+    """Whether this host has the address."""
+    with suppress(OSError), socket.socket(_family(address)) as one:
+        one.bind((address, 0))
+        return True
+    return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
