@@ -369,6 +369,12 @@ def variables_of_the_job() -> dict[str, str]:
     }
 
 
+def code_of_a_process(source: str) -> str:
+    """The code of a process that gives its variables to `main` of `source`, which needs Python's own modules."""
+    own = "import os, sys; sys.path[:] = filter(None, sys.path)"  # the current folder may hold their names
+    return f"{own}\n{source}\nmain(dict(os.environ))\n"
+
+
 def check_timeout(timeout_s: object) -> None:
     """Raise `BootstrapError` unless `timeout_s` is a time that calls can wait."""
     base.check_timeout("connect", timeout_s)

@@ -90,7 +90,7 @@ class Mpirun:
             return tuple(word for name in variables if not name.startswith("OMPI_") for word in ("-x", name))
         if not self.library:
             return ()
-        return tuple(word for item in variables.items() if item[0] != "PATH" for word in ("-genv", *item))
+        return ("-genvall",) if variables else ()  # with their values, everybody could read them
 
     def interface(self, name: str) -> Setting:
         """What keeps MPI, what starts its ranks, gloo and NCCL to one network interface."""

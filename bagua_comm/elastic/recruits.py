@@ -29,6 +29,7 @@ from ..job import Job
 from ..processes import ProcessId, kill, start_of, started_with, this_host
 from ..transports.mpi.blocking import in_time
 from .origin import VARIABLE, Origin
+from .sealing import seal
 
 START_S = 60.0
 """How long newcomers may take until they are ready; those that take longer are killed, and others are started."""
@@ -150,7 +151,7 @@ class Group:
 
     def __init__(self, count: int, variables: dict[str, str], *, here: bool) -> None:
         self._origin = Origin(secrets.token_hex(8), ProcessId.mine())
-        self._count, self._variables = count, variables | {VARIABLE: self._origin.text()}
+        self._count, self._variables = count, variables
         self._here = here
         self._begun_s = self._looked_s = time.monotonic()
         self._seen = self._given_up = False
@@ -164,10 +165,10 @@ class Group:
     def _start(self) -> None:
         """Start them, and wait until they are ready; for ever if one dies before."""
         try:
-            info = MPI.Info.Create({"map_by": "slot:OVERSUBSCRIBE", "bind_to": "none"})
-            settings = [f"{name}={value}" for name, value in self._variables.items()]
-            command = [*settings, sys.executable, *sys.orig_argv[1:]]
-            between = MPI.COMM_SELF.Spawn("env", command, self._count, info)
+            program = [sys.executable, *sys.orig_argv[1:]]
+            sealed = seal(self._variables, {VARIABLE: self._origin.text()}, program)
+            settings = {"map_by": "slot:OVERSUBSCRIBE", "bind_to": "none", "PMIX_ENVAR": sealed.variable}
+            between = MPI.COMM_SELF.Spawn("env", sealed.command, self._count, MPI.Info.Create(settings))
             pair = between.Merge(False)
             between.Disconnect()  # otherwise MPI crashes later
             pair.Set_errhandler(MPI.ERRORS_RETURN)

@@ -13,6 +13,7 @@ TRAINING = """
     import os
     import signal
     import sys
+    import threading
     import time
     from pathlib import Path
 
@@ -37,6 +38,23 @@ TRAINING = """
         os.kill(os.getpid(), signal.SIGKILL)
 
     is_new = "BAGUA_RECRUITER" in os.environ
+    marker, shown = "not for others".replace(" ", "-"), set()
+    if not is_new:
+        os.environ["SECRET"] = marker
+
+    def watch():
+        \"\"\"Look for the marker on all command lines of this host.\"\"\"
+        while True:
+            for path in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    if marker.encode() in path.read_bytes():
+                        shown.add(path.parent.name)
+                except OSError:
+                    pass
+            time.sleep(0.001)
+
+    if "rank 0" not in kills and not is_new:
+        threading.Thread(target=watch, daemon=True).start()
     if is_new and "early" in kills and once("early"):
         die()
     if is_new and "exit" in kills and once("exit"):
@@ -65,6 +83,7 @@ TRAINING = """
     joined = [[each.number for each in change.joined] for change in elastic.history()]
     dead = [each.process.number for change in elastic.history() for each in change.dead]
     said = {"new": is_new, "size": size, "sum": state.sums[0], "joined": joined, "dead": dead}
+    said |= {"secret": os.environ["SECRET"] == marker, "shown": sorted(shown)}
     print(json.dumps(said), flush=True)
 """
 
@@ -88,6 +107,14 @@ def test_a_process_is_started_in_the_place_of_a_dead_one(tmp_path):
     assert [each["new"] for each in said].count(True) == 1
     assert [each["joined"] for each in said if not each["new"]] == [[[], [2]]]
     assert [each["joined"] for each in said if each["new"]] == [[[2]]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_newcomer_has_the_variables_of_the_job_and_nobody_else_can_read_them(tmp_path):
+    said = regrow(tmp_path, 2, ["rank 1"])
+    assert [each["secret"] for each in said] == [True, True]
+    assert [each["shown"] for each in said] == [[], []]
 
 
 @pytest.mark.slow
