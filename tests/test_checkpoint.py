@@ -310,7 +310,7 @@ def test_a_removal_that_was_cut_short_leaves_no_checkpoint(tmp_path):
 
 
 def test_two_programs_do_not_save_in_one_folder(tmp_path):
-    held = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, 2); print('held', flush=True); input()"
+    held = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True); input()"
     command = [sys.executable, "-S", "-c", held, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"

@@ -21,6 +21,7 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from ..errors import CheckpointError
 from ..files import sync_folder, write_at_once
@@ -56,7 +57,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = None
+        self._lock: _Lock | None = None
 
     # Writing ----------------------------------------------------------------------------------------
 
@@ -65,11 +66,11 @@ class Folder:
 
         Raises:
             OSError: It cannot be made.
-            CheckpointError: Another program saves in this folder.
+            CheckpointError: Another program saves in this folder, or another object of this one.
         """
-        if self._lock is None:
+        if self._lock is None or not self._lock.is_held():
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
+            self._lock = _Lock(self.path)
             self._tidy()
         self.drop(step)
         self.unfinished(step).mkdir()
@@ -130,21 +131,10 @@ class Folder:
             _remove(old)
 
     def close(self) -> None:
-        """Let other programs save here."""
+        """Let others save here."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
-
-    def _locked(self) -> int:
-        number = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
-        try:
-            fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            os.close(number)
-            if isinstance(exc, (BlockingIOError, PermissionError)):
-                raise CheckpointError(f"another program saves checkpoints in {self.path}") from None
-            raise
-        return number
 
     def _tidy(self) -> None:
         """Remove what a program that died has left, and put back what it was about to replace."""
@@ -186,6 +176,66 @@ class Folder:
                 problem = f"its manifest is of step {manifest['step']}"
             found[step] = Found(step, path, -1 if problem else manifest["number"], problem)
         return sorted(found.values(), key=lambda each: (each.problem is None, -each.number, -each.step))
+
+
+class _Lock:
+    """That of a folder. It belongs to this object, and not to the process, as locks of POSIX do.
+
+    Those would be shared by two objects of a process, and all be freed with the first descriptor of the file that
+    is closed. A forked child has none of these locks, as it would have none of POSIX.
+
+    Raises:
+        OSError: The file cannot be opened, or its file system has no locks.
+        CheckpointError: Somebody else has the lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._descriptor: int | None = None
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+        self._descriptor = os.open(folder / ".lock", flags, 0o666)
+        _locks.add(self)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            self.close()
+            if isinstance(exc, (BlockingIOError, PermissionError)):
+                raise CheckpointError(
+                    f"another program saves checkpoints in {folder}, or another Checkpoints of this one; close "
+                    "that, or save in another folder"
+                ) from None
+            raise
+
+    def is_held(self) -> bool:
+        """Whether this process has it."""
+        return self._descriptor is not None
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may have the file yet
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Close this process's file of it, as a forked child must."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_locks: WeakSet[_Lock] = WeakSet()
+"""All of this process."""
+
+
+def _give_up_in_child() -> None:
+    for lock in list(_locks):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_give_up_in_child)
 
 
 def _remove(path: Path) -> None:
