@@ -43,7 +43,8 @@ class Cache:
         name: Of what is cached. Caches of one store need different names; change it with the data or their
             decoding.
         form: "tree" keeps numbers, str, bytes, None, NumPy arrays, and lists, tuples and dicts of these. "pickle"
-            keeps anything, and runs code that the store holds: then nobody else may write to the store.
+            keeps anything, and runs code that the store holds: a store that others can write to is refused, such
+            as an LMDB folder that is not this user's alone, or a server of Redis without a password.
         buffer_bytes: How much to write at once; with 0, each value at once.
         wait_s: How long to wait for another worker that loads the same key; then it is loaded here, too.
         retry_s: For how long a store that failed is bypassed.
@@ -71,6 +72,10 @@ class Cache:
             raise ArrayError(f"Cache: store is {shown(store)}, expected a Store such as LMDBStore(path)")
         if form not in FORMS:
             raise ArrayError(f'Cache: form is {form!r}, expected "tree" or "pickle"')
+        if form == "pickle" and (why := store.open_to_others()) is not None:
+            raise ArrayError(
+                f'Cache: form="pickle" runs code that the store holds, and {why}; or use form="tree"'
+            )
         for what, value in {"buffer_bytes": buffer_bytes, "wait_s": wait_s, "retry_s": retry_s}.items():
             if not (isinstance(value, (int, float)) and value >= 0):
                 raise ArrayError(f"Cache: {what} is {value!r}, expected a number from 0 on")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StoreError
+from ..files import is_private
 from .locks import locks_in
 from .stores import Store
 
@@ -78,7 +79,9 @@ def _open(path: str, capacity_bytes: int) -> Any:
 class LMDBStore(Store):
     """Values in a folder of the local disk; also in the page cache, which all processes share.
 
-    It is made if it is not there. Do not put it on a file system of another host: LMDB maps its file into memory.
+    It is made if it is not there, for this user alone. Do not put it on a file system of another host: LMDB maps
+    its file into memory. It trusts what lies there: those who can write to the folder can crash this process. A
+    cache with `form="pickle"` refuses such a folder, since they could run code as you.
 
     Args:
         path: The folder.
@@ -133,6 +136,17 @@ class LMDBStore(Store):
             self._do(body, write=True)
         finally:
             locks.give(_WRITER)
+
+    def open_to_others(self) -> str | None:
+        """See `Store.open_to_others`."""
+        for path in (Path(self.path), Path(self.path) / "data.mdb"):
+            try:
+                is_own = is_private(path.lstat())
+            except OSError as exc:
+                return f"it cannot be seen who can write to {path}: {exc}"
+            if not is_own:
+                return f"{path} belongs to somebody else, or others can write to it (chmod go-w makes it yours)"
+        return None
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""

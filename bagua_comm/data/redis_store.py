@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from ..errors import ArrayError, StoreError
+from ..files import is_private
 from .stores import ShardedStore, Store
 
 T = TypeVar("T")
 
 _PREFIX = b"bagua:"
 """What our keys in a server begin with, which may hold others."""
+
+_PLACE = ("host", "port", "path", "db")
+"""What of a URL's query tells databases apart."""
+
+_SECRETS = ("password", "ssl_certfile")
+"""What there lets this user in, and not others."""
 
 _AT_ONCE = 1000
 """Keys of one request."""
@@ -54,7 +62,11 @@ class _Server(Store):
             raise ArrayError("RedisStore: a URL is not of the form redis://:password@host:port/db") from None
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ArrayError(f"RedisStore: a URL begins with {parts.scheme!r}, expected redis, rediss or unix")
-        self.identity = f"redis:{place}{parts.path}"  # without the password
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        chosen = "&".join(f"{name}={query[name]}" for name in _PLACE if name in query)
+        self.identity = f"redis:{place}{parts.path}{'?' * bool(chosen)}{chosen}"  # without the password
+        self._socket = parts.path if parts.scheme == "unix" else None
+        self._has_secret = bool(parts.password) or not query.keys().isdisjoint(_SECRETS)
         _redis()
 
     def __getstate__(self) -> dict[str, object]:
@@ -79,6 +91,18 @@ class _Server(Store):
             socket_timeout=self._timeout_s,
             socket_connect_timeout=self._timeout_s,
             retry=Retry(NoBackoff(), 1),  # a server that was started anew has closed our connection
+        )
+
+    def open_to_others(self) -> str | None:
+        """See `Store.open_to_others`. A password keeps others out, and a socket that this user alone may open."""
+        if self._has_secret:
+            return None
+        if self._socket is not None:
+            with suppress(OSError):
+                if is_private(os.stat(unquote(self._socket))):
+                    return None
+        return (
+            f"whoever reaches {self.identity} can write there, since its URL has no password; give the server one"
         )
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:

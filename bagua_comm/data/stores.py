@@ -38,6 +38,10 @@ class Store(ABC):
         """Which of the leaves holds this key."""
         return 0
 
+    def open_to_others(self) -> str | None:
+        """Why others may have written what this store holds; None if only this user can, as far as it knows."""
+        return None
+
     @abstractmethod
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The values of these keys, in their order; None for a key that is not there.
@@ -165,6 +169,10 @@ class ShardedStore(Store):
         """See `Store.leaf_of`."""
         hashes = [checksum(len(name).to_bytes(4, "little"), name.encode(), key) for name in self.names]
         return hashes.index(max(hashes))
+
+    def open_to_others(self) -> str | None:
+        """See `Store.open_to_others`; of the first part of which that is so."""
+        return next(filter(None, (store.open_to_others() for store in self._stores)), None)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """See `Store.get_many`."""
