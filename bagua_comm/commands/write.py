@@ -36,7 +36,7 @@ SLURM = """\
 # #SBATCH --gpus-per-node={slots}
 #
 # Submit it by: sbatch {file}
-# All nodes must see {python} and {folder}.
+# All nodes must see {python} and {place}.
 
 set -euo pipefail
 cd {folder}
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(text)
         return 0
     try:
-        with open(file, "w" if options.force else "x") as out:
+        with open(file, "w" if options.force else "x", encoding="utf-8", errors="surrogateescape") as out:
             out.write(text)
     except FileExistsError:
         raise CommandError(f"--write: {file} is there already; --force replaces it") from None
@@ -174,8 +174,9 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
         number="%A_%a" if array else "%j",
         array=ARRAY if array else "",
         slots=shape.slots,
-        file="FILE" if file == "-" else shlex.quote(file),
-        python=sys.executable,
+        file="FILE" if file == "-" else _remark(file),
+        python=_remark(sys.executable),
+        place=_remark(os.getcwd()),
         folder=shlex.quote(os.getcwd()),
         command=command,
     )
@@ -192,11 +193,11 @@ def k8s(options: argparse.Namespace, file: str) -> str:
     shape = _shape(options)
     start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.of.training), "--hostfile", HOSTFILE]
     return K8S.format(
-        file="FILE" if file == "-" else shlex.quote(file),
+        file="FILE" if file == "-" else _remark(file),
         name=_name(options.script),
         slots=shape.slots,
         nodes=shape.nodes,
-        image=json.dumps(options.image or f"{_name(options.script)}:latest"),
+        image=_quoted(options.image or f"{_name(options.script)}:latest"),
         command=_items([*start, *_arguments(options)], indent=12),
     )
 
@@ -224,11 +225,29 @@ def _arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _items(words: Iterable[str], indent: int) -> str:
-    """The lines of a YAML list; a string of JSON is one of YAML, too.
+    """The lines of a YAML list. Kubernetes replaces "$(NAME)", and makes one "$" of two."""
+    return "\n".join(f"{' ' * indent}- {_quoted(word.replace('$', '$$'))}" for word in words)
 
-    Kubernetes replaces "$(NAME)", and makes one "$" of two.
+
+def _quoted(text: str) -> str:
+    r"""A string of YAML, in ASCII: as JSON has it, but for characters beyond U+FFFF, which JSON writes as two.
+
+    Raises:
+        CommandError: It has bytes that are no text.
+
+    >>> print(_quoted('"' + chr(0x1F600)))
+    "\"\U0001F600"
     """
-    return "\n".join(f"{' ' * indent}- {json.dumps(word.replace('$', '$$'))}" for word in words)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CommandError(f"--write k8s: {text!r} is no text in UTF-8, and YAML holds nothing else") from None
+    return '"' + "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08X}" for c in text) + '"'
+
+
+def _remark(text: str) -> str:
+    """A word of the shell for a comment: on one line, whatever it holds."""
+    return shlex.quote(text) if text.isprintable() else json.dumps(text)
 
 
 def _name(script: str) -> str:

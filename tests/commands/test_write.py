@@ -207,3 +207,49 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
 def test_what_cannot_be_written_is_refused_with_what_to_do(arguments, message, capsys):
     assert cli.main(["run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+# What files must hold as it is --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word", ["\N{GRINNING FACE}", "a\x7f\x85\u2028b\ufeff", '\\ud83d "', "$(NAME) \\", "line\nline\ttab", "\x01"]
+)
+def test_kubernetes_gets_every_letter(capsys, word):
+    text = written(capsys, "k8s", "--image", word, __file__, word)
+    launcher, worker = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"].values()
+    (container,) = launcher["template"]["spec"]["containers"]
+    assert container["command"][-1] == word.replace("$", "$$")
+    assert container["image"] == worker["template"]["spec"]["containers"][0]["image"] == word
+
+
+def test_what_is_no_text_is_refused_for_kubernetes(capsys):
+    assert cli.main(["run", "--write", "k8s", "-", __file__, "\udcff"]) == 2
+    assert "'\\udcff' is no text in UTF-8" in capsys.readouterr().err
+
+
+def test_no_name_leaves_its_comment(tmp_path, monkeypatch):
+    """A line that begins within a quoted name would be run, or taken for a line of YAML."""
+    folder = tmp_path / "a\ntouch broken\n"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "train.py").write_text("")
+    monkeypatch.setattr(sys, "executable", "/bin/py\ntouch broken\nthon")
+    for kind in ("slurm", "sbatch-array"):
+        file = f"{kind}\ntouch broken\n.sh"
+        assert cli.main(["run", "--write", kind, file, "train.py"]) == 0
+        text = (folder / file).read_text()
+        assert "broken" not in text[: text.index("set -euo pipefail")].replace("\\ntouch broken\\n", "")
+        ran = text[: text.index("export OMP_NUM_THREADS")] + "pwd"
+        result = subprocess.run(["bash"], input=ran, text=True, capture_output=True, timeout=30, cwd=tmp_path)
+        assert result.stdout == f"{folder}\n", result.stderr
+    assert cli.main(["run", "--write", "k8s", "job\nkind: Secret\n.yaml", "train.py"]) == 0
+    assert yaml.safe_load((folder / "job\nkind: Secret\n.yaml").read_text())["kind"] == "MPIJob"
+    assert not list(tmp_path.rglob("broken"))
+
+
+def test_a_slurm_script_has_the_bytes_of_names_that_are_no_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["run", "--write", "slurm", "job.sh", "train.py", os.fsdecode(b"a\xffb")]) == 0
+    assert b"a\xffb" in (tmp_path / "job.sh").read_bytes()
