@@ -12,6 +12,7 @@ import inspect
 import json
 import secrets
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ def seal(variables: dict[str, str], shown: dict[str, str], program: Sequence[str
         program: The path of the program, and its arguments.
     """
     key = secrets.token_bytes(32)
-    data = json.dumps(variables).encode()
+    data = zlib.compress(json.dumps(variables).encode())  # Open MPI takes 128 KiB of arguments in all
     text = base64.b64encode(unsealing.check(data, key) + unsealing.crypt(data, key)).decode()
     parts = [text[at : at + _ARGUMENT_BYTES] for at in range(0, len(text), _ARGUMENT_BYTES)]
     shown = {**{name: variables[name] for name in _IN_THE_OPEN if name in variables}, **shown}

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import zlib
 
 KEY = "BAGUA_SEAL"
 """The environment variable that holds the key, in hexadecimal."""
@@ -43,7 +44,7 @@ def unseal(texts: list[str], key: bytes) -> dict[str, str]:
     data = crypt(sealed[CHECK_BYTES:], key)
     if check(data, key) != sealed[:CHECK_BYTES]:
         raise ValueError("the variables were sealed with another key")
-    variables: dict[str, str] = json.loads(data)
+    variables: dict[str, str] = json.loads(zlib.decompress(data))
     return variables
 
 
