@@ -22,8 +22,10 @@ from bagua_comm import ArrayError, Communicator, Own
 from bagua_comm.algorithms.base import exchanges_weights
 from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
+from bagua_comm.checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
 
+from . import sharded
 from .arrays import as_array, as_tensor, torch_stream
 from .ddp import DistributedDataParallel
 
@@ -174,6 +176,8 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
         return {"state": _tree_of_ddp(bare)}
     if not hasattr(bare, "state_dict"):
         return {"value": value}
+    if sharded.is_sharded(bare):
+        return {"state": Own(sharded.state_of(bare)), "dtypes": _dtypes_of(bare)}
     state: Any = bare.state_dict()
     if isinstance(bare, nn.Module):
         state = _with_metadata(state)
@@ -185,10 +189,16 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
             ignored = {id(p) for name, p in model.module.named_parameters() if name in model.ignored_names}
             here = bool(stepped & {id(p) for p in model.module.parameters()})
             if stepped & ignored or (here and model.parts_stay):
-                return {"state": Own(state)}
+                return {"state": Own(state), "dtypes": Own(_dtypes_of(bare))}
             if here and exchanges_weights(model.algorithm):
-                return {"state": Own(state, "mean")}
+                return {"state": Own(state, "mean"), "dtypes": _dtypes_of(bare)}
+        return {"state": state, "dtypes": _dtypes_of(bare)}
     return {"state": state}
+
+
+def _dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The dtypes of its parameters: where they are the same again, states keep the dtypes that they had."""
+    return [str(p.dtype) for group in optimizer.param_groups for p in group["params"]]
 
 
 def _is_state(saved: Mapping[str, Any]) -> bool:
@@ -256,6 +266,10 @@ def _load_into(name: str, target: Any, saved: Mapping[str, Any]) -> None:
         target.load_tree(_merged(state), state["engine"])
     elif isinstance(target, nn.Module):
         target.load_state_dict(_merged(state) if wrapped else _module_state(state))
+    elif is_optimizer(target):
+        restore = with_dtype if saved.get("dtypes") == _dtypes_of(target) else None
+        load = sharded.load_state if sharded.is_sharded(target) else load_in_place
+        load(target, state, restore)
     else:
         target.load_state_dict(state)
 

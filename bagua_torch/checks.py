@@ -20,6 +20,7 @@ from bagua_comm.algorithms.combinators import Every
 from .arrays import as_array
 from .contents import Contents
 from .errors import MismatchError, MisuseError
+from .sharded import check_sharded
 
 
 def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
@@ -141,7 +142,10 @@ def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
 def check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], algorithm: Algorithm
 ) -> None:
-    """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm."""
+    """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm.
+
+    Raises `UnsupportedError` if one of them is sharded over the ranks, and does not fit.
+    """
     check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
     owned: set[int] = set()
     wanted = {id(parameter) for parameter in trained.values()}
@@ -165,6 +169,7 @@ def check_optimizers(
             f"DistributedDataParallel: no optimizer given steps {', '.join(map(repr, missing[:3]))}"
             f"{' and others' if len(missing) > 3 else ''}; give all optimizers, or freeze such parameters"
         )
+    check_sharded(optimizers, algorithm)
     phases = phases_of(algorithm)
     counting = len(phases) > 1 or exchanges_weights(algorithm) or any(isinstance(p, Every) for p in phases)
     if counting and not optimizers:

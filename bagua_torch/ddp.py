@@ -318,7 +318,8 @@ class DistributedDataParallel(nn.Module):
         Raises:
             CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
             UnsupportedError: Parts of the module stay on their ranks (`bagua_torch.moe`), so that all ranks are
-                needed in every step, and `throw_on_early_termination` is False.
+                needed in every step, or an optimizer is sharded over the ranks, and `throw_on_early_termination`
+                is False.
         """
         if not enable:
             yield

@@ -14,6 +14,7 @@ from bagua_comm.algorithms.base import complete
 from .engine import TorchEngine
 from .errors import EarlyEndError
 from .memory import BucketMemory, KeptGradients
+from .sharded import check_join
 
 
 @dataclass
@@ -39,6 +40,10 @@ class Join:
     """The factor of gradients, by which their mean over all ranks becomes the mean over the active ones."""
     forwards: int = 0
     """The training forward passes that this rank made here."""
+
+    def __post_init__(self) -> None:
+        if self.comm.size > 1 and not self.throws:
+            check_join(self.optimizers)
 
     def announce(self, engine: TorchEngine, *, active: bool) -> None:
         """Tell the other ranks whether this one has data, and learn which of them have.

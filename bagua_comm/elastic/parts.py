@@ -15,6 +15,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
+from ..checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
 from ..checkpoint.trees import Own, Packed, as_tagged, from_tagged, pack
 from ..errors import ArrayError, UnsupportedError
 
@@ -90,7 +91,9 @@ class Part:
         """Bring back what `tree` gave. None for what was dropped: objects and arrays stay as they are."""
         saved = saved.value if isinstance(saved, Own) else saved
         if self.is_object:
-            if saved is not None:
+            if saved is not None and is_optimizer(self.value):
+                load_in_place(self.value, saved, with_dtype)
+            elif saved is not None:
                 self.value.load_state_dict(_with_metadata(saved, self.value))
         elif self.is_array:
             if saved is not None:

@@ -1,0 +1,61 @@
+"""PyTorch's ZeroRedundancyOptimizer, of which each rank keeps the states of its share of the parameters.
+
+It steps that share, and broadcasts what it has stepped over torch.distributed. So it fits where gradients are
+averaged and all ranks step, and nowhere else.
+
+Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from bagua_comm import Algorithm, UnsupportedError
+from bagua_comm.algorithms.base import exchanges_weights
+from bagua_comm.checkpoint.optimizers import Restore, load_in_place, update_groups
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+
+
+def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:
+    """Raise `UnsupportedError` if one of the optimizers is sharded and does not fit the algorithm."""
+    for optimizer in filter(is_sharded, optimizers):
+        if optimizer._overlap_with_ddp:
+            raise UnsupportedError(
+                "DistributedDataParallel: this ZeroRedundancyOptimizer has overlap_with_ddp=True, so it waits "
+                "for a hook of PyTorch's own wrapper and would never step; make it without"
+            )
+        if exchanges_weights(algorithm):
+            raise UnsupportedError(
+                f"DistributedDataParallel: {algorithm} lets the weights of ranks differ, but a "
+                "ZeroRedundancyOptimizer makes them equal in every step; give another optimizer, or an algorithm "
+                "that exchanges gradients"
+            )
+
+
+def check_join(optimizers: Iterable[Any]) -> None:
+    """Raise `UnsupportedError` if one of the optimizers is sharded: all ranks are needed in each of its steps."""
+    if any(map(is_sharded, optimizers)):
+        raise UnsupportedError(
+            "join: a ZeroRedundancyOptimizer needs all ranks in every step, but one that has ended makes no "
+            "more; give it empty batches instead, so that all ranks make equally many steps, or enter "
+            "join(throw_on_early_termination=True)"
+        )
+
+
+def state_of(optimizer: Any) -> dict[str, Any]:
+    """The states of this rank's share, and the settings of all groups."""
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return {"share": optimizer.optim.state_dict(), "groups": groups}
+
+
+def load_state(optimizer: Any, state: Mapping[str, Any], restore: Restore | None) -> None:
+    """Go on from what `state_of` gave on this rank, of as many ranks."""
+    load_in_place(optimizer.optim, state["share"], restore)
+    update_groups(optimizer.param_groups, state["groups"])
