@@ -49,6 +49,7 @@ from .flight.entries import WORLD
 from .hooks import Hook, Hooks, Listener
 from .lane import InlineLane, Lane, StreamLane, ThreadLane
 from .logs import tell
+from .pickling import Shared
 from .topology import place
 from .trace import Counters, Recorder
 from .transports.base import COLLECTIVE, Message, Move, Transport
@@ -75,7 +76,7 @@ class Keeper(Protocol):
         """Whether it has brought these objects to all ranks before it was set."""
 
 
-class Communicator:
+class Communicator(Shared):
     """A group of `size` ranks that call collectives together; this is `rank` of them.
 
     Rules for all methods:
@@ -98,7 +99,8 @@ class Communicator:
       communicator up, and tells the others.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
-    for work beside it. A process that was forked off cannot use its parent's communicator.
+    for work beside it. A process that was forked off cannot use its parent's communicator. It cannot be pickled;
+    a copy of what holds it, by `copy.deepcopy` too, holds the same communicator.
 
     Args:
         transports: What moves the bytes; the first that `moves` an array is used for it. The first of all carries

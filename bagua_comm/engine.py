@@ -51,6 +51,7 @@ from .errors import ArrayError, CommMismatch
 from .lane import Lane, StreamLane, ThreadLane
 from .logs import megabytes, tell
 from .pace import Exchanges, Pace, pace_of
+from .pickling import Live
 from .trace import Counter, ExchangeCounters, Tracer
 
 __all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
@@ -74,7 +75,7 @@ class Wrapper(Protocol):
         """Leave what it trains to itself; the other ranks hear nothing of it."""
 
 
-class Engine:
+class Engine(Live):
     """Exchanges the buckets of a plan by an algorithm.
 
     Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step,

@@ -29,6 +29,7 @@ from .bucket import Bucket
 from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
+from .pickling import Live
 from .trace import Tracer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """What was submitted to a lane."""
 
 
-class Lane(ABC):
+class Lane(Live, ABC):
     """Runs tasks in order, beside the caller.
 
     `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that fails stops
@@ -158,7 +159,7 @@ class Lane(ABC):
         with suppress(BaguaError):
             self.comm.close()
 
-    def _stop(self) -> None:  # noqa: B027 - a lane without a thread has nothing to stop
+    def _stop(self) -> None:
         """Free the thread, once it has run what was submitted."""
 
     def queued(self) -> list[Entry]:

@@ -24,13 +24,14 @@ from bagua_comm.arrays import Array
 from bagua_comm.checkpoint import Loaded
 from bagua_comm.checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
 from bagua_comm.checkpoint.trees import as_tagged, from_tagged
+from bagua_comm.pickling import Live
 
 from . import sharded
 from .arrays import as_array, as_tensor, torch_stream
 from .ddp import DistributedDataParallel
 
 
-class Checkpoints:
+class Checkpoints(Live):
     """Checkpoints of PyTorch objects in a folder that all ranks share; see `bagua_comm.Checkpoints`.
 
     Collective.

@@ -15,6 +15,7 @@ import torch
 
 from bagua_comm import Algorithm, Communicator, Point
 from bagua_comm.algorithms.base import complete, phases_of
+from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
 from . import checks
@@ -47,7 +48,7 @@ class Stage(Enum):
     CLOSED = "this wrapper exchanges nothing any more"
 
 
-class TrainingSteps:
+class TrainingSteps(Live):
     """The steps in which a model is trained: hooks, buckets and engine, and how far the present step is.
 
     Collective. It hangs its hooks on the module and the optimizers, which hold it weakly.

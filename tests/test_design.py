@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "bagua_comm").rglob("*.py"), *(ROOT / "bagua_torch").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "files", "flight", "former", "links", "logs", "processes", "trace"},
+    {"errors", "files", "flight", "former", "links", "logs", "pickling", "processes", "trace"},
     {"arrays", "launchers", "refusals", "topology"},
     {"roll", "job", "net"},
     {"cuda"},

@@ -17,6 +17,7 @@ import numpy as np
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
 from ..logs import megabytes, tell
+from ..pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
@@ -49,7 +50,7 @@ class Loaded(NamedTuple):
     """With `fallback`: newer checkpoints that could not be loaded, and why."""
 
 
-class Checkpoints:
+class Checkpoints(Live):
     """Checkpoints in a folder that all ranks share: complete or not there, whatever happens while they are saved.
 
     Collective. `save` copies what this rank writes and returns; a thread writes it beside the training. Arrays

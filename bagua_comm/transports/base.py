@@ -27,6 +27,7 @@ from .. import arrays, kernels
 from ..arrays import REDUCED_PRECISION, Array, OpOrder
 from ..cuda import SharedScratch
 from ..errors import BaguaError, BootstrapError, CommAborted, CommError, UnsupportedError
+from ..pickling import Live
 from .pipeline import Encoding, Exact, Rows, Wait, reduce_through, trade
 from .pipeline import Message as Message
 
@@ -38,7 +39,7 @@ POINT_TO_POINT, COLLECTIVE, OBJECT, DESCRIPTION = range(4)
 collectives, pickled objects, and the descriptions that `agreement` sends ahead of messages."""
 
 
-class Transport(ABC):
+class Transport(Live, ABC):
     """Moves contiguous arrays between `size` ranks, of which this is `rank`."""
 
     name: ClassVar[str]
@@ -92,7 +93,7 @@ class Transport(ABC):
         """Let the call that has begun wait for `timeout_s`; None for as long as the transport's calls do."""
         self._limit_s = timeout_s
 
-    def set_order(self, order: OpOrder) -> None:  # noqa: B027 - not every transport has a choice
+    def set_order(self, order: OpOrder) -> None:
         """Reduce in this order from now on; the same on all ranks.
 
         This default ignores it. It may change `adds_in_rank_order`.
@@ -365,7 +366,7 @@ class Transport(ABC):
         """
         return True
 
-    def tell(self, group: str, error: CommError) -> None:  # noqa: B027 - not every transport can tell
+    def tell(self, group: str, error: CommError) -> None:
         """Tell the other ranks that this one gives up a group of ranks that belongs to no transport.
 
         Any thread may call this and `heard`, also while another one is in a call. Neither waits.
