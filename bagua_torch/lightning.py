@@ -31,6 +31,7 @@ from bagua_comm.algorithms.base import exchanges_weights
 from .arrays import as_array, torch_stream
 from .broadcast import broadcast_tensors, map_leaves
 from .ddp import DistributedDataParallel
+from .layer_sync import BatchNormOverRanks
 from .process_group import default, provide_group
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class BaguaStrategy(_Strategy, _TrainerBase):  # type: ignore[misc]
     `Trainer(strategy=BaguaStrategy(...))`. The Trainer's checkpoints, metrics with `sync_dist`, early stopping,
     clipping, accumulation, mixed precision and manual optimization work as with Lightning's own DDPStrategy; with
     `GradientAllReduce()` the results are the same. In manual optimization every `manual_backward` is averaged.
+    `Trainer(sync_batchnorm=True)` makes each BatchNorm a `bagua_torch.SyncBatchNorm` while `fit` runs.
 
     Where an algorithm exchanges weights, ranks' weights differ while they train. They are averaged, and training
     goes on from the average, whenever they are looked at: before validation, and in a checkpoint, and at the end
@@ -212,8 +214,11 @@ class BaguaStrategy(_Strategy, _TrainerBase):  # type: ignore[misc]
         """Move the module to its device, make its optimizers and wrap it. Collective."""
         self._resting = self._failed = False
         fitting = trainer.state.fn == "fit"
-        if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.lightning_module)
+        sync: Any = getattr(self, "_layer_sync", None)
+        if fitting and sync is not None:
+            if type(sync).__name__ == "TorchSyncBatchNorm":  # what sync_batchnorm=True stands for
+                sync = _based(BatchNormOverRanks, type(sync).__base__)(self.comm)
+            self._layer_sync, self.model = sync, sync.apply(self.lightning_module)
         super().setup(trainer)
         module: Any = self.model
         if fitting:
@@ -319,7 +324,8 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):  # type: ignore[misc]
 
     Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`. Set the module up together
     with its optimizers, `model, optimizer = fabric.setup(model, optimizer)`. `fabric.no_backward_sync`,
-    `fabric.save` and `fabric.load` work as with Fabric's own strategies.
+    `fabric.save` and `fabric.load` work as with Fabric's own strategies. For BatchNorm over all ranks, call
+    `bagua_torch.sync_batchnorm.convert(model, fabric.strategy.comm)` before.
 
     Where an algorithm exchanges weights, or the module has BatchNorm, call
     `fabric.strategy.average_weights(model)` before evaluation; `fabric.save` does it itself.

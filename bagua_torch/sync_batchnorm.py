@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -171,7 +172,9 @@ class SyncBatchNorm(_BatchNorm):
         return f"{settings}, ranks={ranks if ranks else 'none'}"
 
 
-def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
+def convert(
+    module: nn.Module, comm: Communicator | None = None, *, keep: Collection[nn.Module] = ()
+) -> nn.Module:
     """Replace each BatchNorm in `module`, and `torch.nn.SyncBatchNorm`, by one over all ranks.
 
     Collective. Parameters and buffers stay the same tensors, so an optimizer keeps them; settings, hooks and the
@@ -180,6 +183,7 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
     Args:
         module: Changed in place, unless it is a BatchNorm itself.
         comm: The ranks; if None, `bagua_comm.default()`.
+        keep: Parts to leave as they are.
 
     Returns:
         The module, or what has replaced it.
@@ -192,7 +196,7 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, ..., ranks=1)
     """
     for name, part in module.named_modules():
-        if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm):
+        if isinstance(part, _BatchNorm) and type(part) not in (*PLAIN, SyncBatchNorm) and part not in keep:
             why = (
                 "is lazy; run the module once before"
                 if isinstance(part, LazyModuleMixin)
@@ -202,7 +206,7 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
     own = _own(comm if comm is not None else bagua_comm.default())
 
     def over_ranks(part: nn.Module) -> nn.Module | None:
-        if not isinstance(part, (*PLAIN, SyncBatchNorm)):
+        if not isinstance(part, (*PLAIN, SyncBatchNorm)) or part in keep:
             return None
         new: SyncBatchNorm = part if isinstance(part, SyncBatchNorm) else _become(SyncBatchNorm, part)
         if new is not part:
@@ -213,10 +217,17 @@ def convert(module: nn.Module, comm: Communicator | None = None) -> nn.Module:
     return _replaced(module, over_ranks)
 
 
-def revert(module: nn.Module) -> nn.Module:
+def revert(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> nn.Module:
     """Replace each `SyncBatchNorm` in `module` by what it was before `convert`, with the same tensors.
 
     One that was constructed becomes the class for the inputs that it has seen.
+
+    Args:
+        module: Changed in place, unless it is a SyncBatchNorm itself.
+        keep: Parts to leave as they are.
+
+    Returns:
+        The module, or what has replaced it.
 
     Raises:
         UnsupportedError: One was constructed, and has seen no input yet; nothing is replaced then.
@@ -225,14 +236,14 @@ def revert(module: nn.Module) -> nn.Module:
     BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, ...)
     """
     for name, part in module.named_modules():
-        if isinstance(part, SyncBatchNorm) and part.plain is None:
+        if isinstance(part, SyncBatchNorm) and part.plain is None and part not in keep:
             raise UnsupportedError(
                 f"revert: {name or 'the module'!r} has seen no input, so BatchNorm1d, 2d or 3d is not known; "
                 "run the module once before"
             )
 
     def alone(part: nn.Module) -> nn.Module | None:
-        if not isinstance(part, SyncBatchNorm) or part.plain is None:
+        if not isinstance(part, SyncBatchNorm) or part.plain is None or part in keep:
             return None
         new: nn.Module = _become(part.plain, part)
         del new._ranks, new._plain

@@ -17,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import bagua_torch
 from bagua_comm import (
@@ -206,6 +206,81 @@ def weights():
         look = Look()
         fit(BaguaStrategy(algorithm), Digits, callbacks=[look], val_check_interval=5)
         assert look.differed, algorithm
+
+
+def norms():
+    """BatchNorm over all ranks: training equals that of one process on the batches of all ranks together."""
+    generator = torch.Generator().manual_seed(1)
+    initial = {
+        name: torch.randn(value.shape, generator=generator, dtype=torch.float64) / 4
+        if value.is_floating_point() and "running" not in name
+        else value
+        for name, value in layers(norm=True).double().state_dict().items()
+    }
+    reference = layers(norm=True).double()
+    reference.load_state_dict(initial)
+    optimizer = torch.optim.Adam(reference.parameters(), lr=0.01)
+    for _ in range(2):
+        for x, y in DataLoader(TRAINING, 16 * comm.size):
+            optimizer.zero_grad()
+            cross_entropy(reference(x.double()), y).backward()
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.7
+    expected = reference.state_dict()
+
+    def check(net, tolerance=1e-9):
+        for name, value in net.state_dict().items():
+            assert torch.allclose(value, expected[name], rtol=0, atol=tolerance), name
+        comm.check_consistency(bagua_torch.as_array(flat(net)))
+
+    class Normed(Digits):
+        def on_train_start(self):
+            self.during = type(self.net[1])
+
+    sampler = DistributedSampler(TRAINING, comm.size, comm.rank, shuffle=False)  # the batches that the loop has
+    loader = DataLoader(TRAINING, 16, sampler=sampler)
+    settings = {"accelerator": "cpu", "max_epochs": 2, "precision": "64-true", "enable_checkpointing": False}
+    trainer = L.Trainer(
+        strategy=BaguaStrategy(), sync_batchnorm=True, use_distributed_sampler=False, **settings, **QUIET
+    )
+    module = Normed(norm=True)
+    module.net.double().load_state_dict(initial)
+    trainer.fit(module, loader, DataLoader(VALIDATION, 32))
+    assert module.during is bagua_torch.SyncBatchNorm
+    assert type(module.net[1]) is nn.BatchNorm1d  # again
+    check(module.net)
+
+    layer_sync = importlib.import_module(f"{L.__name__}.plugins.layer_sync")
+
+    class Own(layer_sync.TorchSyncBatchNorm):
+        applied = 0
+
+        def apply(self, model):
+            self.applied += 1
+            return model
+
+        def revert(self, model):
+            return model
+
+    own = Own()
+    fit(BaguaStrategy(), lambda: Digits(norm=True), epochs=1, plugins=[own], sync_batchnorm=True)
+    assert own.applied == 1
+
+    strategy = BaguaFabricStrategy()
+    fabric = F.Fabric(accelerator="cpu", strategy=strategy, precision="64-true")
+    fabric.launch()
+    model = layers(norm=True).double()
+    model.load_state_dict(initial)
+    model = bagua_torch.sync_batchnorm.convert(model, fabric.strategy.comm)
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            fabric.backward(cross_entropy(model(x.double()), y))
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] *= 0.7
+    check(model.module, tolerance=1e-6)  # Fabric gives outputs in float32
 
 
 def failing():
