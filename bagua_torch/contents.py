@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 
 import torch
 from torch import nn
 
-from bagua_comm import Communicator
+from bagua_comm import CommMismatch, Communicator
 
 from .broadcast import broadcast_optimizer, broadcast_tensors
 
@@ -34,6 +34,10 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
+def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+
+
 class Contents:
     """The parameters and buffers of a module that all ranks share.
 
@@ -55,6 +59,7 @@ class Contents:
         """The parameters among these that get a gradient."""
         self._places = self._places_now()
         self._required = [parameter.requires_grad for parameter in self._places]
+        self._buffers_then = _shapes_of(self.buffers())
 
     @property
     def unchanged(self) -> bool:
@@ -95,7 +100,20 @@ class Contents:
         Collective.
         """
         if comm.size > 1:
-            broadcast_tensors(comm, list(self.buffers().values()), root=root)
+            buffers = self.buffers()
+            try:
+                broadcast_tensors(comm, list(buffers.values()), root=root)
+            except CommMismatch as exc:
+                raise CommMismatch(f"{exc}; {self._changes(_shapes_of(buffers))}") from exc
+
+    def _changes(self, now: dict[str, str]) -> str:
+        """What has become of the first buffer that is not as it was when the module was wrapped."""
+        then, rule = self._buffers_then, "buffers must have the same shapes and dtypes on all ranks"
+        for name in {**then, **now}:
+            before, after = then.get(name, "none"), now.get(name, "none")
+            if before != after:
+                return f"{rule}, but here {name!r} is {after}, and was {before} when the module was wrapped"
+        return f"{rule}; those of this rank are as they were when the module was wrapped"
 
     def copy_optimizers(
         self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0

@@ -63,7 +63,7 @@ EXTRA_STATE = "_extra_state"
 class DistributedDataParallel(nn.Module):
     """Train one model on many ranks, each on its own data.
 
-    Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's everywhere.
+    Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's, in place.
     Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled;
     buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from bagua_comm import CommMismatch
 from bagua_comm.testing import run_ranks
-from bagua_torch import QAdamOptimizer, broadcast_optimizer, broadcast_tensors
+from bagua_torch import DistributedDataParallel, QAdamOptimizer, broadcast_optimizer, broadcast_tensors
 from bagua_torch.broadcast import map_leaves
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
@@ -157,3 +157,32 @@ def test_a_state_of_any_dtype_comes_to_a_rank_that_has_none_yet(dtype):
         return optimizer.state[parameter]["kept"]
 
     assert [kept.double().tolist() for kept in run_ranks(2, body)] == [[1.0] * 3] * 2
+
+
+# Buffers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "buffer", "message"),
+    [
+        ("a", torch.zeros(4), r"'a' is torch.float32 of shape \(4,\), and was torch.float32 of shape \(2,\)"),
+        ("b", torch.zeros(3).double(), r"'b' is torch.float64 of shape \(3,\), and was torch.float32 of shape"),
+        ("b", None, r"'b' is none, and was torch.float32 of shape \(3,\)"),
+        ("c", torch.zeros(1), r"'c' is torch.float32 of shape \(1,\), and was none when the module was wrapped"),
+    ],
+)
+def test_a_buffer_of_another_size_than_the_roots_is_named(name, buffer, message):
+    def body(comm):
+        module = nn.Linear(2, 1)
+        for known, size in (("a", 2), ("b", 3)):
+            module.register_buffer(known, torch.zeros(size))
+        ddp = DistributedDataParallel(module, comm=comm)
+        ddp(torch.ones(1, 2)).sum().backward()
+        if comm.rank == 0:  # its message has gone when rank 1 finds that it does not fit
+            ddp(torch.ones(1, 2))
+            return
+        module.register_buffer(name, buffer)
+        with pytest.raises(CommMismatch, match=message):
+            ddp(torch.ones(1, 2))
+
+    run_ranks(2, body)
