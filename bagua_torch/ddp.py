@@ -615,4 +615,5 @@ class DistributedDataParallel(nn.Module):
             change = self.tuner.step(time.perf_counter() - self._step_began_s)
             if change is not None:
                 self.replan(bucket_bytes=change.bucket_bytes, algorithm=change.algorithm)
+                self._steps.watch.armed = True  # which a new plan ends
         self._step_began_s = time.perf_counter()

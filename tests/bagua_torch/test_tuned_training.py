@@ -33,6 +33,7 @@ from bagua_comm import (
 )
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.testing import run_ranks
+from bagua_torch import as_array
 
 EXACT = [
     GradientAllReduce(),
@@ -64,6 +65,24 @@ def test_new_buckets_leave_training_as_it_is_to_the_bit(algorithm):
             each.close()
         assert torch.equal(weights(model), weights(plain))
         assert torch.equal(gradients(model), gradients(plain))
+
+    run_ranks(2, body)
+
+
+def test_gradients_are_averaged_by_the_backward_pass_in_which_a_tuner_changes_the_buckets():
+    """Not by the optimizer's step: whatever clips gradients comes before it."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, tuner=make_tuner())
+        sizes = set()
+        for step in range(20):
+            optimizer.zero_grad()
+            loss_of(ddp, batch(comm.rank, step)).backward()
+            comm.check_consistency(as_array(gradients(model)))
+            optimizer.step()
+            sizes.add(ddp.bucket_bytes)
+        ddp.close()
+        assert len(sizes) > 1
 
     run_ranks(2, body)
 
