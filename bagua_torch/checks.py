@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
-from bagua_comm.algorithms.base import check_algorithm_argument, complete, exchanges_weights, phases_of
+from bagua_comm.algorithms.base import (
+    check_algorithm_argument,
+    complete,
+    core_of,
+    exchanges_weights,
+    phases_of,
+)
 from bagua_comm.algorithms.combinators import Every
 
 from .arrays import as_array
@@ -193,7 +199,7 @@ def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Alg
                 f"DistributedDataParallel: {type(algorithm).__name__} averages the {lent} of an optimizer that "
                 f"borrows it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
             )
-        optimizer.check_lender(algorithm)  # type: ignore[attr-defined]
+        optimizer.check_lender(core_of(algorithm))  # type: ignore[attr-defined]
 
 
 def check_ranks(

@@ -87,8 +87,8 @@ class TorchEngine(Engine):
 
     def lent(self) -> dict[str, torch.Tensor]:
         """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing."""
-        name = complete(self.phase).lends
-        return self.plan.cut([as_tensor(getattr(state, name)) for state in self.states]) if name else {}
+        phase = complete(self.phase)
+        return self.plan.cut([as_tensor(phase.lent(state)) for state in self.states]) if phase.lends else {}
 
     def _to_array(self, value: Any) -> Any:
         try:

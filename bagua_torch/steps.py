@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import complete, phases_of
+from bagua_comm.algorithms.base import complete, core_of, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -347,13 +347,12 @@ class TrainingSteps(Live):
 
     def lend(self) -> None:
         """Let optimizers use what the algorithm lends; from now on, or again after they have loaded a state."""
-        lender = self.engine.phase
-        lent = "" if self.stage is Stage.CLOSED else complete(lender).lends
+        lent = "" if self.stage is Stage.CLOSED else complete(self.engine.phase).lends
         tensors = {self._trained[name]: tensor for name, tensor in self.engine.lent().items()} if lent else {}
         for optimizer in self._borrowers():
             if optimizer.borrows == lent:
                 step = self.engine.buckets[0].step
-                optimizer.borrow(self._trained.values(), tensors, lender=lender, step=step)
+                optimizer.borrow(self._trained.values(), tensors, lender=core_of(self.engine.phase), step=step)
             else:
                 optimizer.give_back(self._trained.values())
 

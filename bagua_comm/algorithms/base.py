@@ -7,13 +7,12 @@ and window.
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
-from ..arrays import FLOATS
-from ..averages import Average, InPlace
+from ..arrays import FLOATS, Array
+from ..averages import Average
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError
@@ -42,6 +41,11 @@ ANEW = {"reshape": "anew"}
 """Metadata of an array that differs between ranks, and that `init` makes from the weights, as replicas of
 neighbours' weights: on another number of ranks it is made anew."""
 
+SAME_PATH = {"same_path": True}
+"""Metadata of a state in a state whose fields are saved as if they were the outer one's."""
+
+HANDED_OVER = {**MEAN, "handed_over": True}
+"""Metadata of an array that is there only between a new plan and the next exchange."""
 
 HOLDS = "GradientAllReduce(Reproducible(addends=M))"
 """What keeps addends, for messages."""
@@ -156,6 +160,25 @@ class Complete:
         name: str | None = getattr(self.algorithm, "lends", None)
         return name
 
+    def lent(self, state: State) -> Array:
+        """Optional: the array that `lends` names. Default: the field of this name in `state`."""
+        method = getattr(self.algorithm, "lent", None)
+        found: Array = getattr(state, str(self.lends)) if method is None else method(state)
+        return found
+
+    @property
+    def equal_start(self) -> bool:
+        """Optional: whether all ranks must have the same weights when it begins.
+
+        Then they are averaged, if those of the algorithm before differ. Default: whether it exchanges gradients.
+        """
+        return bool(getattr(self.algorithm, "equal_start", self.payload == "grad"))
+
+    @property
+    def drifts(self) -> bool:
+        """Optional: whether ranks' weights differ while it is used. Default: whether it exchanges weights."""
+        return bool(getattr(self.algorithm, "drifts", self.payload == "weight"))
+
     @property
     def phases(self) -> tuple[Algorithm, ...]:
         """Optional: all algorithms that this one uses in the course of training, in order.
@@ -200,6 +223,13 @@ class Complete:
         """See `Algorithm.exchange`. Collective."""
         self.algorithm.exchange(bucket, comm, state)
 
+    def skip(self, bucket: Bucket, state: State) -> None:
+        """Optional: what is left of `exchange` in a step that communicates nothing, as in a stopped engine.
+
+        Default: nothing, as the bucket then holds what this rank has computed.
+        """
+        self._call("skip", bucket, state)
+
     def commit(self, bucket: Bucket, state: State) -> None:
         """Optional: write back what was communicated, on the caller's thread, when the window closes.
 
@@ -224,13 +254,22 @@ def complete(algorithm: Algorithm | Complete) -> Complete:
 
 
 class Around:
-    """What an algorithm that is made of another one, its field `algorithm`, takes from it."""
+    """What an algorithm that is made of another one, its field `algorithm`, has in common with it.
+
+    A combinator has every member of `Complete`. Those that are not here it defines itself, or it refuses what has
+    them. Its state has that of the other algorithm as its field `inner`.
+    """
 
     algorithm: Algorithm
 
     @property
     def _inner(self) -> Complete:
         return complete(self.algorithm)
+
+    def _with(self, algorithm: Algorithm) -> Algorithm:
+        """The same around another algorithm."""
+        changed: Any = replace(self, algorithm=algorithm)  # type: ignore[type-var]
+        return changed  # type: ignore[no-any-return]
 
     @property
     def payload(self) -> Payload:
@@ -242,9 +281,37 @@ class Around:
         """The window of its algorithm."""
         return self._inner.window
 
+    @property
+    def phases(self) -> tuple[Algorithm, ...]:
+        """The phases of its algorithm, each made the same way."""
+        return tuple(map(self._with, phases_of(self.algorithm)))
+
+    def phase(self, step: int) -> Algorithm:
+        """The phase of its algorithm, made the same way."""
+        return self._with(phase_of(self.algorithm, step))
+
+    @property
+    def lends(self) -> str | None:
+        """What its algorithm lends."""
+        return self._inner.lends
+
+    def lent(self, state: State) -> Array:
+        """What its algorithm lends."""
+        return self._inner.lent(state.inner)
+
+    @property
+    def equal_start(self) -> bool:
+        """Whether its algorithm needs equal weights when it begins."""
+        return self._inner.equal_start
+
     def check(self, dtype: str) -> None:
         """Takes the dtypes of its algorithm."""
         self._inner.check(dtype)
+
+
+def core_of(algorithm: Algorithm) -> Algorithm:
+    """The algorithm that is left of `algorithm` without those around it."""
+    return core_of(algorithm.algorithm) if isinstance(algorithm, Around) else algorithm
 
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
@@ -263,31 +330,17 @@ def runs_in_rounds(algorithm: Algorithm) -> bool:
 
 
 def exchanges_weights(algorithm: Algorithm) -> bool:
-    """Whether `algorithm` exchanges weights, now or later in training, so that weights differ between ranks."""
-    return any(complete(phase).payload == "weight" for phase in phases_of(algorithm))
+    """Whether weights differ between ranks, now or later in training.
+
+    They do where weights are exchanged, and where gradients stay local in some steps.
+    """
+    return any(complete(phase).drifts for phase in phases_of(algorithm))
 
 
 def check_size(algorithm: Algorithm, size: int) -> None:
     """Raise `ArrayError` unless all phases of `algorithm` support this number of ranks."""
     for phase in phases_of(algorithm):
         complete(phase).check_size(size)
-
-
-def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlace:
-    """Bind `average` to `comm`, for arrays of the shape, dtype and library of the bucket's.
-
-    Collective. An average gets, beside `comm`, what its `bind` takes: `like`, the array of the bucket, and
-    `sizes`, the numbers of elements of the tensors in it.
-    """
-    parameters = inspect.signature(average.bind).parameters
-    options: dict[str, Any] = {}
-    if "like" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        options["like"] = bucket.flat
-    if "sizes" in parameters:
-        options["sizes"] = [tensor.size for tensor in bucket.spec.tensors]
-    bind: Any = average.bind
-    bound: InPlace = bind(comm, **options)
-    return bound
 
 
 # Checks of arguments --------------------------------------------------------------------------------

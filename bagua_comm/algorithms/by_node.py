@@ -30,13 +30,14 @@ from ..errors import ArrayError
 from ..transports.local import LocalTransport
 from .base import (
     CHUNK,
+    HOLDS,
     TRANSIENT,
     Algorithm,
     Around,
     State,
     check_algorithm_argument,
     complete,
-    phase_of,
+    core_of,
     phases_of,
     runs_in_rounds,
 )
@@ -63,6 +64,10 @@ class _Node:
     levels: _Levels = field(metadata=TRANSIENT)
 
 
+_NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "goes on in steps that communicate nothing"}
+"""Members of `Complete` that an algorithm by node cannot have."""
+
+
 @dataclass(frozen=True)
 class ByNode(Around):
     """`algorithm` among nodes, on the mean of each; see `by_node`."""
@@ -77,6 +82,12 @@ class ByNode(Around):
                     f"by_node: {phase} exchanges gradients, expected an algorithm that exchanges weights; for "
                     "gradients, take Hierarchical(average)"
                 )
+            for name, what in _NOT_BY_NODE.items():
+                if getattr(core_of(phase), name, None) is not None:
+                    raise ArrayError(
+                        f"by_node: {phase} {what}, but what it keeps belongs to a chunk of the node's mean; "
+                        "expected an algorithm that does not"
+                    )
         if runs_in_rounds(self.algorithm):
             raise ArrayError(
                 f"by_node: no step waits for the rounds of {self.algorithm}, so the ranks of a node would not "
@@ -87,13 +98,12 @@ class ByNode(Around):
         return f"by_node({self.algorithm!r})"
 
     @property
-    def phases(self) -> tuple[Algorithm, ...]:
-        """The phases of its algorithm, each by node."""
-        return tuple(ByNode(phase) for phase in phases_of(self.algorithm))
+    def drifts(self) -> bool:
+        """Whether ranks' weights differ under its algorithm."""
+        return self._inner.drifts
 
-    def phase(self, step: int) -> Algorithm:
-        """The phase of its algorithm, by node."""
-        return ByNode(phase_of(self.algorithm, step))
+    def check_size(self, size: int) -> None:
+        """Takes every number of ranks; `init` checks the number of nodes."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Node:
         """See `Algorithm.init`. Collective.
@@ -117,6 +127,16 @@ class ByNode(Around):
         _reduce(bucket, comm, state)
         state.inner = self._inner.init(chunk, across)
         return state
+
+    def hold(self, bucket: Bucket, state: _Node) -> None:
+        """Refused: addends are gradients, and weights are exchanged here."""
+        raise ArrayError(f"hold: {self} keeps no addends; {HOLDS} does")
+
+    def begin(self, bucket: Bucket, state: _Node) -> None:
+        """Nothing: its algorithm begins on the lane, where the mean of the node is."""
+
+    def skip(self, bucket: Bucket, state: _Node) -> None:
+        """Nothing: an algorithm that has something to do is refused, since this rank has no mean of its node."""
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Node) -> None:
         """Average in the node, make a step of the algorithm among nodes, and share its result. Collective."""

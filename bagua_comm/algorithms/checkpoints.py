@@ -184,7 +184,31 @@ def checksum(*facts: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
 
 def keeps(state: Any) -> bool:
     """Whether a checkpoint would hold anything of `state`, now or after some steps."""
-    return any(True for _ in _fields_of(state))
+    return any(
+        entry.value is not None or not entry.field.metadata.get("handed_over") for entry in _fields_of(state)
+    )
+
+
+def alike_arrays(state: Any) -> list[Array]:
+    """The arrays of `state` that have the same bytes on all ranks."""
+    found = (entry for entry in _fields_of(state) if entry.field.metadata.get("alike"))
+    return [entry.value for entry in found if hasattr(entry.value, "dtype")]
+
+
+def check_kept(bucket: Bucket, state: Any, saved: Saved) -> None:
+    """Raise unless `state`, of an algorithm with other settings, has a field for all that was saved.
+
+    Raises:
+        ArrayError: Something would be lost.
+    """
+    fields = {entry.path for entry in _fields_of(state)}
+    for tensor in bucket.views:
+        for path in saved[tensor]:
+            if path.removesuffix(WHOLE) not in fields:
+                raise ArrayError(
+                    f"replan: the algorithm keeps {path!r} of {tensor!r}, which would be lost with the new "
+                    "settings; expected settings that keep it"
+                )
 
 
 def save_state(bucket: Bucket, state: Any) -> Saved:
@@ -397,6 +421,7 @@ def _fields_of(state: Any, prefix: str = "", whole: bool = False) -> Iterator[_E
         if field.metadata.get("transient"):
             continue
         if dataclasses.is_dataclass(value):
-            yield from _fields_of(value, f"{path}.", whole or bool(field.metadata.get("chunk")))
+            inner = prefix if field.metadata.get("same_path") else f"{path}."
+            yield from _fields_of(value, inner, whole or bool(field.metadata.get("chunk")))
         elif value is None or isinstance(value, (bool, int, float)) or hasattr(value, "dtype"):
             yield _Entry(path, state, field, value, whole)

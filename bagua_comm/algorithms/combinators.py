@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..arrays import Array
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -57,13 +58,9 @@ class Every(Around):
         return f"every({self.n}, {self.algorithm!r})"
 
     @property
-    def phases(self) -> tuple[Algorithm, ...]:
-        """The phases of its algorithm, each in one of `n` steps."""
-        return tuple(Every(self.n, phase) for phase in phases_of(self.algorithm))
-
-    def phase(self, step: int) -> Algorithm:
-        """The phase of its algorithm, in one of `n` steps."""
-        return Every(self.n, phase_of(self.algorithm, step))
+    def drifts(self) -> bool:
+        """Ranks' weights differ where some steps communicate nothing."""
+        return self.n > 1 or self._inner.drifts
 
     def check_size(self, size: int) -> None:
         """Takes the numbers of ranks of its algorithm."""
@@ -72,6 +69,15 @@ class Every(Around):
     def init(self, bucket: Bucket, comm: Communicator) -> Interval:
         """See `Algorithm.init`. Collective."""
         return Interval(self._inner.init(bucket, comm))
+
+    def hold(self, bucket: Bucket, state: Interval) -> None:
+        """Keep an addend of the next exchange, which must be that of this step."""
+        if self.n > 1:
+            raise ArrayError(
+                f"hold: {self} averages nothing in some steps, and what is held then would go into the mean of "
+                "another step; expected an algorithm that averages in each"
+            )
+        self._inner.hold(bucket, state.inner)
 
     def begin(self, bucket: Bucket, state: Interval) -> None:
         """Decide whether this step communicates."""
@@ -83,6 +89,12 @@ class Every(Around):
         """Communicate, if this step does. Collective."""
         if state.due:
             self._inner.exchange(bucket, comm, state.inner)
+        else:
+            self._inner.skip(bucket, state.inner)
+
+    def skip(self, bucket: Bucket, state: Interval) -> None:
+        """What its algorithm does in a step that communicates nothing."""
+        self._inner.skip(bucket, state.inner)
 
     def commit(self, bucket: Bucket, state: Interval) -> None:
         """Write back, if this step communicated."""
@@ -127,25 +139,68 @@ class After:
             return phase_of(self.first, step)
         return phase_of(self.then, step - self.steps)
 
+    @property
+    def lends(self) -> str | None:
+        """What the algorithm of the first step lends."""
+        return complete(self.phase(0)).lends
+
+    def lent(self, state: State) -> Array:
+        """What the algorithm of the first step lends."""
+        return complete(self.phase(0)).lent(state)
+
+    @property
+    def equal_start(self) -> bool:
+        """Whether the algorithm of the first step needs equal weights."""
+        return complete(self.phase(0)).equal_start
+
+    @property
+    def drifts(self) -> bool:
+        """Whether ranks' weights differ in one of the phases."""
+        return any(complete(phase).drifts for phase in self.phases)
+
     def check(self, dtype: str) -> None:
         """Takes the dtypes that both take."""
         for phase in self.phases:
             complete(phase).check(dtype)
 
+    def check_size(self, size: int) -> None:
+        """Takes the numbers of ranks that both take."""
+        for phase in self.phases:
+            complete(phase).check_size(size)
+
+    # The engine calls the phases themselves, each with a state of its own.
+
     def init(self, bucket: Bucket, comm: Communicator) -> State:
-        """See `Algorithm.init`; the engine calls the phases themselves. Collective."""
-        return self.phase(0).init(bucket, comm)
+        """See `Algorithm.init`. Collective."""
+        return complete(self.phase(0)).init(bucket, comm)
+
+    def hold(self, bucket: Bucket, state: State) -> None:
+        """Keep an addend of the next exchange, as the phase of this step does."""
+        complete(self.phase(bucket.step)).hold(bucket, state)
+
+    def begin(self, bucket: Bucket, state: State) -> None:
+        """Prepare an exchange, as the phase of this step does."""
+        complete(self.phase(bucket.step)).begin(bucket, state)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
-        """See `Algorithm.exchange`; the engine calls the phases themselves. Collective."""
-        self.phase(bucket.step).exchange(bucket, comm, state)
+        """See `Algorithm.exchange`. Collective."""
+        complete(self.phase(bucket.step)).exchange(bucket, comm, state)
+
+    def skip(self, bucket: Bucket, state: State) -> None:
+        """What the phase of this step does in a step that communicates nothing."""
+        complete(self.phase(bucket.step)).skip(bucket, state)
+
+    def commit(self, bucket: Bucket, state: State) -> None:
+        """Write back, as the phase of this step does."""
+        complete(self.phase(bucket.step)).commit(bucket, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:
     """Communicate in one of `n` steps only, beginning with the first.
 
     Meant for algorithms that exchange weights. Gradients that are not averaged let ranks drift apart for good; to
-    average them less often, accumulate them.
+    average them less often, accumulate them. In a step between, a rank trains as it does while its engine is
+    stopped (`Engine.stop`).
 
     Raises:
         ArrayError: `n` is not a positive integer, `algorithm` is not an algorithm, or it begins its exchanges by
@@ -157,7 +212,11 @@ def every(n: int, algorithm: Algorithm) -> Every:
 def after(steps: int, first: Algorithm, then: Algorithm) -> After:
     """Use `first` for this number of steps, and `then` in all further steps: a warm-up.
 
-    `then` starts with the weights as they are, and counts steps from its own beginning.
+    `then` counts steps from its own beginning, and starts with the weights as they are. But if ranks' weights
+    differ under `first`, and `then` needs equal ones, as all algorithms that exchange gradients and DiLoCo do,
+    they become the mean of all ranks when the last step of `first` ends, as by
+    `bagua_torch.DistributedDataParallel.switch`; `Point.STEP` is collective then. An `Engine` alone averages the
+    weights in its storage. What `first` keeps ends with it, the residuals of error feedback too.
 
     Raises:
         ArrayError: `steps` is not an integer of at least 0, or `first` or `then` is not an algorithm.

@@ -11,6 +11,7 @@ Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Lan
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .. import arrays, kernels
 from ..arrays import Array
@@ -22,11 +23,11 @@ from .base import (
     ALIKE,
     Point,
     Window,
-    bind_average,
     check_average,
     check_average_argument,
     check_integer,
 )
+from .residuals import bind_average
 
 
 @dataclass
@@ -64,6 +65,7 @@ class DiLoCo:
 
     payload = "weight"
     window = Window(Point.STEP, Point.FORWARD)
+    equal_start: ClassVar[bool] = True  # anchors are the same on all ranks
 
     def __post_init__(self) -> None:
         check_integer("DiLoCo", "local_steps", self.local_steps, least=1)

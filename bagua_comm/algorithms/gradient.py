@@ -9,7 +9,8 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLDS, Point, Window, bind_average, check_average, check_average_argument
+from .base import HOLDS, Point, Window, check_average, check_average_argument
+from .residuals import bind_average
 
 
 @dataclass

@@ -23,11 +23,11 @@ from .base import (
     ALIKE,
     Point,
     Window,
-    bind_average,
     check_average,
     check_average_argument,
     check_integer,
 )
+from .residuals import bind_average
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Momentum:
     exact: InPlace
     average: InPlace
     averaged_in: int = -1
-    """The last step in which the momentum was averaged; -1 before the first."""
+    """The last step whose gradient is in the averaged momentum; -1 before the first."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,9 @@ class QAdam:
 
     After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, leave
     averaging out in all passes but the last one (`no_sync`). All parameters share one `beta1`.
+
+    In a step that exchanges nothing (`Engine.stop`, `every`), a rank trains as its optimizer alone does: after
+    the warm-up its own gradient goes into its momentum, and the variance stays frozen.
 
     Args:
         warmup_steps: Number of steps, at least 1, before the variance is frozen; about a fifth of all steps.
@@ -86,12 +89,20 @@ class QAdam:
         if bucket.step < self.warmup_steps:
             state.exact(bucket.flat)
             return
+        self._add_gradient(bucket, state)
+        state.average(state.momentum)
+
+    def skip(self, bucket: Bucket, state: Momentum) -> None:
+        """Leave the gradient to this rank; after the warm-up its momentum goes on with it."""
+        if bucket.step >= self.warmup_steps:
+            self._add_gradient(bucket, state)
+
+    def _add_gradient(self, bucket: Bucket, state: Momentum) -> None:
+        """m <- b1 m + (1 - b1) g, once in a step."""
         if state.averaged_in == bucket.step:
             raise CommError(
                 "QAdam: the momentum was averaged already in this step; accumulate gradients without averaging "
                 "(no_sync), and tell the engine about every step (Engine.at)"
             )
-        m, g, beta1 = state.momentum, bucket.flat, self.beta1
-        kernels.of(m).blend(m, g, beta1, out=m)  # m <- beta1 m + (1 - beta1) g
-        state.average(m)
         state.averaged_in = bucket.step
+        kernels.of(state.momentum).blend(state.momentum, bucket.flat, self.beta1, out=state.momentum)

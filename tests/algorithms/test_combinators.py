@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from support.own_algorithms import Plain
 from support.references import (
     STEPS,
     Trainer,
@@ -38,11 +39,18 @@ from bagua_comm import (
     Point,
     QAdam,
     Quantized,
+    Reproducible,
     TensorSpec,
     UnsupportedError,
+    Window,
     after,
+    by_node,
     every,
 )
+from bagua_comm.algorithms.base import Complete, complete
+from bagua_comm.algorithms.by_node import ByNode
+from bagua_comm.algorithms.combinators import After, Every
+from bagua_comm.bucket import make_buckets
 from bagua_comm.testing import check_algorithm, run_ranks
 
 PAIRS = Decentralized("shift_one")
@@ -288,6 +296,106 @@ def test_integers_are_refused_with_the_tensor(algorithm):
     def body(comm):
         with pytest.raises(UnsupportedError, match="'count'"):
             Engine(comm, algorithm, plan, storage)
+
+    run_ranks(2, body)
+
+
+# Members
+
+
+MEMBERS = {name for name in vars(Complete) if not name.startswith("_")} - {"commits"}
+"""All that an algorithm may have."""
+
+
+@pytest.mark.parametrize("combinator", [Every, After, ByNode])
+def test_a_combinator_says_of_each_member_what_becomes_of_it(combinator):
+    """Whoever adds an optional member adds it to all combinators, or lets them refuse algorithms that have it."""
+    missing = MEMBERS - {name for base in combinator.__mro__ for name in vars(base)}
+    assert not missing
+
+
+@dataclasses.dataclass
+class Given:
+    momentum: np.ndarray
+    calls: list
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    """An algorithm with all members, which writes down what it is asked."""
+
+    payload: str = "grad"
+    asked: list = dataclasses.field(default_factory=list, compare=False)
+
+    window = Window(Point.GRADIENT, Point.BACKWARD)
+    lends = "momentum"
+    equal_start = False
+    drifts = True
+
+    def lent(self, state):
+        return state.momentum
+
+    def check(self, dtype):
+        self.asked.append(dtype)
+
+    def check_size(self, size):
+        self.asked.append(size)
+
+    def init(self, bucket, comm):
+        return Given(np.zeros_like(bucket.flat), self.asked)
+
+    def hold(self, bucket, state):
+        state.calls.append("hold")
+
+    def begin(self, bucket, state):
+        state.calls.append("begin")
+
+    def exchange(self, bucket, comm, state):
+        state.calls.append("exchange")
+
+    def skip(self, bucket, state):
+        state.calls.append("skip")
+
+    def commit(self, bucket, state):
+        state.calls.append("commit")
+
+
+@pytest.mark.parametrize("around", [partial(every, 1), partial(after, 0, Plain())], ids=["every", "after"])
+def test_what_a_combinator_forwards_reaches_the_algorithm(around):
+    plan = Plan.pack([TensorSpec("a", (4,), "float32")])
+    (bucket,) = make_buckets(plan, plan.allocate())
+
+    def body(comm):
+        bare = Everything()
+        whole = complete(around(bare))
+        whole.check("float32")
+        whole.check_size(3)
+        assert bare.asked == ["float32", 3]
+        assert (whole.payload, whole.window, whole.lends) == ("grad", bare.window, "momentum")
+        assert (whole.equal_start, whole.drifts) == (False, True)
+        state = whole.init(bucket, comm)
+        assert whole.lent(state).shape == bucket.flat.shape
+        bucket.step = 0
+        del bare.asked[:]
+        whole.hold(bucket, state)
+        whole.begin(bucket, state)
+        whole.exchange(bucket, comm, state)
+        whole.skip(bucket, state)
+        whole.commit(bucket, state)
+        assert bare.asked == ["hold", "begin", "exchange", "skip", "commit"]
+
+    run_ranks(1, body)
+
+
+def test_what_cannot_go_through_a_combinator_is_refused():
+    with pytest.raises(ArrayError, match=r"by_node: every\(2, Everything.* lends an array to optimizers"):
+        by_node(every(2, Everything("weight")))
+
+    def body(comm):
+        algorithm = every(2, GradientAllReduce(Reproducible(addends=4)))
+        refused = pytest.raises(ArrayError, match=r"hold: every\(2, .* averages nothing in some steps")
+        with Trainer(comm, algorithm, make_plan(2)) as training, refused:
+            training.engine.hold()
 
     run_ranks(2, body)
 

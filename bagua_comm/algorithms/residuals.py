@@ -1,0 +1,90 @@
+"""Averages as algorithms bind them: what one has lost moves on to the next, when settings change.
+
+An average with error feedback keeps a residual, and makes up for it later. Another average has none: then the
+residual of the one before is added once, to the next array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import arrays, kernels
+from ..arrays import Array
+from ..averages import Average, InPlace
+from ..bucket import Bucket
+from ..comm import Communicator
+from .base import HANDED_OVER, SAME_PATH, TRANSIENT
+
+
+@dataclass
+class Bound:
+    """A bound average that keeps no residual for whole arrays, and what an average before it has lost."""
+
+    average: InPlace = field(metadata=SAME_PATH)
+    residual: Array | None = field(default=None, metadata=HANDED_OVER)
+    """What is added to the next array."""
+    spent: Array | None = field(default=None, metadata=TRANSIENT)
+    """What was added to the last one. A device may read it until the step is over."""
+
+    def __call__(self, x: Array) -> Array:
+        """Average `x` in place. Collective."""
+        self.spent, self.residual = self.residual, None
+        if self.spent is not None:
+            kernels.of(x).add(x, self.spent, out=x)
+        return self.average(x)
+
+    @property
+    def hold(self) -> Any:
+        """The method of the average that keeps addends; None if it has none."""
+        return getattr(self.average, "hold", None)
+
+
+def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlace:
+    """Bind `average` to `comm`, for arrays of the shape, dtype and library of the bucket's.
+
+    Collective. An average gets, beside `comm`, what its `bind` takes: `like`, the array of the bucket, and
+    `sizes`, the numbers of elements of the tensors in it. What is returned has a field `residual`, by which
+    checkpoints and new plans know what it has lost.
+    """
+    parameters = inspect.signature(average.bind).parameters
+    options: dict[str, Any] = {}
+    if "like" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        options["like"] = bucket.flat
+    if "sizes" in parameters:
+        options["sizes"] = [tensor.size for tensor in bucket.spec.tensors]
+    bind: Any = average.bind
+    bound: InPlace = bind(comm, **options)
+    return bound if hasattr(bound, "residual") else Bound(bound)
+
+
+def gather_residuals(bucket: Bucket, state: Any) -> None:
+    """Make what averages among nodes (`Hierarchical`) have lost in a chunk an addend of the whole bucket.
+
+    In this form any average can go on with it. The sum over all means is the same, up to rounding.
+    """
+    for bound in _bounds_in(state):
+        levels: Any = bound.average
+        lost: Array | None = getattr(getattr(levels, "across", None), "residual", None)
+        if lost is None:
+            continue
+        addend = arrays.zeros_like(bucket.flat)
+        first = levels.intra.rank * lost.size  # a rank without a chunk has lost nothing: its size is 0
+        mine = addend[first : first + lost.size]
+        # A residual is added to a mean over nodes, weighted by their sizes; an array, to a mean over ranks.
+        mine[...] = lost[: mine.size] * levels.sizes.largest
+        bound.residual = addend if bound.residual is None else bound.residual + addend
+        levels.across.residual = None
+
+
+def _bounds_in(state: Any) -> Iterator[Bound]:
+    """All bound averages for the whole bucket in a state."""
+    if isinstance(state, Bound):
+        yield state
+    elif dataclasses.is_dataclass(state):
+        for entry in dataclasses.fields(state):
+            if not entry.metadata.get("chunk"):
+                yield from _bounds_in(getattr(state, entry.name))
