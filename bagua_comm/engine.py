@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import difflib
 import logging
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from . import arrays
 from .algorithms.base import (
     Algorithm,
     Payload,
     Point,
     State,
     check_algorithm_argument,
-    check_size,
     complete,
     phase_of,
     phases_of,
@@ -34,6 +31,8 @@ from .algorithms.base import (
 from .algorithms.checkpoints import (
     Facts,
     Saved,
+    alike_arrays,
+    check_kept,
     check_movable,
     check_tensors,
     check_together,
@@ -43,24 +42,36 @@ from .algorithms.checkpoints import (
     rules_of,
     save_state,
 )
+from .algorithms.residuals import gather_residuals
 from .arrays import Array
 from .bucket import Bucket, Plan, make_buckets
-from .codecs.base import codecs_in
+from .changes import (
+    allocated,
+    average_in_place,
+    check_fit,
+    compared,
+    copy_tensors,
+    kind_of,
+    kinds_of,
+    new_token,
+    prepare_codecs,
+    tell_plan,
+    tensors_of,
+    together,
+)
 from .comm import Communicator
-from .errors import ArrayError, CommMismatch
+from .errors import ArrayError
 from .lane import Lane, StreamLane, ThreadLane
-from .logs import megabytes, tell
+from .logs import tell
 from .pace import Exchanges, Pace, pace_of
 from .pickling import Live
 from .trace import Counter, ExchangeCounters, Tracer
 
-__all__ = ["Engine", "Lane", "StreamLane", "ThreadLane"]
+__all__ = ["Engine", "Lane", "StreamLane", "ThreadLane", "check_fit"]
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
 """Memory of the buckets: one flat array for each; by payload, if an algorithm exchanges gradients and weights in
 turn."""
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +84,9 @@ class Wrapper(Protocol):
 
     def detach(self) -> None:
         """Leave what it trains to itself; the other ranks hear nothing of it."""
+
+    def make_equal(self) -> None:
+        """Make the weights of all ranks their mean, and the optimizers rank 0's. Collective."""
 
 
 class Engine(Live):
@@ -87,8 +101,8 @@ class Engine(Live):
         algorithm: What to exchange, when and how.
         plan: Which tensors travel together.
         storage: The memory of the buckets, gradients or weights as the algorithm's `payload` says: one flat
-            array each. For an algorithm that exchanges both in turn, {"grad": [...], "weight": [...]}. The
-            engine keeps views of it.
+            array each. For an algorithm that exchanges both in turn, {"grad": [...], "weight": [...]}; for one
+            that exchanges gradients alone, `resume` averages the weights given. The engine keeps views of it.
         tracer: Where spans go; the communicator's by default.
 
     Raises:
@@ -110,20 +124,23 @@ class Engine(Live):
         check_algorithm_argument("Engine", "algorithm", algorithm)
         check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
-        self._buckets = self._buckets_over(plan, storage)
-        self._training = ""
+        self._buckets = self._buckets_over(plan, storage, algorithm)
+        self._weights = list(storage.get("weight", ())) if isinstance(storage, Mapping) else []
+        """Weights that were given, also where the algorithm exchanges gradients alone."""
+        self._training = compared(comm, plan, algorithm)
         """Random, and the same on all ranks: it tells which states were saved together."""
-        self._compare(comm)
         self._tracer = tracer or comm.tracer
         self._lane = comm.lane(self._lane_kind(comm))
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self._exchanges = Exchanges(self._lane, self._tracer)
         self._closed = False
-        self._prepare_codecs()
+        self._differ = False
+        """Whether ranks' weights may differ now, because of what was done so far; see `_make_equal`."""
+        prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
-        self._tell_plan()
-        self._in_step = False
+        tell_plan(_log, self._comm.rank, plan, algorithm, on=type(self._lane).__name__)
+        self._in_step = self._held = False
         self.wrapper: Callable[[], Wrapper | None] = _no_wrapper
         """Gives what trains by this engine, if something does."""
         if comm.keeper is not None:
@@ -177,21 +194,24 @@ class Engine(Live):
 
         Collective. At `BACKWARD`, tensors that did not become ready are sent as zeros, so that no rank waits for
         ever for a tensor that another rank does not use. If the algorithm exchanges in `Rounds`, ranks do not
-        wait for each other here.
+        wait for each other here, except at the last `STEP` before another algorithm of `after` follows. If ranks'
+        weights differ then, and that one needs equal ones, they become the mean of all ranks.
 
         Raises:
             CommError: An exchange failed.
         """
         if not isinstance(point, Point):
             raise ArrayError(f"at: point is {point!r}, expected a Point")
-        if point is Point.FORWARD and phase_of(self.algorithm, self.step) != self._phase:
-            self._pace.finish()
-            self._begin_phase(began=self.step)
-            tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
-        self._in_step = point is Point.FORWARD
+        if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
+            self._change_phase()
+        self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._pace.at(point)
         if point is Point.STEP:
             self._exchanges.step += 1
+            if self._drifts or self.stopped:
+                self._differ = True
+            if self._differ and not self.stopped:
+                self._make_equal()
 
     def complete_step(self) -> None:
         """End a step that only its wrapper knows to have ended: before what the algorithm keeps is read.
@@ -217,10 +237,11 @@ class Engine(Live):
         Raises:
             ArrayError: The algorithm keeps no addends, a bucket has left, or this rank holds all but its last.
         """
-        if self._exchanges.stopped:
+        if self.stopped:
             return
         if self._exchanges.sent:
             raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
+        self._held = True
         for bucket, state in zip(self.buckets, self.states, strict=True):
             complete(self._phase).hold(bucket, state)
 
@@ -237,17 +258,40 @@ class Engine(Live):
 
         Collective: returns when all ranks have stopped. If the algorithm exchanges in `Rounds`, they go on until
         then, and the last one leaves all ranks with the same weights, up to rounding.
+
+        Until `resume`, each rank trains as a single process does, and `at` is not collective: ranks may make
+        different numbers of steps. Steps are counted, but `after` and warm-ups of rounds stay where they are.
         """
-        if not self._exchanges.stopped:
-            self._pace.finish()
+        if not self.stopped:
+            self._pace.stop()
             self._exchanges.stopped = True
 
     def resume(self) -> None:
-        """Go on after `stop`.
+        """Go on after `stop`, with the weights as they are now; without one it does nothing.
 
-        Collective.
+        Collective. Ranks that made fewer steps since `stop` count as many as the one that made most, except in
+        `Rounds`. Algorithms that exchange weights go on from the weights of each rank. Under all others the ranks
+        need equal weights: if one of them made a step, the weights of all become their mean, and so does what the
+        algorithm keeps, as QAdam's momentum. An engine alone reaches weights only in its storage; average others
+        yourself. `bagua_torch.DistributedDataParallel` averages all parameters, and copies rank 0's buffers and
+        optimizers.
         """
+        if not self.stopped:
+            return
+        # The lane is idle, so that its communicator can be used here.
+        table = self._comm.allgather(np.array([self.step, self._differ, self._in_step]))
         self._exchanges.stopped = False
+        self._differ = bool(table[:, 1].any())
+        if not runs_in_rounds(self._phase):
+            self._exchanges.step = int(table[:, 0].max())
+        if self._differ and not table[:, 2].any():  # else when the step ends
+            self._make_equal()
+        self._pace.resume()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was stopped, and exchanges nothing until `resume`."""
+        return self._exchanges.stopped
 
     @property
     def counters(self) -> ExchangeCounters:
@@ -271,7 +315,9 @@ class Engine(Live):
     ) -> list[Array] | dict[Payload, list[Array]]:
         """Go on with another plan for the same tensors; their values and the algorithm's state move along.
 
-        Collective. Call it between steps.
+        Collective. Call it between steps. What an average with error feedback has lost moves along too: another
+        average adds it to the next array. If other settings of `after` lead to another phase, that one begins
+        anew, as it does after the last step of the phase before.
 
         Args:
             plan: The new plan.
@@ -283,41 +329,52 @@ class Engine(Live):
             The memory now used: one flat array per bucket, by payload if there are two of them.
 
         Raises:
-            ArrayError: The plan has other tensors, the algorithm is another one, or `storage` or the state does
-                not fit.
+            ArrayError: The plan has other tensors, the algorithm is another one, `storage` or the state does not
+                fit, or something that the algorithm keeps would be lost.
             CommMismatch: The ranks' plans or algorithms differ.
             UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
         """
         algorithm = self.algorithm if algorithm is None else algorithm
         check_algorithm_argument("replan", "algorithm", algorithm)
-        if _kinds(algorithm) != _kinds(self.algorithm):
+        if kinds_of(algorithm) != kinds_of(self.algorithm):
             raise ArrayError(f"replan: algorithm is {algorithm}, expected {self.algorithm} with other settings")
+        if self._held:
+            raise ArrayError("replan: addends are held, and would be lost; call it between two steps")
         check_fit(algorithm, plan, self._comm.size)
         self._pace.finish()
-        if _tensors_of(plan) != _tensors_of(self.plan):
+        if tensors_of(plan) != tensors_of(self.plan):
             raise ArrayError("replan: the new plan has other tensors than the old one")
-        saved = self._saved()
+        began, phase = self._exchanges.began, phase_of(algorithm, self._exchanges.began)
+        goes_on = kind_of(phase) == kind_of(self._phase)
+        if not goes_on:
+            began, phase = self.step, phase_of(algorithm, self.step)
+        if goes_on and algorithm != self.algorithm:
+            for bucket, state in zip(self.buckets, self.states, strict=True):
+                gather_residuals(bucket, state)
+        saved = self._saved() if goes_on else {}
         check_movable(saved, plan.buckets)
-        storage = self._allocate(plan) if storage is None else storage
-        old, self._buckets = self._buckets, self._buckets_over(plan, storage)
-        self.plan, self.algorithm = plan, algorithm
-        for payload, buckets in self._buckets.items():
-            _copy_tensors(old[payload], buckets)
-        self._compare(self._comm)
-        self._prepare_codecs()
-        self._begin_phase(began=self._exchanges.began)
-        self._load(saved)
-        self._tell_plan()
+        self._training = compared(self._comm, plan, algorithm)
+        if isinstance(storage, Mapping) and "weight" in storage:
+            self._weights = list(storage["weight"])
+        storage = allocated(plan, self._buckets) if storage is None else storage
+        buckets = self._buckets_over(plan, storage, algorithm)
+        if not goes_on:
+            self._differ = bool(self._comm.allreduce(np.array(self._differ, np.uint8), op="max"))
+            self._make_equal(phase)
+        for payload, new in buckets.items():
+            copy_tensors(self._buckets[payload], new)
+        states = [complete(phase).init(bucket, self._comm) for bucket in buckets[phase.payload]]
+        if goes_on:
+            for bucket, state in zip(buckets[phase.payload], states, strict=True):
+                check_kept(bucket, state, saved)
+        self._buckets, self.plan, self.algorithm = buckets, plan, algorithm
+        prepare_codecs(algorithm, self._buckets)
+        self._begin_phase(began, states)
+        if goes_on:
+            self._load(saved)
+        tell_plan(_log, self._comm.rank, plan, algorithm, on=type(self._lane).__name__)
         flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
         return flats if len(flats) > 1 else flats[self.payload]
-
-    def _allocate(self, plan: Plan) -> Storage:
-        """Zeroed memory for `plan`, of the library of the buckets."""
-        run = arrays.namespace(self.buckets[0].flat) if self.buckets else np
-        return {
-            payload: [run.zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets]
-            for payload in self._buckets
-        }
 
     # Checkpoints ------------------------------------------------------------------------------------
 
@@ -367,36 +424,23 @@ class Engine(Live):
         """
         self._pace.before_loading()  # the lane must be idle before its communicator is used here
         names = [name for bucket in self.buckets for name in bucket.views]
-        rows = self._together(lambda: (facts_of(saved, self.algorithm, names), saved["digest"], _new_token()))
+        rows = together(
+            self._comm, lambda: (facts_of(saved, self.algorithm, names), saved["digest"], new_token())
+        )
         facts, _, _ = rows[self._comm.rank]
         check_together(self.algorithm, [(theirs, digest) for theirs, digest, _ in rows])
-        phase = phase_of(self.algorithm, facts.step)
-        goes_on = repr(phase) == facts.phase  # else the phase that was saved has ended
+        phase = phase_of(self.algorithm, facts.phase_began)
+        goes_on = repr(phase_of(self.algorithm, facts.step)) == facts.phase  # else it ends at FORWARD
         buckets = self._buckets[phase.payload]
         states = [phase.init(bucket, self._comm) for bucket in buckets]
         pairs = list(zip(buckets, states, strict=True)) if goes_on else []
         rank, size = self._comm.rank, self._comm.size
-        self._together(lambda: check_tensors(phase, pairs, facts, saved, rank=rank, size=size))
+        together(self._comm, lambda: check_tensors(phase, pairs, facts, saved, rank=rank, size=size))
         self._training, self._exchanges.step = rows[0][2], facts.step
-        self._begin_phase(began=facts.phase_began if goes_on else facts.step, states=states)
+        self._begin_phase(facts.phase_began, states)
+        self._differ = self._drifts and goes_on
         if goes_on:
             self._load(saved["tensors"])
-
-    def _together(self, check: Callable[[], T]) -> list[T]:
-        """What `check` returns on every rank; an error on one rank is an ArrayError on all. Collective."""
-        outcome: tuple[T | None, str | None] = (None, None)
-        cause: Exception | None = None
-        try:
-            outcome = (check(), None)
-        except ArrayError as exc:
-            outcome, cause = (None, str(exc)), exc
-        except Exception as exc:  # if it were raised here, the other ranks would wait for this one
-            outcome, cause = (None, f"the state cannot be read: {exc!r}"), exc
-        outcomes: list[Any] = self._comm.allgather_object(outcome)
-        for rank, (_, problem) in enumerate(outcomes):
-            if problem is not None:
-                raise ArrayError(f"load_state_dict: rank {rank}: {problem}") from cause
-        return [value for value, _ in outcomes]
 
     def _saved(self) -> Saved:
         saved: Saved = {}
@@ -453,43 +497,14 @@ class Engine(Live):
 
     # The beginning ----------------------------------------------------------------------------------
 
-    def _buckets_over(self, plan: Plan, storage: Storage) -> dict[Payload, list[Bucket]]:
+    def _buckets_over(self, plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Payload, list[Bucket]]:
         """Buckets over `storage`, for every payload that the algorithm exchanges."""
-        given = storage if isinstance(storage, Mapping) else {self.algorithm.payload: storage}
-        needed = {phase.payload for phase in phases_of(self.algorithm)}
+        given = storage if isinstance(storage, Mapping) else {algorithm.payload: storage}
+        needed = {phase.payload for phase in phases_of(algorithm)}
         if not needed <= set(given):
             wanted = " and ".join(map(repr, sorted(needed)))
-            raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {self.algorithm} needs {wanted}")
+            raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
         return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
-
-    def _compare(self, comm: Communicator) -> None:
-        """Raise unless all ranks have this plan and this algorithm. Collective."""
-        mine = (self.plan.digest(), repr(self.algorithm))
-        rows = comm.allgather_object((mine, _new_token()))
-        self._training = rows[0][1]
-        for rank, (other, _) in enumerate(rows):
-            if other != mine:
-                what = "plan" if other[0] != mine[0] else "algorithm"
-                raise CommMismatch(
-                    f"rank {comm.rank} and rank {rank} have different {what}s: "
-                    + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
-                )
-
-    def _tell_plan(self) -> None:
-        """Log what is exchanged from now on."""
-        buckets = self.plan.buckets
-        largest = max((bucket.nbytes for bucket in buckets), default=0)
-        tell(
-            _log,
-            self._comm.rank,
-            "%s: %d tensors in %d buckets, %s, the largest %s; on a %s",
-            self.algorithm,
-            sum(len(bucket.tensors) for bucket in buckets),
-            len(buckets),
-            megabytes(sum(bucket.nbytes for bucket in buckets)),
-            megabytes(largest),
-            type(self._lane).__name__,
-        )
 
     def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
         """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
@@ -498,22 +513,45 @@ class Engine(Live):
         streamed = flats and not runs_in_rounds(self.algorithm) and all(t.enqueues for t in moved_by)
         return "stream" if streamed else "thread"
 
-    def _prepare_codecs(self) -> None:
-        """Load the kernels of codecs now, while no lane works.
+    def _change_phase(self) -> None:
+        """Finish the algorithm of the steps so far, and begin that of this step. Collective."""
+        if self._differ or not self._drifts:  # else it was finished before weights became equal
+            self._pace.finish()
+        self._make_equal()
+        self._begin_phase(self.step)
+        tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
 
-        On the host, this begins to compile them where they are not on disk. On a device, CUDA loads a kernel when
-        it is first launched, and may wait until the device is idle. A call of NCCL on the
-        lane may be running then, whose peer waits in another thread to launch the same kernel. Kernels of sums,
-        of optimizers and of CuPy itself are loaded when they are first used.
+    def _make_equal(self, ahead: Algorithm | None = None) -> None:
+        """Average the weights if they differ between ranks, and the algorithm of the next step needs equal ones.
+
+        Collective, unless they do not differ, which all ranks know.
+
+        Args:
+            ahead: That algorithm, if it begins anew; else what follows in the course of training.
         """
-        for phase in phases_of(self.algorithm):
-            for flat in {bucket.flat.dtype: bucket.flat for bucket in self._buckets[phase.payload]}.values():
-                for codec in codecs_in(phase):
-                    codec.prepare(flat)
+        if not self._differ:
+            return
+        begins = ahead is not None
+        if ahead is None:
+            ahead = phase_of(self.algorithm, self.step)
+            begins = ahead != self._phase
+        if (self._drifts and not begins) or not complete(ahead).equal_start:
+            return
+        self._pace.finish()
+        if not begins:
+            average_in_place(self._comm, [array for state in self.states for array in alike_arrays(state)])
+        wrapper = self.wrapper()
+        if wrapper is not None:
+            wrapper.make_equal()
+        else:
+            moved = [bucket.flat for bucket in self._buckets.get("weight", ())]
+            average_in_place(self._comm, moved or self._weights)
+        self._differ = False
 
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         """Set up the algorithm of step `began`, with new states unless some are given."""
         self._phase = phase_of(self.algorithm, began)
+        self._drifts = complete(self._phase).drifts
         self.buckets = self._buckets[self._phase.payload]
         self._names = {name for bucket in self.buckets for name in bucket.views}
         if states is None:
@@ -525,40 +563,3 @@ class Engine(Live):
 
 def _no_wrapper() -> Wrapper | None:
     return None
-
-
-def _new_token() -> str:
-    return secrets.token_hex(8)
-
-
-def _tensors_of(plan: Plan) -> set[Any]:
-    return {tensor for bucket in plan.buckets for tensor in bucket.tensors}
-
-
-def _copy_tensors(old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
-    """Copy the values of all tensors to the new buckets."""
-    views = {name: view for bucket in old for name, view in bucket.views.items()}
-    for bucket in new:
-        for name, view in bucket.views.items():
-            view[...] = views[name]
-
-
-def _kinds(algorithm: Algorithm) -> list[tuple[type, Payload]]:
-    """The types of an algorithm's phases, whatever its settings."""
-    return [(type(phase), phase.payload) for phase in phases_of(algorithm)]
-
-
-def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
-    """Raise unless the algorithm can exchange the tensors of `plan` over `size` ranks.
-
-    Raises:
-        ArrayError: It does not support this number of ranks.
-        UnsupportedError: It cannot exchange the dtype of a tensor; the message names the tensor.
-    """
-    for bucket in plan.buckets:
-        try:
-            complete(algorithm).check(bucket.dtype)
-        except TypeError as exc:
-            names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
-            raise type(exc)(f"tensor {names}: {exc}") from exc
-    check_size(algorithm, size)

@@ -35,9 +35,11 @@ class Exchanges:
         self.step = self.began = 0
         """How many training steps have ended, and how many had when the algorithm of this phase began."""
         self.stopped = False
-        """While it is stopped, buckets that are sent stay here, and nothing is written back."""
+        """While it is stopped, buckets that are sent are held back."""
         self.sent: list[Bucket] = []
         """The buckets that have left in the open window, or in the round under way."""
+        self.held: list[Bucket] = []
+        """The buckets that would have left in the open window, had it not been stopped."""
 
     def begin_phase(
         self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
@@ -45,15 +47,16 @@ class Exchanges:
         """From now on exchange these buckets, by this algorithm; `states` has one state for each."""
         self.algorithm: Complete = complete(algorithm)
         self.buckets, self.states, self.began = list(buckets), list(states), began
-        self.sent = []
+        self.sent, self.held = [], []
 
     def send(self, bucket: Bucket) -> Future[Any]:
-        """Prepare the exchange of a bucket, and submit it to the lane."""
-        self.sent.append(bucket)
-        if self.stopped:
-            return Future()
+        """Prepare the exchange of a bucket, and submit it to the lane; or hold it back, while stopped."""
         state, bucket.step = self.states[bucket.index], self.step - self.began
         bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
+        if self.stopped:
+            self.held.append(bucket)
+            return Future()
+        self.sent.append(bucket)
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         future = self.lane.submit(self._exchange, self.algorithm, bucket, state)
@@ -83,11 +86,14 @@ class Exchanges:
             self.counters.wait.add(0, 0, time.perf_counter_ns() - began)
 
     def commit(self) -> None:
-        """Write back the results of the buckets that were sent."""
-        if self.algorithm.commits and not self.stopped:
+        """Write back the results of the buckets that were sent, and leave those that were held back local."""
+        if self.sent and self.algorithm.commits:
             for bucket in self.sent:
                 self.algorithm.commit(bucket, self.states[bucket.index])
             self.counters.commits += 1
+        for bucket in self.held:
+            self.algorithm.skip(bucket, self.states[bucket.index])
+        self.sent, self.held = [], []
 
 
 class PerStep:
@@ -95,6 +101,8 @@ class PerStep:
 
     def __init__(self, window: Window, exchanges: Exchanges) -> None:
         self._window, self._exchanges = window, exchanges
+        self._left = 0
+        """How many buckets have left in the open window, or were held back."""
         self._waiting: list[set[str]] = [set() for _ in exchanges.buckets]
         self._waiting_for = {
             name: self._waiting[bucket.index] for bucket in exchanges.buckets for name in bucket.views
@@ -138,9 +146,9 @@ class PerStep:
             self._complete_with_zeros()
         if point is closes:
             self._close()
-        if point is opens and point is not Point.GRADIENT and not self._exchanges.sent:
+        if point is opens and point is not Point.GRADIENT and not self._left:
             for bucket in self._exchanges.buckets:
-                self._exchanges.send(bucket)
+                self._send(bucket)
 
     def settle(self) -> None:
         """Close a window that is open between two steps."""
@@ -160,6 +168,20 @@ class PerStep:
         """Close the window, if it is open."""
         self._close()
 
+    def stop(self) -> None:
+        """Finish the exchanges under way. The window stays open: what is complete later in it stays local."""
+        self._end()
+
+    def resume(self) -> None:
+        """Let the buckets leave that were held back in the open window.
+
+        Where it opens at STEP, they wait for the next one: ranks may have made different numbers of steps, and
+        what training has changed goes with the next exchange as well.
+        """
+        held, self._exchanges.held = self._exchanges.held, []
+        for bucket in held if self._window.opens is not Point.STEP else ():
+            self._exchanges.send(bucket)
+
     def _expect_all(self) -> None:
         """Wait for all tensors again."""
         for bucket in self._exchanges.buckets:
@@ -167,10 +189,14 @@ class PerStep:
 
     def _send_complete(self) -> None:
         """Send the next buckets in the order of the plan, up to the first one that waits for a tensor."""
-        for bucket in self._exchanges.buckets[len(self._exchanges.sent) :]:
+        for bucket in self._exchanges.buckets[self._left :]:
             if self._waiting[bucket.index]:
                 return
-            self._exchanges.send(bucket)
+            self._send(bucket)
+
+    def _send(self, bucket: Bucket) -> None:
+        self._left += 1
+        self._exchanges.send(bucket)
 
     def _complete_with_zeros(self) -> None:
         for bucket, waiting in zip(self._exchanges.buckets, self._waiting, strict=True):
@@ -180,11 +206,16 @@ class PerStep:
         self._send_complete()
 
     def _close(self) -> None:
+        if self._left:
+            self._end()
+            self._left = 0
+            self._expect_all()
+
+    def _end(self) -> None:
+        """Wait for the buckets that have left, and write them back."""
         if self._exchanges.sent:
             self._exchanges.wait()
-            self._exchanges.commit()
-            self._exchanges.sent = []
-            self._expect_all()
+        self._exchanges.commit()
 
 
 class InRounds:
@@ -222,6 +253,13 @@ class InRounds:
     def before_loading(self) -> None:
         """Finish the rounds on all ranks, without writing back. Collective."""
         self.finish(commit=False)
+
+    def stop(self) -> None:
+        """Make rounds until all ranks stop. Collective."""
+        self.finish()
+
+    def resume(self) -> None:
+        """The next round begins at STEP."""
 
     def finish(self, *, commit: bool = True) -> None:
         """Make rounds until all ranks finish. Collective."""

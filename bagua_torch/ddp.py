@@ -427,13 +427,12 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, self.engine.plan, self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
+        self.engine.resume()  # what ranks did while it was stopped is averaged
         differed = exchanges_weights(self.algorithm)
         self.engine.close()
         self.tuner = None
         if differed:
-            self.average_weights()
-            self._contents.copy_buffers(self.comm)
-            self._contents.copy_optimizers(self.comm, self.optimizers)
+            self._steps.make_equal()
         tell(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
         self._steps.switch(algorithm)
         self._steps.lend()
@@ -481,16 +480,18 @@ class DistributedDataParallel(nn.Module):
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
-        Collective.
+        Collective. Until then, each rank trains as a single process does, and may make any number of steps; a
+        `QAdamOptimizer` goes on as it does alone.
         """
         self._steps.complete()
         self.engine.stop()
         self._steps.note_new_weights()
 
     def resume(self) -> None:
-        """Go on after `stop`.
+        """Go on after `stop`, with the weights as they are now; see `Engine.resume`.
 
-        Collective.
+        Collective. If a rank made steps meanwhile, and the algorithm exchanges gradients, the weights become the
+        mean of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
         """
         self.engine.resume()
 

@@ -21,7 +21,7 @@ from bagua_comm.trace import ExchangeCounters
 from . import checks
 from .backward import BackwardWatch
 from .contents import Contents
-from .engine import BackwardSpan, TorchEngine
+from .engine import BackwardSpan, TorchEngine, average_tensors
 from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
@@ -196,7 +196,7 @@ class TrainingSteps(Live):
         self.stage = Stage.OPEN_AGAIN if self.stage is Stage.AVERAGED else Stage.OPEN
         if self.join is not None:
             self.join.announce(self.engine, active=True)
-        if copy_buffers:
+        if copy_buffers and not self.engine.stopped:
             root = self.join.active[0] if self.join is not None else 0
             self.contents.copy_buffers(self.comm, root=root)
 
@@ -275,7 +275,7 @@ class TrainingSteps(Live):
         self.engine.hold()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
-        if self.engine.payload == "grad" and (self.find_unused or self.static):
+        if self.engine.payload == "grad" and (self.find_unused or self.static) and not self.engine.stopped:
             self._unused.forget(fresh, static=self.static, inner=inner)
 
     def end_backward(self) -> None:
@@ -308,6 +308,16 @@ class TrainingSteps(Live):
         """
         if self.stage is Stage.AVERAGED and self.engine.payload == "weight":
             self._end()
+
+    def make_equal(self) -> None:
+        """Make the weights of all ranks their mean, and buffers and optimizers rank 0's.
+
+        Collective.
+        """
+        average_tensors(self.comm, self._trained.values(), self.device)
+        self.contents.copy_buffers(self.comm)
+        self.contents.copy_optimizers(self.comm, self.optimizers)
+        self.lend()
 
     def forget(self) -> None:
         """What comes next is a new step."""

@@ -30,7 +30,7 @@ LAYERS = [
     {"reproducible"},
     {"averages", "collectives"},
     {"algorithms", "bootstrap", "gpu_facts"},
-    {"pace"},
+    {"changes", "pace"},
     {"engine"},
     {"planning", "costmodel", "tuner", "checkpoint", "data"},
     {"elastic"},

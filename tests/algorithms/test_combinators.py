@@ -155,11 +155,12 @@ def test_after_gradients_come_weights(ranks):
 
 
 @pytest.mark.parametrize("peers", ["all", "shift_one"])
-def test_after_weights_come_gradients(peers):
+def test_after_weights_come_gradients_of_their_mean(peers):
     actual = trajectories(4, after(5, Decentralized(peers), GradientAllReduce()))
 
     first = partial(decentralized, peers=peers)
-    assert_follows(actual, partial(switched, steps=5, first=first, then=gradient_allreduce), ranks=4)
+    reference = partial(switched, steps=5, first=first, then=gradient_allreduce, averaged=True)
+    assert_follows(actual, reference, ranks=4)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -200,7 +201,7 @@ def test_schedules_nest():
     actual = trajectories(3, algorithm)
 
     first = partial(decentralized, peers="all", interval=2)
-    then = partial(switched, steps=3, first=first, then=gradient_allreduce)
+    then = partial(switched, steps=3, first=first, then=gradient_allreduce, averaged=True)
     assert_follows(actual, partial(switched, steps=2, first=gradient_allreduce, then=then), ranks=3)
 
 

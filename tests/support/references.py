@@ -12,6 +12,7 @@ from itertools import count, islice
 import numpy as np
 
 from bagua_comm import Engine, Plan, Point, TensorSpec, optim
+from bagua_comm.algorithms.base import complete
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.topology import one_peer_exponential, shift_one
@@ -136,11 +137,13 @@ def async_model_average(xs, gradient):
         snapshots = xs
 
 
-def switched(xs, gradient, steps, first, then):
-    """`first` for `steps` steps; `then` starts from its weights, and counts its own steps."""
+def switched(xs, gradient, steps, first, then, averaged=False):
+    """`first` for `steps` steps; `then` starts from its weights, or from their mean, and counts its own steps."""
     trajectory = first(xs, gradient)
     yield from islice(trajectory, steps)
-    yield from then(next(trajectory), lambda x, rank, step: gradient(x, rank, step + steps))
+    xs = next(trajectory)
+    xs = [mean(xs)] * len(xs) if averaged else xs
+    yield from then(xs, lambda x, rank, step: gradient(x, rank, step + steps))
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -236,9 +239,9 @@ class Trainer:
         for name, x in by_name(self.plan, self.weights).items():
             x[...] = values[name]
 
-    def replan(self, plan):
+    def replan(self, plan, algorithm=None):
         old = self.tensors()
-        moved = self.engine.replan(plan)
+        moved = self.engine.replan(plan, algorithm=algorithm)
         moved = moved if isinstance(moved, dict) else {self.engine.payload: moved}
         self.plan, self.grads = plan, moved.get("grad") or plan.allocate()
         self.weights = moved.get("weight") or plan.allocate()
@@ -282,6 +285,28 @@ class AdamTrainer(Trainer):
     def load_state_dict(self, saved):
         super().load_state_dict(saved)
         self.moments = saved["moments"]
+
+
+class FittingTrainer(Trainer):
+    """With the optimizer of the algorithm in each step: SGD, or that of QAdam."""
+
+    optimizer = optim.QAdam(lr=0.05, warmup_steps=2)
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.fitted = self.moments = None
+
+    def update(self):
+        phase = complete(self.engine.phase)
+        self.engine.flush()  # so that rounds begin and end in the same steps each time
+        if self.engine.phase != self.fitted:
+            self.fitted, self.moments = self.engine.phase, [self.optimizer.init(x) for x in self.weights]
+        if not phase.lends:
+            super().update()
+            return
+        parts = zip(self.weights, self.grads, self.moments, self.engine.states, strict=True)
+        for x, g, moments, state in parts:
+            self.optimizer.step(x, g, moments, phase.lent(state))
 
 
 class AsyncTrainer(Trainer):
