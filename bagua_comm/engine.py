@@ -260,7 +260,7 @@ class Engine(Live):
         then, and the last one leaves all ranks with the same weights, up to rounding.
 
         Until `resume`, each rank trains as a single process does, and `at` is not collective: ranks may make
-        different numbers of steps. Steps are counted, but `after` and warm-ups of rounds stay where they are.
+        different numbers of steps. Steps are counted, but the next phase of `after` begins only after `resume`.
         """
         if not self.stopped:
             self._pace.stop()

@@ -180,7 +180,8 @@ def by_node(algorithm: Algorithm) -> ByNode:
     buckets.
 
     Raises:
-        ArrayError: `algorithm` is not an algorithm, exchanges gradients, or begins its exchanges by time; or,
-            when training begins, it does not support this number of nodes.
+        ArrayError: `algorithm` is not an algorithm, exchanges gradients, begins its exchanges by time, lends
+            an array to optimizers, or has something to do in steps that communicate nothing; or, when training
+            begins, it does not support this number of nodes.
     """
     return ByNode(algorithm)
