@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import threading
 import time
 
 import numpy as np
@@ -13,7 +14,7 @@ from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.transports.mpi import memory as module
 from bagua_comm.transports.mpi.memory import UNREADABLE, DirectCalls, PeerMemory, address_of, open_memory
-from bagua_comm.transports.mpi.window import open_window
+from bagua_comm.transports.mpi.window import GivenUpError, open_window
 
 SIZES = [2, 3, 5]
 
@@ -110,7 +111,6 @@ def test_memory_that_other_processes_cannot_read_has_no_place():
     with mmap.mmap(-1, 4 * mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as pages:
         y = np.frombuffer(pages, np.uint8)
         assert memory.place(y) == address_of(y)
-        memory._readable.clear()
         protect = ctypes.CDLL(None).mprotect
         protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         assert protect(address_of(y), 4 * mmap.PAGESIZE, 0) == 0
@@ -118,6 +118,58 @@ def test_memory_that_other_processes_cannot_read_has_no_place():
         with pytest.raises(OSError, match=r"Bad address: cannot read 8 bytes of rank 0, process \d+"):
             memory.read(0, address_of(y), address_of(x), 8)
         del y
+
+
+def test_memory_is_remembered_as_readable_only_as_long_as_its_array_lives(monkeypatch):
+    memory, looks = PeerMemory([os.getpid()]), []
+    read = memory._read
+    monkeypatch.setattr(memory, "_read", lambda *place: looks.append(place) or read(*place))
+    x = np.ones(100)
+    assert memory.place(x) == memory.place(x.reshape(10, 10)) == address_of(x)
+    assert len(looks) == 1
+    address = address_of(x)
+    del x
+    with mmap.mmap(-1, mmap.PAGESIZE) as page:  # other memory is mapped there
+        y = np.frombuffer(page, np.uint8)[:800]
+        monkeypatch.setattr(module, "address_of", lambda _: address)
+        memory.place(y)
+        memory.place(y)
+        assert len(looks) == 3
+        del y
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("name", ["broadcast", "allgather", "alltoall", "allreduce", "reduce_scatter", "reduce"])
+def test_what_was_read_of_a_rank_that_has_given_up_is_an_error(name, ranks):
+    """Rank 0 waits for the others for too long, and its program goes on with its array; then they read it."""
+    changed = threading.Event()
+
+    def on_rank(comm):
+        class GivenUp(Exception):
+            pass
+
+        def give_up(done):
+            raise GivenUp
+
+        window = open_window(comm.transports[0], wait)
+        memory, x, out = open_memory(comm.transports[0]), np.ones(ranks * 1000), np.empty(ranks * ranks * 1000)
+        out = out[: {"allgather": out.size, "reduce_scatter": 1000}.get(name, x.size)]
+        places = window.places(1, address_of(x))
+        call = DirectCalls(window, memory).of(name, x.dtype, "sum", root=0 if name == "broadcast" else 1)
+        if comm.rank == 0:
+            window._wait = give_up
+            with pytest.raises(GivenUp):
+                call(places, x, out)
+            window.give_up()
+            x[:] = out[:] = 77
+            changed.set()
+        else:
+            assert changed.wait(20)
+            with pytest.raises(GivenUpError, match="gave up while its array was read"):
+                call(places, x, out)
+            window.give_up()
+
+    run_ranks(ranks, on_rank)
 
 
 def test_a_process_that_has_ended_cannot_be_read():

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -106,6 +107,19 @@ def test_a_peer_that_does_not_come_ends_in_what_waiting_raises():
                 window.allreduce(np.ones(9), np.ones(9), "sum")
 
     over_window(2, body, give_up)
+
+
+@pytest.mark.parametrize(("machine", "kind"), [("x86_64", type(threading.Lock())), ("aarch64", window.Barrier)])
+def test_memory_is_ordered_by_more_where_the_machine_reorders_it(monkeypatch, machine, kind):
+    monkeypatch.setattr(window.platform, "machine", lambda: machine)
+
+    def body(window):
+        assert type(window._fence) is kind
+        x = np.full(3 * SLOT, window.rank)
+        window.allreduce(x, x, "sum")
+        return x.tolist()
+
+    assert over_window(2, body) == [[1] * 3 * SLOT] * 2
 
 
 def refuse(*arguments):

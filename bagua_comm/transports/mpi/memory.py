@@ -3,7 +3,7 @@
 So bytes are copied once, where a window has them copied twice, and MPI divides them into messages. A call has two
 rounds of the window, or three. In the first every rank says where its array lies. Then each reads, and reduces
 what it has read while it is in a cache. In the last all say that they have read: from then on each may change its
-array again.
+array again. A rank that gives up may change it before; so each looks, when it has read, whether one has given up.
 
 It needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`). Open MPI
 carries its own messages between processes by the same call. `open_memory` tries it. Memory of some devices cannot
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -54,7 +55,8 @@ class PeerMemory:
         self._segments = (ctypes.c_size_t * 6)()  # pairs of address and length: one here, and up to two there
         self._here = ctypes.addressof(self._segments)
         self._there = self._here + 2 * ctypes.sizeof(ctypes.c_size_t)
-        self._readable: set[tuple[int, int]] = set()
+        self._readable: dict[tuple[int, int], weakref.ref[Array]] = {}
+        """By place: the array that owns readable memory. Once it is gone, other memory may be mapped there."""
 
     def read(self, rank: int, address: int, to: int, nbytes: int) -> None:
         """Copy `nbytes` from this address of a rank to an address of this process.
@@ -75,15 +77,18 @@ class PeerMemory:
     def place(self, x: Array) -> int:
         """The address of contiguous `x` for others to read; `UNREADABLE` if they cannot."""
         address, nbytes = address_of(x), x.nbytes
-        if (address, nbytes) in self._readable or not nbytes:
+        known = self._readable.get((address, nbytes))
+        if not nbytes or (known is not None and known() is not None):
             return address
         ends = (ctypes.c_uint8 * 2)()
         self._segments[:6] = [ctypes.addressof(ends), 2, address, 1, address + nbytes - 1, 1]
         if self._read(self._own, self._here, 1, self._there, 2, 0) != 2:
             return UNREADABLE
-        if len(self._readable) >= _PLACES:
-            self._readable.clear()
-        self._readable.add((address, nbytes))
+        owner = x if x.base is None else x.base
+        if isinstance(owner, np.ndarray) and owner.flags.owndata:
+            if len(self._readable) >= _PLACES:
+                self._readable.clear()
+            self._readable[address, nbytes] = weakref.ref(owner)
         return address
 
 
@@ -119,7 +124,7 @@ class DirectCalls:
         """
         if self.rank != root:
             self.memory.read(root, places[root], address_of(x), x.nbytes)
-        self._window.meet()
+        self._end()
 
     def allgather(self, places: Sequence[int], x: Array, out: Array) -> None:
         """Read `x` of all ranks to the rows of `out`.
@@ -131,7 +136,7 @@ class DirectCalls:
             self.memory.read(peer, places[peer], start + peer * nbytes, nbytes)
         if address_of(x) != start + self.rank * nbytes:
             rows(out, self.size)[self.rank] = x.reshape(-1)
-        self._window.meet()
+        self._end()
 
     def alltoall(self, places: Sequence[int], x: Array, out: Array) -> None:
         """Read row `rank` of `x` of all ranks to the rows of `out`, which is apart from `x`.
@@ -142,7 +147,7 @@ class DirectCalls:
         for peer in self._others:
             self.memory.read(peer, places[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
         rows(out, self.size)[self.rank] = rows(x, self.size)[self.rank]
-        self._window.meet()
+        self._end()
 
     def reduce_scatter(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
         """Reduce chunk `rank` of `x` of all ranks to `out`, which may be that chunk.
@@ -151,7 +156,7 @@ class DirectCalls:
         """
         mine = rows(x, self.size)[self.rank]
         self._reduce(places, self.rank * mine.nbytes, mine, out.reshape(-1), add)
-        self._window.meet()
+        self._end()
 
     def allreduce(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
         """Reduce `x` of all ranks to `out`, which may be `x`: each rank one chunk, which the others read.
@@ -173,7 +178,7 @@ class DirectCalls:
         if len(self._others) * x.nbytes <= ALONE_BYTES:
             if out is not None:
                 self._reduce(places, 0, x, out.reshape(-1), add)
-            self._window.meet()
+            self._end()
             return
         bounds = chunk_bounds(x.size, self.size)
         chunk = bounds[self.rank]
@@ -197,6 +202,14 @@ class DirectCalls:
             for peer in self._others:
                 start, end = bounds[peer].start * itemsize, bounds[peer].stop * itemsize
                 self.memory.read(peer, places[peer] + start, out + start, end - start)
+        self._end()
+
+    def _end(self) -> None:
+        """Raise if a rank has given up, whose array may have changed before it was read; else wait for all.
+
+        Collective.
+        """
+        self._window.check()
         self._window.meet()
 
     def _reduce(self, places: Sequence[int], start: int, mine: Array, out: Array, add: Reducer) -> None:

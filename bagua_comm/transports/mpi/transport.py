@@ -50,8 +50,9 @@ from ..pipeline import Encoding, Message, Wait
 from .blocking import in_time
 from .memory import UNREADABLE, DirectCalls, open_memory
 from .reductions import OPS, REDUCTIONS, is_sound
+from .table import Table
 from .turns import Turns
-from .window import Rows, SharedWindow, open_window
+from .window import GivenUpError, Rows, SharedWindow, open_window
 from .world import Place, World
 
 NATIVE_BYTES = 1 << 16
@@ -176,31 +177,6 @@ _MEMBERS_TOLD = 8
 """How many ranks a message names one by one."""
 
 
-class _Table:
-    """The small arrays of all ranks in calls of one kind."""
-
-    def __init__(self, size: int, rank: int, window: SharedWindow | None, call: str, x: Array, op: str) -> None:
-        self.number = zlib.crc32(f"{call} {dtype_name(x.dtype)} {x.size}".encode())
-        """The same on all ranks if they make the same call."""
-        self.reduce = kernels.reducer(x.dtype, op, size)
-        if window is not None:
-            self.rows = window.rows(x.size, x.dtype)
-            return
-        table = np.zeros((size, 8 + -(-x.nbytes // 8) * 8), np.uint8)  # each row begins with the number
-        self._numbers = table[:, :8].view(np.int64)
-        self.renew()
-        self.wire = [table, MPI.BYTE]
-        self.rows = (Rows(table[:, 8 : 8 + x.nbytes].view(x.dtype), rank),) * 2
-
-    def renew(self) -> None:
-        """Write the number of the call to all rows, without a window."""
-        self._numbers[...] = self.number
-
-    def is_of_one_call(self) -> bool:
-        """Whether all ranks have sent the same number, without a window."""
-        return bool((self._numbers == self.number).all())
-
-
 class MPITransport(Transport):
     """One rank of an MPI communicator, which it owns: pass a duplicate.
 
@@ -241,7 +217,7 @@ class MPITransport(Transport):
         """The reductions, (dtype, op), that are MPI's own; none of floats where they are added in rank order."""
         self._begun: dict[int, object] = {}
         """The arrays and requests of exchanges that were begun and not yet waited for."""
-        self._tables: dict[tuple[str, int, DType], _Table] = {}
+        self._tables: dict[tuple[str, int, DType], Table] = {}
         self._group = group
         self.members = list(range(self.size)) if members is None else list(members)
         """The members' ranks in the world."""
@@ -343,6 +319,8 @@ class MPITransport(Transport):
             wait(lambda: self._receive(incoming, requests, tag))
             statuses += [MPI.Status() for _ in requests]
             wait(lambda: MPI.Request.Testall(requests, statuses))
+            if self._window is not None:
+                self._window.check(peer for peer, _ in recvs if peer != self.rank)
         except CommMismatch as exc:
             if tag != POINT_TO_POINT or incoming or not MPI.Request.Testall(requests):
                 self._give_up(exc, (requests, sends, recvs))
@@ -371,6 +349,8 @@ class MPITransport(Transport):
                     raise self._unexpected(source, out, nbytes)
             if send is not None and not send.Test():
                 self._poll(send.Test, peers=(dest,))
+            if out.nbytes > EAGER_BYTES and self._window is not None:
+                self._window.check((source,))  # a shorter message holds a copy
         except CommMismatch as exc:
             if tag != POINT_TO_POINT or (send is not None and not send.Test()):
                 self._give_up(exc, (send, x))
@@ -433,8 +413,10 @@ class MPITransport(Transport):
         def wait() -> None:
             try:
                 self._poll(ended, is_patient=turns.is_patient)
+                if self._window is not None:
+                    self._window.check()
             except BaseException as exc:
-                raise self._give_up(exc, None) from exc
+                raise self._give_up(exc, (turns, sends, recvs)) from exc
             if turns.is_idle():
                 self._begun.pop(id(turns), None)
 
@@ -704,17 +686,17 @@ class MPITransport(Transport):
             return bool(x.nbytes <= self._shown_bytes)
         return bool(x.nbytes <= EAGER_BYTES and x.nbytes * self.size <= NATIVE_BYTES)
 
-    def _table(self, call: str, x: Array, op: str = "sum") -> _Table:
+    def _table(self, call: str, x: Array, op: str = "sum") -> Table:
         """What small calls on arrays such as `x` use, made once; `op` reduces the arrays."""
         key = call, x.size, x.dtype
         table = self._tables.get(key)
         if table is None:
             if len(self._tables) >= _TABLES:
                 self._tables.clear()
-            table = self._tables[key] = _Table(self.size, self.rank, self._window, call, x, op)
+            table = self._tables[key] = Table(self.size, self.rank, self._window, call, x, op)
         return table
 
-    def _gather(self, table: _Table, call: str, x: Array, *, shown: bool = True) -> Rows:
+    def _gather(self, table: Table, call: str, x: Array, *, shown: bool = True) -> Rows:
         """The arrays of all ranks, valid until the next call; raises on all ranks if calls differ.
 
         Collective. A rank need not show its array where nobody looks at it.
@@ -734,7 +716,7 @@ class MPITransport(Transport):
             self.sent_bytes += x.nbytes * (self.size - 1)
         return gathered
 
-    def _gather_over_mpi(self, table: _Table, call: str, x: Array) -> Rows:
+    def _gather_over_mpi(self, table: Table, call: str, x: Array) -> Rows:
         gathered = table.rows[0]
         gathered.mine[...] = x.reshape(-1)
         self._complete(lambda: self._comm.Iallgather(MPI.IN_PLACE, table.wire), table)
@@ -988,6 +970,8 @@ class MPITransport(Transport):
             request = start()
             if not request.Test():
                 self._poll(request.Test)
+            if self._window is not None:
+                self._window.check()  # MPI reads other processes' memory, too
         except BaseException as exc:
             raise self._give_up(exc, (request, buffers)) from exc
 
@@ -998,7 +982,7 @@ class MPITransport(Transport):
         try:
             result = call(*arguments)
         except BaseException as exc:
-            raise self._give_up(exc, None) from exc
+            raise self._give_up(exc, (call, arguments)) from exc
         self.sent_bytes += sent
         return result
 
@@ -1059,6 +1043,17 @@ class MPITransport(Transport):
                     raise self._overdue(peers, rank)
                 if time.monotonic() - heard_s > _GRACE_S:
                     raise self._deserted(rank, notice)
+
+    def _why_given_up(self, rank: int) -> CommError:
+        """The error to raise because `rank` has given up: it says why, just after it has marked the window."""
+        until = time.monotonic() + _OBITUARY_S + 2 * _GRACE_S
+        try:
+            while time.monotonic() < until:
+                MPITransport._listen(self, (rank,))
+                time.sleep(_NAPS_S[0])
+        except CommError as exc:
+            return exc
+        return CommAborted(f"rank {self.rank} of {self.size}: rank {rank} gave up while its array was read")
 
     def _world_is_new(self) -> bool:
         """Whether the world is still being set up by this transport."""
@@ -1155,8 +1150,11 @@ class MPITransport(Transport):
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
         """Give up this communicator after `exc`, raised in the middle of a call; returns the error to raise."""
-        # MPI may write to the arrays of an unfinished call until the process ends: never free them.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self._begun)))
+        if self._window is not None:
+            self._window.give_up()
+        # MPI may write to the arrays of an unfinished call, and peers read them, until the process ends: never
+        # free them.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object((in_flight, self._begun, self._direct)))
         self._break(f"a call failed earlier ({type(exc).__name__})")
         error = exc
         if isinstance(exc, MPI.Exception):
@@ -1167,6 +1165,8 @@ class MPITransport(Transport):
         elif isinstance(exc, OSError):  # the memory of a rank cannot be read
             dead = self._obituary()
             error = self._rank_failed(dead) if dead else CommError(f"rank {self.rank}: {exc}")
+        elif isinstance(exc, GivenUpError):
+            error = self._why_given_up(exc.rank)
         if isinstance(error, RankFailed):
             if not self._world_is_new():
                 self._world.revoke([self.members[rank] for rank in error.ranks])
@@ -1174,6 +1174,11 @@ class MPITransport(Transport):
         else:
             self._tell(error)
         return error
+
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`. Tells the others."""
+        if self.size > 1 and self._broken is None:
+            self._give_up(error, arrays)
 
     def _translate(self, exc: MPI.Exception) -> CommError:
         code, text = exc.Get_error_class(), exc.Get_error_string()

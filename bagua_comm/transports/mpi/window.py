@@ -13,6 +13,10 @@ Rows are reduced in rank order: all ranks hold the same bytes, those of `kernels
 array, each element has one owner, which reduces it. Calls that only move large arrays are left to MPI, which
 copies them once, from process to process.
 
+A rank that gives up, since its time is over, say, marks its line. Where ranks read each other's own memory
+(`memory`), its program may change an array while another rank still reads it. So whoever has read looks for marks
+after the last byte.
+
 The window needs Linux. Its memory is allocated when it is first written to. Each window keeps one file open.
 """
 
@@ -20,10 +24,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -54,8 +59,49 @@ _SPINS = 200
 _NAME = "bagua-{}"
 """The name of the memory, with a number that nobody can guess."""
 
+ORDERS_STORES = "x86_64", "AMD64", "i686", "i386"
+"""Machines that carry out loads in order, and stores in order, as `platform.machine` names them."""
+
 WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises if it takes too long."""
+
+
+class GivenUpError(Exception):
+    """A rank has given up while others may have read its memory.
+
+    Args:
+        rank: That rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} gave up while its array was read")
+        self.rank = rank
+
+
+class Barrier:
+    """At `with`, all reads and writes before it happen before all those after it, on machines that reorder them.
+
+    To take a lock orders what comes after it, and to free one what comes before it: after one of each, what was
+    before and what is after may still change places between them. What is before the first freeing and after the
+    second taking cannot.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def barrier() -> Barrier | threading.Lock:
+    """What orders memory at `with`; on machines that keep the order themselves, what keeps compilers from it."""
+    return threading.Lock() if platform.machine() in ORDERS_STORES else Barrier()
 
 
 class Rows:
@@ -93,12 +139,14 @@ class SharedWindow:
         """The number of the call that each rank makes, by parity of the round."""
         self._places = numbers[4 :: _LINE // 8], numbers[5 :: _LINE // 8]
         """Where the array of each rank lies, by parity of the round."""
+        self._marks = numbers[6 :: _LINE // 8]
+        """Whether each rank has given up."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self.slot_bytes = SLOT_BYTES
         """How much a rank can show in a round."""
         self._round = 0
         self._scratch = Scratch()
-        self._fence = threading.Lock()
+        self._fence = barrier()
 
     def rows(self, count: int, dtype: DType) -> tuple[Rows, Rows]:
         """Where all ranks' arrays of `count` elements lie, by parity of the round; they fit into slots."""
@@ -260,8 +308,7 @@ class SharedWindow:
     def meet(self) -> None:
         """End this rank's writing of a round, and wait until all others have ended theirs.
 
-        Collective. To take and free a lock orders all reads and writes before it before all those after it, as
-        POSIX promises.
+        Collective.
         """
         this_round, counters, others = self._round + 1, self._counters, self._others
         self._round = this_round
@@ -277,6 +324,25 @@ class SharedWindow:
                     break
         with self._fence:
             pass
+
+    def give_up(self) -> None:
+        """Mark that this rank gives up; from then on its program may change its arrays."""
+        self._marks[self.rank] = 1
+        with self._fence:
+            pass
+
+    def check(self, peers: Iterable[int] | None = None) -> None:
+        """Raise `GivenUpError` if one of these ranks has given up: what was read of its memory may be anything.
+
+        Args:
+            peers: The ranks; all others if None.
+        """
+        with self._fence:
+            pass
+        marks = self._marks
+        for peer in self._others if peers is None else peers:
+            if marks[peer]:
+                raise GivenUpError(peer)
 
 
 def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
