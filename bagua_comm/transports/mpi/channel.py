@@ -36,12 +36,26 @@ KINDS = 4
 FIRST_TAG = 1 << 12
 """Programs that use MPI beside this library may use the tags below, but for `crew.NOTICES_TAG`."""
 
+LEAST_TAG_BOUND = (1 << 15) - 1
+"""The largest tag that every MPI has."""
+
 TREE_BYTES = 1 << 18
 """Up to this size an array is broadcast along a tree. A larger one is cut into a part for each rank, which passes
 it to the others: then no rank sends more than about twice the array."""
 
 BLOCK_BYTES = 1 << 24
 """How much of an array is cut into parts at a time."""
+
+
+def check_channel(number: int) -> None:
+    """Raise `CommError` if MPI has no tags for the channel of this number."""
+    largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
+    if FIRST_TAG + KINDS * (number + 1) - 1 > largest:
+        raise CommError(
+            f"no more communicators can be made: channel {number} needs tags up to "
+            f"{FIRST_TAG + KINDS * (number + 1) - 1}, and MPI has {largest}; make communicators once, and keep "
+            "them, or start the job again"
+        )
 
 
 class Channel:
@@ -51,10 +65,14 @@ class Channel:
         base: The communicator below; errors of calls are its errors.
         members: The ranks of `base` that talk here, in order; this rank is among them.
         number: The number of the channel, the same on all members, and never used before.
+
+    Raises:
+        CommError: MPI has no tags for this number.
     """
 
     def __init__(self, base: MPI.Comm, members: Sequence[int], number: int) -> None:
         self._base, self._members = base, list(members)
+        check_channel(number)
         self._tag = FIRST_TAG + KINDS * number
         self._rank = self._members.index(base.Get_rank())
         self._others = [peer for peer in range(len(self._members)) if peer != self._rank]
@@ -194,6 +212,7 @@ class ChannelTransport(MPITransport):
         """See `Transport.split`. Each rank offers a channel; a group takes that of its first rank."""
         table = np.empty((self.size, 3), np.int64)
         self.allgather(np.array([color, key, self._crew.new_channel()], np.int64), table)
+        check_channel(int(table[:, 2].max()))  # on all ranks alike, whichever group has it
         alike = [rank for rank in range(self.size) if table[rank, 0] == color]
         alike.sort(key=lambda rank: (table[rank, 1], rank))
         members, channel = [self.members[rank] for rank in alike], int(table[alike[0], 2])
