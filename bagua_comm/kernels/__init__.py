@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -138,6 +139,16 @@ _obstacle = ""
 """Why there is no supply of compiled kernels."""
 
 _beginning = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """After a fork: a thread that is not in the child may have held the lock."""
+    global _beginning
+    _beginning = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _begin(*, urgent: bool = False) -> ModuleType:

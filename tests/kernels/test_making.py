@@ -228,6 +228,19 @@ def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
     assert run(code, tmp_path).split() == ["0", "True"]
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
+def test_a_child_that_was_forked_while_a_thread_looked_for_them_looks_itself(monkeypatch):
+    monkeypatch.setattr(kernels, "_ready", None)
+    monkeypatch.setattr(making, "place", lambda: (_ for _ in ()).throw(making.UnavailableError("not here")))
+    monkeypatch.setattr(making, "is_installed", lambda: False)
+    with kernels._beginning:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends it if it waits
+            os._exit(0 if kernels.on_host() is host else 1)
+    assert os.waitpid(child, 0) == (child, 0)
+
+
 def test_a_forked_child_that_asks_for_them_gets_them(folder):
     (folder / "verdict").unlink()
     code = (
