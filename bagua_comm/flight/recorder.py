@@ -138,17 +138,23 @@ class FlightRecorder:
         Returns:
             None if there is no folder, or it could not be written to, or this rank has written too often.
         """
-        if self.folder is None or self._writes >= WRITES or not self._writing.acquire(timeout=1):
+        if self.folder is None or self._writes >= WRITES or not self._is_free_soon():
             return None
-        try:
-            self._writes += 1
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_at_once(self.folder / file_name(self.rank), self.record(left).to_json().encode())
-        except Exception:  # the error that is being reported matters more
-            return None
-        finally:
-            self._writing.release()
+        with self._writing:
+            try:
+                self._writes += 1
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                write_at_once(self.folder / file_name(self.rank), self.record(left).to_json().encode())
+            except Exception:  # the error that is being reported matters more
+                return None
         return self.folder
+
+    def _is_free_soon(self) -> bool:
+        """Whether no thread writes, at the latest in a second: a disk may hang."""
+        until = time.monotonic() + 1
+        while self._writing.locked() and time.monotonic() < until:
+            time.sleep(0.001)
+        return not self._writing.locked()
 
     def _entry(self, record: Record) -> Entry:
         head: Head

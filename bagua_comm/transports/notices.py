@@ -66,9 +66,9 @@ class Notices:
 
     def listen(self) -> None:
         """Take all notices that have arrived."""
-        if not self._listening.acquire(blocking=False):
+        if self._listening.locked():
             return  # another thread is listening
-        try:
+        with self._listening:
             while (arrived := self._take()) is not None:
                 rank, message = arrived
                 notice = Notice(**json.loads(message))
@@ -77,8 +77,6 @@ class Notices:
                     heard[-1] = now
                 else:
                     heard.append(now)
-        finally:
-            self._listening.release()
 
     def from_rank(self, rank: int) -> list[tuple[Notice, float]]:
         """The notices heard from this rank so far, and when each was heard last, by `time.monotonic`."""
