@@ -408,9 +408,12 @@ class _Reduction:
             return call.result
         if len(self.pieces) > 1:
             call.detail["pieces"] = len(self.pieces)
-        with call:
+
+        def move() -> None:
             flow = self.transport.agree_on_call(self._call_text, x)
             reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
+
+        call.run(move)
         return call.result
 
     def check(self, call: Call, residual: Array | None) -> None:

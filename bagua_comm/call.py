@@ -4,8 +4,8 @@ A method of the communicator makes a call like this:
 
     call = Call(comm, "allreduce", x, op=op)      # `x` as an array, and the transport that moves it
     call.into(out, call.x.shape)                  # where the result goes; `out` and `x` may be one array
-    with call:                                    # one thread at a time, compared, timed, counted
-        call.transport.allreduce(call.x, call.target, op)
+    move = call.transport.allreduce
+    call.run(lambda: move(call.x, call.target, op))     # one thread at a time, compared, timed, counted
     return call.result                            # `out`, filled; or a new array of the library of `x`
 
 What it worked out for one call it keeps for others that are alike, in `Kinds`: then `Kinds.repeat` looks at no
@@ -16,20 +16,20 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from threading import get_ident
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from . import arrays, refusals, trace
+from . import turn as turns
 from .agreement import compare_calls
 from .arrays import Array, DType, as_array, as_real, check_reduction, returned
 from .bucket import Bucket
-from .errors import ArrayError, CommError, UnsupportedError
+from .errors import ArrayError, BaguaError, CommError, UnsupportedError
 from .flight import recorder as flight
 from .hooks import CallView
 from .transports.base import Move, Transport, check_timeout
@@ -37,11 +37,10 @@ from .transports.base import Move, Transport, check_timeout
 if TYPE_CHECKING:
     from .comm import Communicator
 
+R = TypeVar("R")
+
 NOTHING: Array = np.empty(0, np.uint8)
 """The array of calls that have none."""
-
-_POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Calls between two ranks, which the other ranks do not make."""
 
 _KINDS = 256
 """The largest number of kinds of calls that a communicator remembers."""
@@ -82,7 +81,7 @@ class Call:
 
     __slots__ = (
         "_compared",
-        "_outermost",
+        "_moving",
         "_record",
         "_sent",
         "_shown",
@@ -204,77 +203,96 @@ class Call:
         self._compared = False
         return self
 
-    def __enter__(self) -> Call:
-        comm, x, turn = self.comm, self.x, self.comm.turn
-        self._sent, self._shown = self.transport.sent_bytes, None
+    def run(self, move: Callable[[], R]) -> R:
+        """Make the call: `move` is all that sends and receives. Returns what it returns."""
+        comm, turn = self.comm, self.comm.turn
+        self._sent, self._moving = self.transport.sent_bytes, False
+        self._shown: trace.Ranges | None = None
         self._start = start = time.perf_counter_ns()
         head = self._head() if self.kind is None else self.kind.head
         self._record: flight.Record = [head, 0, comm.work.place, start, None, None]
-        self._outermost = turn.take(self.name, self.signature, self.timeout_s)
+        record = self._record
+        turn.check(self.name)
+        me = get_ident()
+        if turn.owner[0] != me:
+            raise turn.refusal(self.name)
+        outermost, turn.is_free = turn.is_free, False
         try:
-            self._record[flight.NUMBER] = turn.count(head[1])
-            comm.flight.ring.append(self._record)
-            if comm.hooks.all:
-                comm.hooks.call("before", self._view())
-                self._start = time.perf_counter_ns()
-            if comm.check and self._compared:
-                self.compare()
-                self._start = time.perf_counter_ns()
-            if trace.wanted():
-                self._shown = trace.show(self.name, self.detail, x.nbytes)
+            if outermost:
+                turn.begin(self.name, self.signature, self.timeout_s)
+            self._announce()
+            self._moving = True
+            result = move()
+            record[flight.END] = time.perf_counter_ns()
+            if outermost:
+                turn.end()
         except BaseException as exc:
-            turn.end(self._outermost)
-            self._fail(exc)
+            self._fail(exc, outermost)
             raise
-        return self
+        finally:
+            if outermost:
+                turn.is_free = True
+                del turn.owner[0]
+        self._succeed(record[flight.END])
+        return result
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        comm, name, start = self.comm, self.name, self._start
-        try:
-            end = time.perf_counter_ns()
-            comm.turn.end(self._outermost)
-        except BaseException:  # interrupted
-            comm.turn.end(self._outermost)
-            raise
+    def _announce(self) -> None:
+        """Number the call, show it to those who look on, and compare it among the ranks."""
+        comm, record = self.comm, self._record
+        record[flight.NUMBER] = comm.turn.count(record[flight.HEAD][1])
+        comm.flight.ring.append(record)
+        if comm.hooks.all:
+            comm.hooks.call("before", self._view())
+            self._start = time.perf_counter_ns()
+        if comm.check and self._compared:
+            self.compare()
+            self._start = time.perf_counter_ns()
+        if trace.wanted():
+            self._shown = trace.show(self.name, self.detail, self.x.nbytes)
+
+    def _count(self, end: int, **more: Any) -> None:
+        """Add a span and, unless the call has failed, count it."""
+        comm = self.comm
         wire = self.transport.sent_bytes - self._sent
         payload = self.x.nbytes if self.payload is None else self.payload
-        told = _told(self.detail, payload, wire, self.x.dtype)
-        if kind is not None:
-            told["error"] = kind.__name__
-        comm.tracer.add(name, start, end, told)
-        if error is None:
-            comm.counters.by_operation[name].add(payload, wire, end - start)
-            comm.turn.last_call = name
-            self._record[flight.END] = end
-            if comm.hooks.all:
-                result = None if self.target is NOTHING else self.target
-                comm.hooks.call("after", self._view(result=result, seconds=(end - start) / 1e9))
-        else:
-            self._fail(error)
+        comm.tracer.add(self.name, self._start, end, _told(self.detail, payload, wire, self.x.dtype) | more)
+        if not more:
+            comm.counters.by_operation[self.name].add(payload, wire, end - self._start)
+
+    def _succeed(self, end: int) -> None:
+        comm = self.comm
+        self._count(end)
+        comm.turn.last_call = self.name
+        if comm.hooks.all:
+            result = None if self.target is NOTHING else self.target
+            comm.hooks.call("after", self._view(result=result, seconds=(end - self._start) / 1e9))
         if self._shown is not None:
             self._shown.close()
 
     def _head(self) -> flight.Head:
         """What the flight recorder keeps of the call that is the same for others like it."""
         dtype = None if self.x is NOTHING else self.x.dtype
-        collective, enqueues = self.name not in _POINT_TO_POINT, self.transport.enqueues
+        collective, enqueues = self.name not in turns.POINT_TO_POINT, self.transport.enqueues
         return self.comm.group, collective, self.name, dtype, self.x.shape, self.detail, enqueues
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, outermost: bool) -> None:
         """The call ends with an error: have its message name the call, and write down what this rank did last."""
         comm = self.comm
-        self._record[flight.END] = time.perf_counter_ns()
+        if self._moving and self._record[flight.END] is None and not isinstance(error, BaguaError):
+            self.transport.interrupted(error, (self.x, self.target))
+        if outermost:
+            comm.turn.end()
+        self._record[flight.END] = end = time.perf_counter_ns()
+        if self._moving:
+            self._count(end, error=type(error).__name__)
         self._record[flight.ERROR] = f"{type(error).__name__}: {error}"
         if isinstance(error, CommError) and error.args:
             self._explain(error)
         if comm.hooks.all:
             seconds = (self._record[flight.END] - self._start) / 1e9
             comm.hooks.call("failed", self._view(error=error, seconds=seconds))
+        if self._shown is not None:
+            self._shown.close()
 
     def _explain(self, error: CommError) -> None:
         """Have the message of an error name the call, and the place of the records of all ranks."""
@@ -327,8 +345,7 @@ class Call:
         op, root = self.detail.get("op", ""), self.detail.get("root")
         if not op or as_real(self.x, op) is self.x:  # else `move` reduces another view
             move = self.transport.shortcut(self.name, self.x, op, root) or move
-        with self:
-            move(self.x, self.target)
+        self.run(lambda: move(self.x, self.target))
         self.comm.kinds.add(arguments, Kind(self, move, into), self.given)
 
 
@@ -389,32 +406,41 @@ class Kind:
     def make(self, comm: Communicator, x: Array, target: Array, timeout_s: float | None) -> None:
         """Make a call of this kind on the communicator that made the first.
 
-        What `with Call.again(...)` does, in half the time, where nobody looks on.
+        What `Call.again(...).run(...)` does, in half the time, where nobody looks on.
         """
-        move = self.move
+        move, turn = self.move, comm.turn
         if timeout_s is not None:
             check_timeout(self.name, timeout_s, ArrayError)
         if comm.hooks.all or comm.check or trace.wanted():
-            with Call.again(comm, self, x, target, timeout_s):
-                move(x, target)
+            Call.again(comm, self, x, target, timeout_s).run(lambda: move(x, target))
             return
-        turn, transport, head = comm.turn, self.transport, self.head
+        if turn.closed or turn.forks != turns.forks:
+            turn.check(self.name)
+        transport, head, me = self.transport, self.head, get_ident()
         sent, start = transport.sent_bytes, time.perf_counter_ns()
         record = [head, 0, comm.work.place, start, None, None]
-        outermost = turn.take(self.name, self.signature, timeout_s)
+        if turn.owner[0] != me:
+            raise turn.refusal(self.name)
+        outermost, turn.is_free = turn.is_free, False
         try:
+            if outermost:
+                turn.begin(self.name, self.signature, timeout_s)
             record[flight.NUMBER] = turn.count(head[1])
             comm.flight.ring.append(record)
             move(x, target)
             record[flight.END] = end = time.perf_counter_ns()
-            turn.end(outermost)
+            if outermost:
+                turn.end()
         except BaseException as exc:
             call = Call.again(comm, self, x, target, timeout_s)
-            call._outermost, call._sent, call._record, call._start, call._shown = (
-                outermost, sent, record, start, None,
-            )  # fmt: skip
-            call.__exit__(type(exc), exc, None)
+            call._sent, call._record, call._start, call._shown = sent, record, start, None
+            call._moving = record[flight.NUMBER] != 0
+            call._fail(exc, outermost)
             raise
+        finally:
+            if outermost:
+                turn.is_free = True
+                del turn.owner[0]
         turn.last_call = name = self.name
         wire = transport.sent_bytes - sent
         if wire != self.wire_bytes:
@@ -475,106 +501,6 @@ class Work:
         self.bucket: Bucket | None = None
         self.place: tuple[int, int] | None = None
         """The number of the bucket, and the training step."""
-
-
-_forks = 0
-"""How many forks lie between the process that imported this module and this one."""
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
-
-
-class Turn:
-    """Lets one thread at a time make calls on the transports of a communicator, and knows the latest call."""
-
-    def __init__(self, transports: Sequence[Transport], *, checked: bool) -> None:
-        self._transports, self._checked = transports, checked
-        self._process, self._forks = os.getpid(), _forks
-        self._busy = threading.Lock()
-        self._user = 0
-        """The number of the thread that is in a call; 0 if there is none."""
-        self._rank = transports[0].rank
-        self.closed = False
-        self.calls = self.collectives = 0
-        """How many calls have begun, and how many of them were collective."""
-        self.last_call = "none"
-        self.limit_s: float | None = None
-        """How long the call in progress may wait, if it has a limit of its own."""
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether the communicator was made in this process, and not in a parent before a fork."""
-        return self._forks == _forks
-
-    def count(self, collective: bool) -> int:
-        """The number of a call that begins now, among the collective ones or among the others."""
-        self.calls += 1
-        if collective:
-            self.collectives += 1
-            return self.collectives
-        return self.calls - self.collectives
-
-    def take(self, name: str, describe: Callable[[], str], timeout_s: float | None = None) -> bool:
-        """Begin a call, or a call within one; True if it is the outermost, which `end` must be told.
-
-        Only the outermost call's `timeout_s` counts.
-
-        Raises:
-            CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
-        """
-        if self.closed or self._forks != _forks:
-            raise CommError(f"{name}: {self._why_unusable()}")
-        me = threading.get_ident()
-        if self._user == me:
-            return False
-        if not self._busy.acquire(False):
-            raise CommError(
-                f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
-                "dup() on all ranks, or submit the call to a lane()"
-            )
-        try:
-            self._user = me
-            collective = name not in _POINT_TO_POINT
-            compared = None if self._checked else describe  # checked calls are compared before, in full
-            for transport in self._transports:
-                transport.begin_call(name, collective=collective, describe=compared)
-            if timeout_s is not None:
-                self._limit(timeout_s)
-        except BaseException:  # interrupted
-            self.end(True)
-            raise
-        return True
-
-    def end(self, outermost: bool) -> None:
-        """End what `take` began, unless that has ended."""
-        if outermost and self._user == threading.get_ident():
-            try:
-                for transport in self._transports:
-                    transport.end_call()
-                if self.limit_s is not None:
-                    self._limit(None)
-            finally:
-                self._user = 0
-                self._busy.release()
-
-    def _limit(self, timeout_s: float | None) -> None:
-        self.limit_s = timeout_s
-        for transport in self._transports:
-            transport.limit_call(timeout_s)
-
-    def _why_unusable(self) -> str:
-        if self.is_of_this_process:
-            return "this communicator is closed"
-        return (
-            f"this process was forked off process {self._process}, rank {self._rank}; a child cannot use its "
-            "parent's communicator: start ranks with mpirun, and fork children only if they do not communicate"
-        )
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -658,3 +584,37 @@ def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> N
             raise ArrayError(f"{call}: an array that is written to overlaps another array")
         end_of_all = max(end_of_all, end)
         end_of_written = max(end_of_written, end) if is_written else end_of_written
+
+
+def is_same(a: Array, b: Array) -> bool:
+    """Whether two arrays are the same elements."""
+    return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)
+
+
+def alike(calls: Sequence[Call]) -> list[list[int]]:
+    """Group arrays that go in one message: the indices of those of one library and dtype."""
+    groups: dict[Hashable, list[int]] = {}
+    for i, call in enumerate(calls):
+        groups.setdefault((id(call.transport), arrays.library(call.x), call.x.dtype), []).append(i)
+    return list(groups.values())
+
+
+def run_as_one(calls: Sequence[Call], move: Callable[[Transport, Array], None], outs: Sequence[Array]) -> None:
+    """Make one call in place of several: their arrays, of one dtype, are copied into one, and that to `outs`."""
+    call, xs = calls[0], [call.x for call in calls]
+    comm, sizes = call.comm, [x.size for x in xs]
+
+    def move_one() -> None:
+        move(call.transport, call.x)
+        for out, part in zip(outs, arrays.parts(call.x, sizes) if outs else (), strict=True):
+            out[...] = part.reshape(out.shape)
+
+    def copy_and_move() -> None:  # in the turn of this thread, since scratch is in use
+        call.x = comm.scratch.take("many", (sum(sizes),), xs[0].dtype, like=xs[0])
+        call.detail["shapes"] = [list(x.shape) for x in xs]
+        for x, part in zip(xs, arrays.parts(call.x, sizes), strict=True):
+            part.reshape(x.shape)[...] = x
+        call.target = call.x
+        call.run(move_one)
+
+    comm.turn.run(call.name, call.signature, copy_and_move, call.timeout_s)

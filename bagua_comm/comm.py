@@ -13,7 +13,7 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -33,14 +33,16 @@ from .call import (
     Kind,
     Kinds,
     Landing,
-    Turn,
     Work,
+    alike,
     as_argument,
     carrier,
     check_apart,
     check_mutable,
     check_writable,
+    is_same,
     landing,
+    run_as_one,
 )
 from .cuda import SharedScratch
 from .errors import ArrayError, CommError, CommMismatch, UnsupportedError
@@ -52,7 +54,8 @@ from .logs import tell
 from .pickling import Shared
 from .topology import place
 from .trace import Counters, Recorder
-from .transports.base import COLLECTIVE, Message, Move, Transport
+from .transports.base import COLLECTIVE, Message, Move, Transport, check_timeout
+from .turn import Turn
 
 T = TypeVar("T")
 
@@ -96,7 +99,8 @@ class Communicator(Shared):
     * A call that waits for longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer
       is given up; the next call or `close` raises the error. `timeout_s=` of a call is its own limit, in seconds,
       instead of the communicator's; ranks may give different ones. The first rank whose time is over gives the
-      communicator up, and tells the others.
+      communicator up, and tells the others. Leave the arrays of a call that raised `CommError` alone until all
+      ranks know of it: others may still read them.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
     for work beside it. A process that was forked off cannot use its parent's communicator. It cannot be pickled;
@@ -393,10 +397,9 @@ class Communicator(Shared):
         if counts is None:
             call.make(lambda x, out: transport.reduce_scatter(as_real(x, op), as_real(out, op), op), op)
             return call.result
-        with call:
-            real = as_real(call.x, op)
-            width = 1 if real is call.x else 2
-            transport.reduce_scatterv(real, as_real(call.target, op), [width * count for count in chunks], op)
+        real, target = as_real(call.x, op), as_real(call.target, op)
+        width = 1 if real is call.x else 2
+        call.run(lambda: transport.reduce_scatterv(real, target, [width * count for count in chunks], op))
         return call.result
 
     def scan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
@@ -441,8 +444,8 @@ class Communicator(Shared):
         call.into(out, call.x.shape)
         call.in_place()
         call.contiguous()
-        with call:
-            call.transport.scan(as_real(call.x, op), as_real(call.target, op), op, exclusive=exclusive)
+        scan, target = call.transport.scan, as_real(call.target, op)
+        call.run(lambda: scan(as_real(call.x, op), target, op, exclusive=exclusive))
         return out if exclusive and self.rank == 0 else call.result
 
     def allreduce_many(
@@ -485,12 +488,14 @@ class Communicator(Shared):
         for i, (out, send) in enumerate(zip(wanted, sends, strict=True)):
             send.landing = landing(name, f"outs[{i}]", out, send.x.shape, send.x)
         written = [send.landing.value for send in sends]
-        read = [send.x for send, out in zip(sends, written, strict=True) if not _is_same(send.x, out)]
+        read = [send.x for send, out in zip(sends, written, strict=True) if not is_same(send.x, out)]
         check_apart(name, written, read)
-        for members in _alike(sends):
-            with self._together([sends[i] for i in members]) as call:
-                call.transport.allreduce(as_real(call.x, op), as_real(call.x, op), op)
-                _unpack(call.x, [sends[i].landing.target for i in members])
+        for members in alike(sends):
+            run_as_one(
+                [sends[i] for i in members],
+                lambda transport, x: transport.allreduce(as_real(x, op), as_real(x, op), op),
+                [sends[i].landing.target for i in members],
+            )
         return [send.result for send in sends]
 
     def broadcast_many(self, xs: Sequence[A], *, root: int, timeout_s: float | None = None) -> list[A]:
@@ -518,11 +523,12 @@ class Communicator(Shared):
             check(name, f"xs[{i}]", xs[i], send.x)
         values = [send.x for send in sends]
         check_apart(name, values, [])
-        for members in _alike(sends):
-            with self._together([sends[i] for i in members]) as call:
-                call.transport.broadcast(call.x, root)
-                if self.rank != root:
-                    _unpack(call.x, [values[i] for i in members])
+        for members in alike(sends):
+            run_as_one(
+                [sends[i] for i in members],
+                lambda transport, x: transport.broadcast(x, root),
+                [values[i] for i in members] if self.rank != root else [],
+            )
         return list(xs)
 
     @overload
@@ -616,16 +622,19 @@ class Communicator(Shared):
             call.into(out, (self.size, *given.shape) if is_even else (sum(counts),), any_shape=True)
             chunks = parts(call.target, counts)
             call.check_overlap(chunks[root])
-        with call:
+
+        def move() -> None:
             if not is_even:
                 self._compare_counts(call, self._only(root, given.size), counts)
             if self.rank != root:
                 call.transport.exchange([(root, call.x)], [], tag=COLLECTIVE)
-                return None
+                return
             if not arrays.same_memory(call.x, chunks[root]):
                 chunks[root][...] = call.x.reshape(-1)
             call.transport.exchange([], [(r, chunks[r]) for r in self._others()], tag=COLLECTIVE)
-        return call.result
+
+        call.run(move)
+        return call.result if self.rank == root else None
 
     @overload
     def scatter(self, x: AnyArray | None, out: A, *, root: int, timeout_s: float | None = None) -> A: ...
@@ -729,7 +738,8 @@ class Communicator(Shared):
             call.check_overlap(chunks[root])
         call.sends(call.x if at_root else None)
         call.x = call.target  # what is compared and counted is a rank's part
-        with call if is_even else call.uncompared():
+
+        def move() -> None:
             if not is_even:
                 self._compare_counts(call, counts or [], self._only(root, call.target.size))
             if not at_root:
@@ -757,6 +767,8 @@ class Communicator(Shared):
         call.into(out, call.x.shape)
         call.in_place()
         call.contiguous()
+
+        (call if is_even else call.uncompared()).run(move)
         call.make(call.transport.alltoall)
         result: A = call.result
         return result
@@ -781,10 +793,11 @@ class Communicator(Shared):
         call.check_overlap(chunks[self.rank])
         call.sends(send)
         call.x, call.payload = whole, send.nbytes  # ranks give different sizes, and all get the same
-        with call:
+        others = self._others()
+
+        def move() -> None:
             if not arrays.same_memory(send, chunks[self.rank]):
                 chunks[self.rank][...] = send
-            others = self._others()
             call.transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
         result: A = call.result
         return result
@@ -805,6 +818,8 @@ class Communicator(Shared):
 
         Raises:
             ArrayError: The counts do not fit the ranks, `x` or `out`.
+
+        call.run(move)
             CommMismatch: The counts of two ranks do not fit together.
             UnsupportedError: No transport takes such an array.
         """
@@ -822,10 +837,11 @@ class Communicator(Shared):
         if arrays.overlap(call.x, call.target):
             raise ArrayError(f"{name}: out overlaps x")
         source, chunks = parts(call.x, counts), parts(call.target, out_counts)
-        with call:
+        others = self._others()
+
+        def move() -> None:
             self._compare_counts(call, counts, out_counts)
             chunks[self.rank][...] = source[self.rank]
-            others = self._others()
             call.transport.exchange(
                 [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
             )
@@ -848,6 +864,8 @@ class Communicator(Shared):
     def broadcast_object(self, obj: None, *, root: int, timeout_s: float | None = None) -> Any: ...
     @overload
     def broadcast_object(self, obj: T | None, *, root: int, timeout_s: float | None = None) -> T: ...
+
+        call.run(move)
     def broadcast_object(self, obj: Any, *, root: int, timeout_s: float | None = None) -> Any:
         """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
 
@@ -860,8 +878,8 @@ class Communicator(Shared):
         name = "broadcast_object"
         self._check_peer(name, "root", root)
         mine = objects.pack(name, obj) if self.rank == root else objects.NOTHING
-        with Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s):
-            parcel = objects.broadcast(self.host, mine, root)
+        call = Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s)
+        parcel = call.run(lambda: objects.broadcast(self.host, mine, root))
         return obj if mine.size > 0 else parcel.open()
 
     def allgather_object(self, obj: T, *, timeout_s: float | None = None) -> list[T]:
@@ -873,8 +891,8 @@ class Communicator(Shared):
             UnsupportedError: An object cannot be pickled; raised on all ranks.
         """
         mine = objects.pack("allgather_object", obj)
-        with Call.on_host(self, "allgather_object", payload=mine.data.nbytes, timeout_s=timeout_s):
-            parcels = objects.allgather(self.host, mine)
+        call = Call.on_host(self, "allgather_object", payload=mine.data.nbytes, timeout_s=timeout_s)
+        parcels = call.run(lambda: objects.allgather(self.host, mine))
         failed = [parcel for parcel in parcels if parcel.size < 0]
         return [parcel.open() for parcel in failed or parcels]
 
@@ -894,8 +912,8 @@ class Communicator(Shared):
         name = "gather_object"
         self._check_peer(name, "root", root)
         mine = objects.pack(name, obj)
-        with Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s):
-            parcels = objects.gather(self.host, mine, root)
+        call = Call.on_host(self, name, payload=mine.data.nbytes, root=root, timeout_s=timeout_s)
+        parcels = call.run(lambda: objects.gather(self.host, mine, root))
         found = [parcel.open() for parcel in parcels]
         return found if self.rank == root else None
 
@@ -921,9 +939,8 @@ class Communicator(Shared):
         self._check_peer(name, "root", root)
         parcels = objects.pack_each(name, objs, self.size) if self.rank == root else []
         payload = sum(parcel.data.nbytes for parcel in parcels)
-        with Call.on_host(self, name, payload=payload, root=root, timeout_s=timeout_s):
-            parcel = objects.scatter(self.host, parcels, root)
-        return parcel.open()
+        call = Call.on_host(self, name, payload=payload, root=root, timeout_s=timeout_s)
+        return call.run(lambda: objects.scatter(self.host, parcels, root)).open()
 
     def send_object(self, obj: Any, *, dest: int, timeout_s: float | None = None) -> None:
         """Send an object, by pickle, to `dest`, which calls `recv_object`.
@@ -940,7 +957,8 @@ class Communicator(Shared):
         parcel = objects.pack(name, obj)
         if parcel.size < 0:
             parcel.open()
-        with Call.on_host(self, name, payload=parcel.size, dest=dest, timeout_s=timeout_s).uncompared():
+
+        def move() -> None:
             if self.check:
                 self._messages.compare(self.host, name, [(dest, None)], [])
             objects.send(self.host, parcel, dest)
@@ -962,16 +980,20 @@ class Communicator(Shared):
         """
         name, host = "recv_object", self.host
         self._check_peer(name, "source", source)
-        with Call.on_host(self, name, source=source, timeout_s=timeout_s).uncompared():
+
+        def move() -> objects.Parcel:
             if self.check:
+        Call.on_host(self, name, payload=parcel.size, dest=dest, timeout_s=timeout_s).uncompared().run(move)
+
                 (wrong,) = self._messages.compare(host, name, [], [(source, None)])
                 if wrong is not None:
                     # Received anyway, so that the next receive gets the next message.
                     if wrong.kind == arrays.library(NOTHING):
                         host.exchange([], [(source, np.empty(wrong.nbytes, np.uint8))])
                     raise wrong.error
-            parcel = objects.receive(host, source)
-        return parcel.open()
+            return objects.receive(host, source)
+
+        return Call.on_host(self, name, source=source, timeout_s=timeout_s).uncompared().run(move).open()
 
     # Point to point ---------------------------------------------------------------------------------
 
@@ -1091,11 +1113,10 @@ class Communicator(Shared):
         first.sends(outgoing[0][1] if outgoing else None)
         if incoming:
             first.target = incoming[0][1]
-        with first:
-            if self.check:
-                self._exchange_what_fits(name, first.transport, outgoing, incoming)
-            else:
-                first.transport.exchange(outgoing, incoming)
+        if self.check:
+            first.run(lambda: self._exchange_what_fits(name, first.transport, outgoing, incoming))
+        else:
+            first.run(lambda: first.transport.exchange(outgoing, incoming))
         received = values[len(outgoing) :]
         for value, (_, target) in zip(received, incoming, strict=True):
             if value is not target:
@@ -1156,12 +1177,13 @@ class Communicator(Shared):
     # Groups and lanes -------------------------------------------------------------------------------
 
     def split(self, color: int, key: int | None = None) -> Communicator:
-        """Group the ranks that give the same `color` >= 0, ordered by `key`, or by rank if it is None.
+        """Group the ranks that give the same `color`, ordered by `key`, or by rank if it is None.
 
         Collective.
 
         Raises:
-            ArrayError: `color` is not an integer >= 0.
+            ArrayError: On all ranks alike: one gives a `color` that is not an integer from 0 to 2^31 - 1, or a
+                `key` that is not an integer of 64 bits.
         """
         if not isinstance(color, (int, np.integer)) or not 0 <= color < 2**31:
             raise ArrayError(f"split: color is {color!r}, expected an integer >= 0")
@@ -1173,10 +1195,9 @@ class Communicator(Shared):
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
 
-        Collective.
+        Collective. Ranks that give the same `key` are ordered by rank.
         """
-        with Call.on_host(self, "dup"):
-            parts = [transport.dup() for transport in self.transports]
+        parts = Call.on_host(self, "dup").run(lambda: [transport.dup() for transport in self.transports])
         return self._derived(parts)
 
     def by_node(self) -> Nodes:
@@ -1471,24 +1492,14 @@ class Communicator(Shared):
         """`count` for one rank, zero for the others."""
         return [count if r == rank else 0 for r in range(self.size)]
 
-    @contextmanager
-    def _together(self, calls: Sequence[Call]) -> Iterator[Call]:
-        """One call in place of several: their arrays, all of one dtype, are copied into one."""
-        call, xs = calls[0], [call.x for call in calls]
-        outermost = self.turn.take(call.name, call.signature, call.timeout_s)  # from here on, scratch is in use
-        try:
-            call.x = self.scratch.take("many", (sum(x.size for x in xs),), xs[0].dtype, like=xs[0])
-            call.detail["shapes"] = [list(x.shape) for x in xs]
-            for x, part in zip(xs, parts(call.x, [x.size for x in xs]), strict=True):
-                part.reshape(x.shape)[...] = x
-            call.target = call.x
-            with call:
-                yield call
-        finally:
-            self.turn.end(outermost)
+    def _survivors(self, transports: Sequence[Transport], **settings: Any) -> Communicator:
+        """What `shrink` makes."""
+        return Communicator(transports, **settings)
 
-    def _derived(self, transports: Sequence[Transport], kind: str = "") -> Communicator:
-        """A communicator over transports split off from this one's, with its settings.
+    def _derived(
+        self, transports: Sequence[Transport], kind: str = "", make: Callable[..., Communicator] | None = None
+    ) -> Communicator:
+        """A communicator over transports split off from this one's, with all that is passed on.
 
         `kind` is the end of its name, which tells it from others that are split off at the same time.
         """
@@ -1512,20 +1523,3 @@ class Communicator(Shared):
 
 MaybeMessage: TypeAlias = tuple[int | None, AnyArray]
 """A message; nothing is sent or received if the peer is None."""
-
-
-def _is_same(a: Array, b: Array) -> bool:
-    return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)
-
-
-def _alike(calls: Sequence[Call]) -> list[list[int]]:
-    """Group arrays that go in one message: the indices of those of one library and dtype."""
-    groups: dict[Hashable, list[int]] = {}
-    for i, call in enumerate(calls):
-        groups.setdefault((id(call.transport), arrays.library(call.x), call.x.dtype), []).append(i)
-    return list(groups.values())
-
-
-def _unpack(flat: Array, xs: Sequence[Array]) -> None:
-    for x, part in zip(xs, parts(flat, [x.size for x in xs]), strict=True):
-        x[...] = part.reshape(x.shape)

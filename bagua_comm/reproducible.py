@@ -327,8 +327,8 @@ def _sum(
         raise ArrayError(terms.complaint(comm))
     call = Call(comm, "reproducible_allreduce", mine[-1], addends=terms.addends)
     call.target = out
-    with call:
-        call.transport.allreduce_encoded(_FixedPoint(mine, bounds, fields, terms.addends, divisor), out)
+    code = _FixedPoint(mine, bounds, fields, terms.addends, divisor)
+    call.run(lambda: call.transport.allreduce_encoded(code, out))
 
 
 class _FixedPoint:

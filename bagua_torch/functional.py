@@ -332,16 +332,16 @@ class _Apply(torch.autograd.Function):
         x = x.detach().resolve_conj().resolve_neg().contiguous()
         name = type(collective).__name__.strip("_").lower()
         described = f"{collective.number} ({x.dtype}, {'with' if tracked else 'without'} a gradient)"
-        outermost = comm.turn.take(name, lambda: described)  # compared for all messages of the call
-        try:
+
+        def run() -> torch.Tensor:
             if comm.check:
                 compare_calls(comm.host, described)
             elif x.device.type == "cpu":
                 comm.host.agree_on_call(described, NOTHING)
             with torch_stream(x.device):
                 return collective.run(x)
-        finally:
-            comm.turn.end(outermost)
+
+        return comm.turn.run(name, lambda: described, run)  # compared for all messages of the call
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:

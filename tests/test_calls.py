@@ -1,7 +1,6 @@
 """Calls of a Communicator that its conformance kit leaves out, over threads, devices and gloo. mpi/ has MPI."""
 
 import functools
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,7 +19,6 @@ from bagua_comm import (
     quantized_allreduce,
 )
 from bagua_comm.arrays import as_array
-from bagua_comm.call import Call
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 
@@ -171,37 +169,6 @@ def test_wrong_arguments_of_new_calls_are_named():
         return comm.allreduce(np.array(1))
 
     assert run_ranks(p, body) == [p, p]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_call_that_is_interrupted_anywhere_does_not_keep_its_turn(times):
-    """Python raises KeyboardInterrupt where a function begins; nobody catches it where `__exit__` itself does."""
-    comm = Communicator([LocalTransport()])
-    x, begun = np.ones(3), 0
-    while True:
-        comm.kinds.clear()
-        for _ in range(times - 1):  # later calls of a kind take a shorter way
-            comm.allreduce(x)
-        begun, left = begun + 1, begun
-
-        def interrupt(frame, event, _):
-            nonlocal left
-            if event == "call" and frame.f_code is not Call.__exit__.__code__:
-                left -= 1
-                if left < 0:
-                    sys.setprofile(None)
-                    raise KeyboardInterrupt
-
-        sys.setprofile(interrupt)
-        try:
-            comm.allreduce(x)
-            break
-        except KeyboardInterrupt:
-            with ThreadPoolExecutor(1) as other:
-                assert other.submit(comm.allreduce, x).result().tolist() == [1, 1, 1]
-        finally:
-            sys.setprofile(None)
-    assert begun > 10
 
 
 def test_an_empty_array_overlaps_nothing_on_any_rank():

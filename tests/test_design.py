@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ LAYERS = [
     {"cuda"},
     {"kernels", "bucket"},
     {"codecs", "transports", "optim"},
-    {"agreement", "objects"},
+    {"agreement", "objects", "turn"},
     {"call", "comm", "hooks", "lane"},
     {"reproducible"},
     {"averages", "collectives"},
@@ -133,6 +134,42 @@ def test_only_cuda_passed_asks_events_because_their_done_hides_errors():
         called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}  # future.done()
         found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "done"]
         assert [node.lineno for node in found if id(node) not in called] == [], path
+
+
+def test_no_lock_is_acquired_but_by_with_which_no_signal_handler_can_part_from_its_release():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in ("acquire", "release", "acquire_lock"):
+                raise AssertionError(f"{path}:{node.lineno}: write `with {ast.unparse(node.value)}:`")
+
+
+def test_a_turn_begins_and_ends_without_a_call_of_a_function_in_between():
+    """See `turn.Turn`: signal handlers run after calls, and an exception of theirs would keep the turn."""
+    found = 0
+    for path in FILES:
+        for body in bodies_of(ast.parse(path.read_text())):
+            for i, look in enumerate(body):
+                if isinstance(look, ast.If) and ".owner[0] != me" in ast.unparse(look.test):
+                    note, turn = body[i + 1 : i + 3]
+                    assert isinstance(note, ast.Assign), f"{path}:{note.lineno}"
+                    assert isinstance(turn, ast.Try), f"{path}:{turn.lineno}"
+                    (end,) = turn.finalbody
+                    assert re.fullmatch(
+                        r"if outermost:\n    (\w+)\.is_free = True\n    del \1\.owner\[0\]", ast.unparse(end)
+                    )
+                    for part in (look.test, note, end):
+                        assert not any(isinstance(node, ast.Call) for node in ast.walk(part)), (
+                            f"{path}:{part.lineno}"
+                        )
+                    found += 1
+    assert found == sum(path.read_text().count(".owner[0] != ") for path in FILES) - 1  # one in a docstring
+
+
+def bodies_of(tree):
+    """The lists of statements in a tree."""
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            yield node.body
 
 
 def test_modules_of_bagua_torch_do_not_import_each_other_in_a_circle():

@@ -46,6 +46,15 @@ class Recording(Transport):
         if self.inner.adds_in_rank_order != before:
             self.adds_in_rank_order = self.inner.adds_in_rank_order
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """See `Transport.set_timeout`."""
+        self.timeout_s = timeout_s
+        self.inner.set_timeout(timeout_s)
+
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`."""
+        self.inner.interrupted(error, arrays)
+
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
         """The count of the recorded transport."""

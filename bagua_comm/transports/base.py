@@ -89,6 +89,19 @@ class Transport(Live, ABC):
         """The call has ended. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False
 
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """The call in progress ends by an exception that is no error of this library, such as KeyboardInterrupt.
+
+        The other ranks go on with the call, which this one leaves in the middle. This default refuses all later
+        calls of this rank. `arrays` are what the others may read or write.
+        """
+        if self.size > 1:
+            self._break(f"a call was interrupted by {type(error).__name__}")
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Let calls wait for as long as this, in seconds, from the next one on."""
+        self.timeout_s = timeout_s
+
     def limit_call(self, timeout_s: float | None) -> None:
         """Let the call that has begun wait for `timeout_s`; None for as long as the transport's calls do."""
         self._limit_s = timeout_s

@@ -156,6 +156,11 @@ class LocalTransport(Transport):
         group = self._hub.join((self._splits, color), len(members))
         return LocalTransport(group, members.index(self.rank), timeout_s=self.timeout_s)
 
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`. Wakes all ranks; they raise `CommAborted`."""
+        if self.size > 1:
+            self._hub.abort(f"a call of rank {self.rank} was interrupted by {type(error).__name__}")
+
     def abort(self, exit_code: int = 1) -> None:
         """Wake all ranks; they raise `CommAborted`."""
         self._hub.abort(f"rank {self.rank} aborted")

@@ -54,6 +54,15 @@ class StagedTransport(Transport):
         self._host.set_order(order)
         self.adds_in_rank_order = self._host.adds_in_rank_order
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """See `Transport.set_timeout`."""
+        self.timeout_s = timeout_s
+        self._host.set_timeout(timeout_s)
+
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`."""
+        self._host.interrupted(error, arrays)
+
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
         """The bytes that the host transport has sent."""
