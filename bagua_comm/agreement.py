@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import Array, dtype_name, dtype_named, library
-from .errors import CommError, CommMismatch
+from .errors import ArrayError, CommError, CommMismatch
 from .transports.base import DESCRIPTION, Transport
 
 TEXT_BYTES = 256
@@ -59,6 +59,34 @@ def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) 
             f"rank {source} sends {sent[source, dest]} elements to rank {dest}, "
             f"which expects {expected[source, dest]}"
         )
+
+
+def agree_on_split(host: Transport, color: object, key: object) -> int:
+    """The place of this rank among those that give the same `color`, ordered by (`key`, rank).
+
+    Collective. Places are small where keys may not be, since libraries have keys of 32 bits.
+
+    Raises:
+        ArrayError: The color or the key of a rank is not an integer in its range; on all ranks alike.
+    """
+    problem = _not_in("color", color, 0, 2**31) or _not_in("key", key, -(2**63), 2**63)
+    table = np.empty((host.size, 3), np.int64)
+    host.allgather(np.array([1, 0, 0] if problem else [0, color, key], np.int64), table)
+    wrong = np.flatnonzero(table[:, 0])
+    if wrong.size:
+        texts = np.empty((host.size, TEXT_BYTES), np.uint8)
+        host.allgather(_packed(problem), texts)
+        raise ArrayError(f"split: {_unpacked(texts[wrong[0]])}, on rank {wrong[0]}")
+    _, colors, keys = table.T.tolist()
+    alike = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
+    return alike.index((keys[host.rank], host.rank))
+
+
+def _not_in(name: str, value: object, first: int, end: int) -> str:
+    """What is wrong with an argument that must be an integer from `first` to `end` - 1; empty if nothing is."""
+    if isinstance(value, (int, np.integer)) and first <= value < end:
+        return ""
+    return f"{name} is {value!r}, expected an integer from {first} to {end - 1}"
 
 
 class Unfit(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import arrays, objects, trace
-from .agreement import Messages, compare_calls, compare_counts
+from .agreement import Messages, agree_on_split, compare_calls, compare_counts
 from .arrays import A, AnyArray, Array, Elements, Op, OpOrder, S, as_real, parts
 from .bucket import Bucket
 from .call import (
@@ -1185,12 +1185,12 @@ class Communicator(Shared):
             ArrayError: On all ranks alike: one gives a `color` that is not an integer from 0 to 2^31 - 1, or a
                 `key` that is not an integer of 64 bits.
         """
-        if not isinstance(color, (int, np.integer)) or not 0 <= color < 2**31:
-            raise ArrayError(f"split: color is {color!r}, expected an integer >= 0")
-        order = self.rank if key is None else key
-        with Call.on_host(self, "split"):
-            parts = [transport.split(int(color), int(order)) for transport in self.transports]
-        return self._derived(parts, f":{color}")
+
+        def split() -> list[Transport]:
+            place = agree_on_split(self.host, color, self.rank if key is None else key)
+            return [transport.split(int(color), place) for transport in self.transports]
+
+        return self._derived(Call.on_host(self, "split").run(split), f":{color}")
 
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
