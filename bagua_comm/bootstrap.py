@@ -433,22 +433,15 @@ class _World(Communicator):
     def shrink(self) -> Communicator:
         """See `Communicator.shrink`; the result takes this one's place."""
         global _default
-        comm = super().shrink()
-        survivors = _World(
-            comm.transports,
-            nodes=comm._labels,
-            device=comm.device,
-            check=comm.check,
-            tracer=comm.tracer,
-            op_order=comm.op_order,
-            ending=self._ending,
-        )
-        survivors.flight, survivors.group = comm.flight, comm.group
+        survivors = super().shrink()
         if self._ending is not None and self in self._ending.worlds:
             self._ending.worlds.remove(self)
         if _default is self:
             _default = survivors
         return survivors
+
+    def _survivors(self, transports: Sequence[Transport], **settings: Any) -> Communicator:
+        return _World(transports, ending=self._ending, **settings)
 
     def close(self) -> None:
         """Free what this communicator holds. Collective."""

@@ -1362,7 +1362,7 @@ class Communicator(Shared):
         """
         first, *rest = self.transports
         host = first.shrink()
-        survivors = self._derived([host, *(transport.shrink(host) for transport in rest)])
+        survivors = self._derived([host, *(transport.shrink(host) for transport in rest)], make=self._survivors)
         tell(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
         return survivors
 
@@ -1506,7 +1506,7 @@ class Communicator(Shared):
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)
         first.allgather(np.array([self.rank], np.int64), former)
-        comm = Communicator(
+        comm = (make or Communicator)(
             transports,
             nodes=[self._labels[rank] for rank in former[:, 0]],
             device=self.device,

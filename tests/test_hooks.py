@@ -17,6 +17,7 @@ from bagua_comm import (
     Plan,
     Point,
     TensorSpec,
+    bootstrap,
 )
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
@@ -24,6 +25,24 @@ from bagua_comm.transports import LocalTransport
 
 def alone():
     return Communicator([LocalTransport()])
+
+
+def test_hooks_see_the_calls_of_survivors():
+    class Last(LocalTransport):
+        """The last rank that is alive."""
+
+        def shrink(self, host=None):
+            return LocalTransport()
+
+    world, seen = bootstrap._World([Last()], ending=None, op_order="any"), []
+    world.on(before=lambda call: seen.append(f"{call.name} of {call.group}"))
+    world.on(before=NanWatch())
+    survivors = world.shrink()
+    assert type(survivors) is bootstrap._World
+    assert (survivors.op_order, survivors.tracer, survivors.flight) == ("any", world.tracer, world.flight)
+    with pytest.raises(ArrayError, match="rank 0 is about to send nan"):
+        survivors.allreduce(np.array([np.nan]))
+    assert seen == ["allreduce of world.1"]
 
 
 def test_hooks_see_what_goes_in_and_what_comes_out():
