@@ -137,7 +137,6 @@ class Communicator(Shared):
         """The transport of host arrays, which barriers, objects and checks go through."""
         self.rank: int = first.rank
         self.size: int = first.size
-        self.timeout_s: float = first.timeout_s
         self._labels = list(nodes) if nodes is not None else [0] * self.size
         self.node, self.local_rank, self.local_size = place(self.rank, self._labels)
         self.device = device
@@ -164,6 +163,26 @@ class Communicator(Shared):
         self.turn = Turn(self.transports, checked=check)
         """The plumbing of calls: which thread is in one."""
         self.op_order = op_order
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call may wait for other ranks, in seconds; ranks may differ in it.
+
+        Once it is set, calls from the next one on have it, and so have communicators and lanes that are made from
+        then on. Lanes made before have their own: set that of `lane.comm`.
+
+        Raises:
+            ArrayError: It is set to something else than a positive number.
+        """
+        return self.transports[0].timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        limit_s = check_timeout("Communicator", timeout_s, ArrayError)
+        for transport in self.transports:
+            transport.set_timeout(limit_s)
+        for comm in self._nodes or ():
+            comm.timeout_s = limit_s
 
     @property
     def op_order(self) -> OpOrder:
@@ -748,6 +767,8 @@ class Communicator(Shared):
                 if not arrays.same_memory(chunks[root], mine):
                     mine[...] = chunks[root]
                 call.transport.exchange([(r, chunks[r]) for r in self._others()], [], tag=COLLECTIVE)
+
+        (call if is_even else call.uncompared()).run(move)
         return call.result
 
     def alltoall(self, x: A, out: A | None = None, *, timeout_s: float | None = None) -> A:
@@ -767,8 +788,6 @@ class Communicator(Shared):
         call.into(out, call.x.shape)
         call.in_place()
         call.contiguous()
-
-        (call if is_even else call.uncompared()).run(move)
         call.make(call.transport.alltoall)
         result: A = call.result
         return result
@@ -799,6 +818,8 @@ class Communicator(Shared):
             if not arrays.same_memory(send, chunks[self.rank]):
                 chunks[self.rank][...] = send
             call.transport.exchange([(r, send) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE)
+
+        call.run(move)
         result: A = call.result
         return result
 
@@ -818,8 +839,6 @@ class Communicator(Shared):
 
         Raises:
             ArrayError: The counts do not fit the ranks, `x` or `out`.
-
-        call.run(move)
             CommMismatch: The counts of two ranks do not fit together.
             UnsupportedError: No transport takes such an array.
         """
@@ -845,6 +864,8 @@ class Communicator(Shared):
             call.transport.exchange(
                 [(r, source[r]) for r in others], [(r, chunks[r]) for r in others], tag=COLLECTIVE
             )
+
+        call.run(move)
         result: A = call.result
         return result
 
@@ -864,8 +885,6 @@ class Communicator(Shared):
     def broadcast_object(self, obj: None, *, root: int, timeout_s: float | None = None) -> Any: ...
     @overload
     def broadcast_object(self, obj: T | None, *, root: int, timeout_s: float | None = None) -> T: ...
-
-        call.run(move)
     def broadcast_object(self, obj: Any, *, root: int, timeout_s: float | None = None) -> Any:
         """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
 
@@ -963,6 +982,8 @@ class Communicator(Shared):
                 self._messages.compare(self.host, name, [(dest, None)], [])
             objects.send(self.host, parcel, dest)
 
+        Call.on_host(self, name, payload=parcel.size, dest=dest, timeout_s=timeout_s).uncompared().run(move)
+
     def recv_object(self, *, source: int, timeout_s: float | None = None) -> Any:
         """The object that `source` sends to this rank next, by `send_object`.
 
@@ -983,8 +1004,6 @@ class Communicator(Shared):
 
         def move() -> objects.Parcel:
             if self.check:
-        Call.on_host(self, name, payload=parcel.size, dest=dest, timeout_s=timeout_s).uncompared().run(move)
-
                 (wrong,) = self._messages.compare(host, name, [], [(source, None)])
                 if wrong is not None:
                     # Received anyway, so that the next receive gets the next message.
@@ -1179,7 +1198,7 @@ class Communicator(Shared):
     def split(self, color: int, key: int | None = None) -> Communicator:
         """Group the ranks that give the same `color`, ordered by `key`, or by rank if it is None.
 
-        Collective.
+        Collective. Ranks that give the same `key` are ordered by rank.
 
         Raises:
             ArrayError: On all ranks alike: one gives a `color` that is not an integer from 0 to 2^31 - 1, or a
@@ -1195,7 +1214,7 @@ class Communicator(Shared):
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
 
-        Collective. Ranks that give the same `key` are ordered by rank.
+        Collective.
         """
         parts = Call.on_host(self, "dup").run(lambda: [transport.dup() for transport in self.transports])
         return self._derived(parts)

@@ -454,6 +454,31 @@ def test_every_call_that_moves_data_has_a_limit_of_its_own():
     assert len(CALLS_WITH_LIMITS) == 28
 
 
+def test_a_new_timeout_of_a_communicator_counts_for_calls_and_lanes_and_what_is_made_from_it():
+    def body(comm):
+        nodes = comm.by_node()
+        comm.timeout_s = 0.05
+        assert nodes.intra.timeout_s == comm.dup().timeout_s == 0.05
+        with comm.lane() as lane:
+            assert lane._limit_s() == 0.1
+            lane.comm.timeout_s = 20
+            assert lane._limit_s() == 25
+            lane.submit(lane.comm.barrier).result()
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"waited 0\.05 s"):
+                comm.recv(np.ones(1), source=1)
+
+    run_ranks(2, body, timeout_s=30)
+
+
+@pytest.mark.parametrize("timeout_s", [0, "soon", None])
+def test_a_communicator_refuses_a_timeout_that_is_no_time(timeout_s):
+    comm = Communicator([LocalTransport(timeout_s=7)])
+    with pytest.raises(ArrayError, match=r"Communicator: timeout_s is .*, expected seconds"):
+        comm.timeout_s = timeout_s
+    assert comm.timeout_s == 7
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, "soon", float("inf"), float("nan")])
 def test_a_limit_that_is_no_time_is_refused(timeout_s):
     with pytest.raises(ArrayError, match=r"allreduce: timeout_s is .*, expected seconds"):

@@ -274,7 +274,7 @@ class NcclTransport(Transport):
         stream = cupy.cuda.get_current_stream()
         try:
             # In a CUDA graph, the call is not made now.
-            call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self._limit_s)
+            call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self.limit_s)
             with self._watch:
                 start(stream.ptr)
             if call is not None:
