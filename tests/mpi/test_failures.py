@@ -1,5 +1,7 @@
 """What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
 
+import random
+import signal
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -9,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import bagua_comm
-from bagua_comm import CommAborted, CommError, CommMismatch, CommTimeout
+from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm.testing import reduced
 from bagua_comm.transports.mpi import transport as mpi_transport
 
@@ -346,3 +348,98 @@ def test_large_arrays_that_some_rank_cannot_show_go_another_way(comm, monkeypatc
         np.testing.assert_array_equal(other.broadcast(x.copy(), root=0), x - comm.rank)
         expected = np.concatenate([(np.arange(p * 60_000) % 1000 + r)[chunk] for r in range(p)])
         np.testing.assert_array_equal(other.alltoall(x.copy()), expected)
+
+
+def late(comm, monkeypatch, owner, name):
+    """On all ranks but 0: `owner.name` waits, the first time, until rank 0 has given up and changed its array."""
+    call, has_waited = getattr(owner, name), []
+
+    def wait(*arguments):
+        if not has_waited:
+            has_waited.append(comm.recv(np.zeros(1), source=0))
+        return call(*arguments)
+
+    if comm.rank > 0:
+        monkeypatch.setattr(owner, name, wait)
+
+
+READ_LATE = {
+    "broadcast": lambda comm, x, limit: comm.broadcast(x, root=0, **limit),
+    "allreduce": lambda comm, x, limit: comm.allreduce(x, **limit),
+    "reduce": lambda comm, x, limit: comm.reduce(x, root=comm.size - 1, **limit),
+    "alltoall": lambda comm, x, limit: comm.alltoall(x, **limit),
+    "broadcast by MPI": lambda comm, x, limit: comm.broadcast(x, root=0, **limit),
+    "send": lambda comm, x, limit: comm.send(x, dest=1, **limit) if comm.rank == 0 else comm.recv(x, source=0),
+}
+
+
+@pytest.mark.parametrize("name", READ_LATE)
+def test_an_array_that_its_rank_has_changed_after_a_timeout_is_not_taken_for_a_result(comm, monkeypatch, name):
+    with world_of(comm, timeout_s=20) as (world, last):
+        transport = world.transports[0]
+        if last == 0 or transport._direct is None or (name == "send" and comm.rank > 1):
+            return
+        if name == "broadcast by MPI":
+            transport._direct = None
+        place = {"broadcast by MPI": (transport, "_complete"), "send": (transport, "_next_message")}
+        late(comm, monkeypatch, *place.get(name, (transport._direct and transport._direct.memory, "read")))
+        x, call = np.ones(comm.size * 60_000), READ_LATE[name]
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout):
+                call(world, x, {"timeout_s": 0.1})
+            x[:] = 77
+            for peer in range(1, 2 if name == "send" else comm.size):
+                comm.send(np.zeros(1), dest=peer)
+        else:
+            with pytest.raises(CommTimeout, match=r"rank 0 of \d waited .* rank \d with it"):
+                call(world, x, {})
+
+
+def test_keys_of_64_bits_order_ranks_and_a_wrong_one_is_an_error_on_all(comm):
+    with comm.split(0, -(2**40) * comm.rank) as backwards:
+        assert backwards.allgather_object(comm.rank) == list(range(comm.size))[::-1]
+    with pytest.raises(ArrayError, match=f"split: key is .*, on rank {comm.size - 1}"):
+        comm.split(0, 2**64 if comm.rank == comm.size - 1 else 2**31)
+    comm.barrier()
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
+def test_random_interrupts_leave_a_communicator_usable_or_given_up_on_all_ranks(comm, rounds):
+    def interrupt(number, frame):
+        raise Interrupt
+
+    x, large, source, p = np.ones(4), np.ones(100_000), random.Random(comm.rank), comm.size
+    calls = [
+        lambda each: each.allreduce(x),
+        lambda each: each.allgather_object("text"),
+        lambda each: each.allreduce(large),
+        lambda each: each.broadcast(large, root=0),
+        lambda each: each.sendrecv(x, np.ones(4), dest=(comm.rank + 1) % p, source=(comm.rank - 1) % p),
+    ]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with world_of(comm, timeout_s=0.5) as (world, _):
+            for _ in range(rounds):
+                each = world.dup()
+                with suppress(CommError, Interrupt):
+                    try:
+                        signal.setitimer(signal.ITIMER_REAL, source.uniform(1e-5, 2e-3))
+                        for i in range(10_000):
+                            calls[i % len(calls)](each)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                told = []
+                for _ in range(2):
+                    try:
+                        each.barrier()
+                    except CommError as exc:
+                        told.append(str(exc))
+                assert not any("another thread" in text for text in told), told
+                assert each.turn.is_free
+                comm.barrier()
+    finally:
+        signal.signal(signal.SIGALRM, before)
