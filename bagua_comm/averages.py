@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 import numpy as np
 
 from . import arrays, kernels
-from .arrays import FLOATS, A, AnyArray, Array, LinearOp, Scratch
+from .arrays import COMPLEX, FLOATS, A, AnyArray, Array, LinearOp, Scratch
 from .call import Call, as_argument, check_writable
 from .codecs import Codec, MinMaxUInt8
 from .codecs.base import check_aligned, check_codec_argument
@@ -67,9 +67,9 @@ class Exact:
         return lambda x: comm.allreduce(x, out=x, op="avg")
 
     def check(self, dtype: str) -> None:
-        """Takes every floating-point dtype."""
-        if dtype not in FLOATS:
-            raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point dtype")
+        """Takes every floating-point and complex dtype."""
+        if dtype not in FLOATS | COMPLEX:
+            raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point or complex dtype")
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class _Levels:
         self.settings.check(arrays.dtype_name(value.dtype))
         if comm.size == 1 or value.size == 0:
             return x
-        flat = arrays.contiguous(value).reshape(-1)
+        flat = arrays.as_real(arrays.contiguous(value), "avg").reshape(-1)
         chunks = _padded(intra, flat, owners, -(-flat.size // owners))
         mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
         if owners == largest:
@@ -234,7 +234,7 @@ class _Levels:
                 kernels.of(mine).scale(mine, largest * nodes / comm.size)
             intra.allgatherv(mine, chunks, counts)
         if not arrays.overlap(chunks, value):
-            value[...] = chunks.reshape(-1)[: value.size].reshape(value.shape)
+            value[...] = chunks.reshape(-1)[: flat.size].view(value.dtype).reshape(value.shape)
         return x
 
 

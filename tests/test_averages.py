@@ -461,9 +461,20 @@ def test_repeated_calls_keep_no_memory_and_take_none_but_for_messages(average, w
     assert peak < 1.5 * width * count + 500_000  # at most three messages of half an array each
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["even", "uneven"])
+@pytest.mark.parametrize("average", [Exact(), Hierarchical()], ids=repr)
+def test_complex_numbers_have_an_exact_mean(average, nodes, dtype):
+    rng = np.random.default_rng(0)
+    xs = [(rng.integers(-9, 9, 37) + 1j * rng.integers(-9, 9, 37)).astype(dtype) for _ in nodes]
+    for actual in averaged(average, xs, nodes):
+        assert actual.dtype == dtype
+        np.testing.assert_allclose(actual, sum(xs) / len(xs), rtol=1e-6)
+
+
 def test_averages_refuse_dtypes_by_name():
     for average, dtype, message in (
-        (Exact(), "int32", "Exact() cannot average int32; expected a floating-point dtype"),
+        (Exact(), "int32", "Exact() cannot average int32; expected a floating-point or complex dtype"),
         (
             Quantized(),
             "float64",
@@ -474,7 +485,12 @@ def test_averages_refuse_dtypes_by_name():
             "float64",
             f"Quantized: {MinMaxUInt8()} cannot code float64, only bfloat16, float16, float32",
         ),
-        (Hierarchical(), "complex64", "Exact() cannot average complex64; expected a floating-point dtype"),
+        (Hierarchical(), "bool", "Exact() cannot average bool; expected a floating-point or complex dtype"),
+        (
+            Hierarchical(Quantized()),
+            "complex64",
+            f"Quantized: {MinMaxUInt8()} cannot code complex64, only bfloat16, float16, float32",
+        ),
     ):
         with pytest.raises(UnsupportedError) as caught:
             average.check(dtype)

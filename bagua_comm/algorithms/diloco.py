@@ -25,6 +25,7 @@ from .base import (
     Window,
     check_average,
     check_average_argument,
+    check_floating,
     check_integer,
 )
 from .residuals import bind_average
@@ -77,7 +78,8 @@ class DiLoCo:
         check_average_argument("DiLoCo", self.average)
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of the average."""
+        """Takes the floating-point dtypes of the average."""
+        check_floating(self, dtype)
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Outer:

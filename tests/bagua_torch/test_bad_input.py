@@ -33,7 +33,6 @@ from bagua_comm import (
     DiLoCo,
     GradientAllReduce,
     QAdam,
-    UnsupportedError,
     after,
     every,
 )
@@ -253,19 +252,6 @@ def test_a_module_without_trainable_parameters():
         for module in (nn.ReLU(), nn.BatchNorm1d(2, affine=False), make_model().requires_grad_(False)):
             with pytest.raises(ArrayError, match="no parameter to train"):
                 DistributedDataParallel(module, algorithm=DiLoCo(), comm=comm)
-
-    run_ranks(2, body)
-
-
-def test_complex_parameters():
-    class Complex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-    def body(comm):
-        with pytest.raises(UnsupportedError, match=r"'phase'.*complex64"):
-            DistributedDataParallel(Complex(), comm=comm)
 
     run_ranks(2, body)
 
