@@ -26,6 +26,7 @@ from bagua_comm.algorithms.combinators import Every
 from .arrays import as_array
 from .contents import Contents
 from .errors import MismatchError, MisuseError
+from .flats import layout_of, repeats
 from .sharded import check_sharded
 
 
@@ -210,12 +211,16 @@ def check_ranks(
     Collective.
 
     Raises:
-        CommMismatch: Modules differ, or the number of optimizers, or one rank has a tuner and another has none. A
-            RuntimeError as well.
+        CommMismatch: Modules differ, or the order of dimensions in the memory of a parameter, or the number of
+            optimizers, or one rank has a tuner and another has none. A RuntimeError as well.
+        UnsupportedError: Elements of a parameter share memory.
     """
-    mine = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in contents.tensors().items()]
-    mine.append((f"{len(optimizers)} optimizers", (), "", False))
-    mine.append(("a tuner" if tuned else "no tuner", (), "", False))
+    mine = [
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad, _in_memory(t) if name in contents.trained else "")
+        for name, t in contents.tensors().items()
+    ]
+    mine.append((f"{len(optimizers)} optimizers", (), "", False, ""))
+    mine.append(("a tuner" if tuned else "no tuner", (), "", False, ""))
     for rank, theirs in enumerate(comm.allgather_object(mine)):
         if theirs != mine:
             pairs = zip_longest(mine, theirs, fillvalue="nothing more")
@@ -224,17 +229,28 @@ def check_ranks(
                 f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
                 f"rank {comm.rank} has {here} where rank {rank} has {there}"
             )
+    for name, parameter in contents.trained.items():
+        if repeats(parameter):
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} of shape {tuple(parameter.shape)} has elements that share "
+                "memory, as `expand` makes them; expected one place for each element: make it contiguous, or "
+                "expand it in the forward pass"
+            )
 
 
-def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> None:
+def _in_memory(parameter: torch.Tensor) -> str:
+    """How a parameter lies in its bucket: ranks add up element by element in the order of memory."""
+    if repeats(parameter):
+        return "repeats"
+    layout = layout_of(parameter)
+    return "contiguous" if layout.is_contiguous else f"dimensions in the order {layout.order} in memory"
+
+
+def check_unchanged(contents: Contents) -> None:
     """Check, before a training forward pass, that the module is as it was when it was wrapped.
 
-    Args:
-        contents: The module as it was wrapped.
-        weights: The views of the buckets that parameters must be, if weights are exchanged.
-
     Raises:
-        ArrayError: A parameter was added, replaced, frozen, unfrozen, moved or converted.
+        ArrayError: A parameter was added, replaced, frozen or unfrozen.
         UnsupportedError: An optimizer would step within the backward pass.
     """
     if not contents.unchanged:
@@ -245,12 +261,6 @@ def check_unchanged(contents: Contents, weights: Mapping[str, torch.Tensor]) -> 
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
                 "call optimizer.step() after backward(), when gradients are averaged"
-            )
-    for name, view in weights.items():
-        if contents.trained[name].data_ptr() != view.data_ptr():
-            raise ArrayError(
-                f"DistributedDataParallel: {name!r} was moved, converted or wrapped once more, so its "
-                "weights would not be exchanged; close this one and wrap the module again"
             )
 
 

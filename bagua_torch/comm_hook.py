@@ -33,6 +33,7 @@ from bagua_comm.algorithms.checkpoints import load_state, save_state
 from bagua_comm.averages import InPlace
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream
+from .flats import layout_of, views
 from .process_group import default
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -146,7 +147,7 @@ class HookBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of `buffer()`, one for each parameter."""
-        return list(self._spec.cut(self._buffer).values())
+        return views(self._buffer, list(map(layout_of, self._parameters)))
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of their gradients."""

@@ -12,6 +12,7 @@ from torch import nn
 from bagua_comm import CommMismatch, Communicator
 
 from .broadcast import broadcast_optimizer, broadcast_tensors
+from .flats import lay_out_state
 
 
 def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -135,3 +136,4 @@ class Contents:
                 for group, parameters in zip(optimizer.param_groups, given, strict=True):
                     group["params"] = parameters
                 optimizer.state.update(kept)
+            lay_out_state(optimizer)

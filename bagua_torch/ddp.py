@@ -3,8 +3,8 @@
 This is the user's page: what can be given, and what can be asked for in the course of training. What happens in
 a step is in `steps`.
 
-The journey of a gradient: autograd accumulates it straight into its bucket, because `p.grad` is a view of the
-bucket (`memory`). Hooks tell when the gradient is complete (`backward`). The bucket then leaves on the engine's
+The journey of a gradient: autograd accumulates it straight into its bucket, because `p.grad` lies there
+(`memory`). Hooks tell when the gradient is complete (`backward`). The bucket then leaves on the engine's
 lane while the backward pass goes on (`engine`). When the backward pass ends, the lane is joined (`steps`), and
 the optimizer reads `p.grad`, which never left.
 
@@ -114,7 +114,9 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
         forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
-        others: Further arguments of PyTorch's own, by name. `check_reduction`, `dim`, `gradient_as_bucket_view`,
+        gradient_as_bucket_view: Let `p.grad` lie in its bucket; by PyTorch's name, but True by default. If False,
+            gradients are copied there and back, which takes longer and more memory.
+        others: Further arguments of PyTorch's own, by name. `check_reduction`, `dim`,
             `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
             `process_group` must be the module's device and all ranks; others are refused, unless they are None.
 
@@ -154,6 +156,7 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float | None = None,
         device_ids: Sequence[int | torch.device] | None = None,
         forward_sync_buffers: bool | None = None,
+        gradient_as_bucket_view: bool = True,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -193,6 +196,7 @@ class DistributedDataParallel(nn.Module):
             self._device,
             find_unused=find_unused_parameters,
             static=static_graph,
+            in_buckets=gradient_as_bucket_view,
         )
         self._averaging = True  # not in no_sync
         self._hooked = False  # by register_comm_hook

@@ -11,20 +11,23 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
 from bagua_comm.algorithms.base import Payload, complete
+from bagua_comm.algorithms.checkpoints import WHOLE, Saved
 from bagua_comm.arrays import Array
 from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.trace import Tracer
 
 from .arrays import as_array, as_tensor, torch_stream
 from .broadcast import map_leaves
+from .flats import Flat, Layout
 from .memory import BucketMemory
 
 Class = TypeVar("Class", bound=type)
@@ -47,6 +50,15 @@ def _in_stream_order(cls: Class) -> Class:
     return cls
 
 
+class _Lent(NamedTuple):
+    """What an algorithm lends: arrays of its states, and tensors over their parts, by parameter."""
+
+    arrays: list[Array]
+    flats: list[Flat]  # so that a fused optimizer finds them
+    addresses: list[int]
+    tensors: dict[str, torch.Tensor]
+
+
 @_in_stream_order
 class TorchEngine(Engine):
     """An engine over the memory of a wrapper.
@@ -63,7 +75,8 @@ class TorchEngine(Engine):
     def __init__(
         self, comm: Communicator, algorithm: Algorithm, memory: BucketMemory, device: torch.device
     ) -> None:
-        self.device = device
+        self.device, self._memory = device, memory
+        self._lent = _Lent([], [], [], {})
         with torch_stream(device):
             super().__init__(comm, algorithm, memory.plan, _arrays_of(memory))
 
@@ -73,6 +86,7 @@ class TorchEngine(Engine):
         Collective.
         """
         super().replan(memory.plan, _arrays_of(memory), algorithm=algorithm)
+        self._memory = memory
 
     def state_tensors(self) -> dict[str, Any]:
         """What `Engine.state_dict` gives, with tensors for arrays."""
@@ -83,12 +97,44 @@ class TorchEngine(Engine):
 
         Collective.
         """
+        self._memory.reclaim()  # replicas are made from the weights
         super().load_state_dict(map_leaves(state, self._to_array))
 
     def lent(self) -> dict[str, torch.Tensor]:
-        """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing."""
+        """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing.
+
+        The same tensors in every step, as long as nobody moves them.
+        """
         phase = complete(self.phase)
-        return self.plan.cut([as_tensor(phase.lent(state)) for state in self.states]) if phase.lends else {}
+        if not phase.lends:
+            return {}
+        arrays = [phase.lent(state) for state in self.states]
+        lent = self._lent
+        same = len(lent.arrays) == len(arrays) and all(map(is_, lent.arrays, arrays))
+        if not same or list(map(torch.Tensor.data_ptr, lent.tensors.values())) != lent.addresses:
+            flats = [Flat(as_tensor(array)) for array in arrays]
+            tensors = self._memory.parts(flats)
+            self._lent = _Lent(arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors)
+        return self._lent.tensors
+
+    def _saved(self) -> Saved:
+        return self._reordered(super()._saved(), to_memory=False)
+
+    def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        super()._load(self._reordered(saved, to_memory=True))
+
+    def _reordered(self, saved: Any, *, to_memory: bool) -> Saved:
+        """What is saved has its elements in the order of their indices, whatever their order in a bucket."""
+        reordered: Saved = dict(saved)
+        for name, layout in self._memory.layouts.items():
+            if name in saved and not layout.is_contiguous:
+                reordered[name] = {
+                    path: _in_other_order(value, layout, to_memory=to_memory)
+                    if hasattr(value, "dtype") and path + WHOLE not in saved[name]
+                    else value
+                    for path, value in saved[name].items()
+                }
+        return reordered
 
     def _to_array(self, value: Any) -> Any:
         try:
@@ -143,6 +189,18 @@ def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device:
             values = as_array(tensor)
             comm.allreduce(values, out=values, op="avg")
             increment_version(tensor)
+
+
+def _in_other_order(piece: Array, layout: Layout, *, to_memory: bool) -> Array:
+    """(..., n) elements of a tensor in the order of their indices as those in the order of memory, or back."""
+    order = list(layout.order)
+    extents = [layout.size[d] for d in range(len(layout.size)) if layout.size[d] != 1]
+    axes = [sorted(order).index(d) for d in order]  # of the tensor without its extents of 1
+    if not to_memory:
+        extents, axes = [extents[axis] for axis in axes], [axes.index(axis) for axis in range(len(axes))]
+    ahead = piece.ndim - 1
+    whole = piece.reshape(*piece.shape[:-1], *extents)
+    return whole.transpose(*range(ahead), *(ahead + axis for axis in axes)).reshape(piece.shape)
 
 
 def _arrays_of(memory: BucketMemory) -> dict[Payload, list[Array]]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from bagua_comm import ArrayError, UnsupportedError
 
 from .elementwise import bare, check_group, same_rest, step_of
+from .flats import Flat, Layout, begin_of, is_dense, joined_view, lodges, room_of, same_place, views
 
 LENT = ("found_inf", "grad_scale")
 """What a GradScaler leaves on an optimizer for one step."""
@@ -37,8 +38,8 @@ def fuse(optimizer: Optimizer, *, exact: bool = True) -> Any:
     loads; it loads that of a plain one. It needs no DistributedDataParallel; inside one the flat tensors are the
     buckets themselves. Fuse first; give the result to DistributedDataParallel and to schedulers.
 
-    Parameters become views of flat tensors in the first step, or when DistributedDataParallel is made: views of
-    them that were taken before do not follow. Forward passes may round otherwise from then on, since matrix
+    Parameters move into flat tensors in the first step, or when DistributedDataParallel is made: views of them
+    that were taken before do not follow. Forward passes may round otherwise from then on, since matrix
     products on a CPU may round by the addresses of weights. Parameters that lie in memory of somebody else
     (weights in buckets, shared memory) stay there. Gradients are used where they lie if they lie together, and
     are copied together otherwise. A parameter without a gradient is skipped, as always; its neighbours then
@@ -96,20 +97,21 @@ class Unit:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        joined = _joined(parameters, parameters)
+        joined = joined_view(parameters, parameters)
         assert joined is not None
         self.flat = nn.Parameter(joined, requires_grad=parameters[0].requires_grad)
         """All of them, as the inner optimizer sees them."""
         self.gradient: Tensor | None = None
         """Their gradients, one behind the other."""
-        self.gradients: list[Tensor] = []
-        """Views of `gradient`, or the gradients themselves where they lie together."""
         self.gradients_at: list[int] = []
-        self.copies: Tensor | None = None
+        """Where the gradients lie in `gradient`. We hold no gradient: one that is held counts as kept."""
+        self.known: list[int] = []
+        """The `id` of each gradient that we have found there."""
+        self.copies: Flat | None = None
         """Memory of our own for gradients that do not lie together."""
-        self.laid_for = [p.grad for p in self.parameters]
-        """The gradients when the parameters were laid in this order, and those of the last step."""
-        self.last: list[Tensor | None] = self.laid_for
+        self.laid_for = [_place(p.grad) for p in self.parameters]
+        """Where gradients were when the parameters were laid in this order, and in the last step."""
+        self.last: list[int | None] = self.laid_for
         self.state: dict[str, list[Any]] = {}
         """What each parameter's state holds, by name, as we have put it there."""
         self.source: dict[str, Any] = {}
@@ -122,42 +124,41 @@ class Unit:
             gradients: The gradients of all the parameters.
             elsewhere: Called if another order of parameters may need no copies.
         """
-        if self.gradients and all(map(is_, gradients, self.gradients)) and self._unmoved():
+        places, ids = list(map(Tensor.data_ptr, gradients)), list(map(id, gradients))
+        if places == self.gradients_at and ids == self.known:
             self.flat.grad = self.gradient
             return
-        joined = _joined(gradients, self.parameters)
+        joined = joined_view(gradients, self.parameters)
         if joined is not None:
-            self.gradient, self.gradients = joined, list(gradients)
+            self.gradient, self.gradients_at, self.known = joined, places, ids
         else:
             if self.copies is None:
-                self.copies = torch.empty_like(self.flat)
-            if self.gradient is not self.copies or not self._unmoved():
-                self.gradient, self.gradients = self.copies, _cut(self.copies, self.parameters)
-            pairs = [(v, g) for v, g in zip(self.gradients, gradients, strict=True) if v is not g]
+                self.copies = Flat(torch.empty_like(self.flat))
+            copies = self.copies.views(self._layouts)
+            pairs = [(v, g) for v, g in zip(copies, gradients, strict=True) if not same_place(v, g)]
             torch._foreach_copy_([v for v, _ in pairs], [g for _, g in pairs])
-            stays = all(map(is_, gradients, self.last)) and not all(map(is_, gradients, self.laid_for))
-            if stays and any(map(_lodges, gradients)):
+            self.gradient, self.gradients_at, self.known = self.copies.tensor, [v.data_ptr() for v in copies], ids
+            if places == self.last != self.laid_for and any(map(lodges, gradients)):
                 elsewhere()
-        self.last = list(gradients)
-        self.gradients_at = [g.data_ptr() for g in self.gradients]
+        self.last = list(places)
         self.flat.grad = self.gradient
 
-    def _unmoved(self) -> bool:
-        """Whether the tensors in `gradients` are where they were when we made or found them."""
-        return [g.data_ptr() for g in self.gradients] == self.gradients_at
+    @property
+    def _layouts(self) -> list[Layout]:
+        return [Layout(p.shape, p.stride()) for p in self.parameters]
 
     def zero(self) -> bool:
         """Make all gradients zero at once; returns False if they are not where we want them."""
         present = [p.grad for p in self.parameters]
         if self.gradient is None or any(g is None or g.requires_grad for g in present):
             return False
-        if not all(map(is_, present, self.gradients)):
-            if self.gradient is not self.copies or any(_lodges(g) for g in present if g is not None):
+        if [g.data_ptr() for g in present if g is not None] != self.gradients_at:
+            copied = self.copies is not None and self.gradient is self.copies.tensor
+            if self.copies is None or not copied or any(lodges(g) for g in present if g is not None):
                 return False
-            for parameter, view in zip(self.parameters, self.gradients, strict=True):
-                parameter.grad = view
-        if not self._unmoved():
-            return False
+            del present
+            for parameter, part in zip(self.parameters, self.copies.parts(self._layouts), strict=True):
+                parameter.grad = part
         self.gradient.zero_()
         return True
 
@@ -174,7 +175,7 @@ class FusedOptimizer(Optimizer):
         self._inner = bare(self._template, self._kind, everyone)
         self._exact, self._elementwise = exact, elementwise
         self._units: list[list[Unit]] = []  # of each group
-        self._homes: dict[int, Tensor] = {}  # flat tensors that we made for parameters, by address
+        self._homes: dict[int, Flat] = {}  # memory that we made for parameters, by address
         self._known: Any = None  # what units were made for; None if they must be made anew
 
     @property
@@ -327,7 +328,7 @@ class FusedOptimizer(Optimizer):
             ]
             self._units.append(units)
             inner.param_groups.append({"params": [unit.flat for unit in units]})
-        used = {_storage(p) for group in self.param_groups for p in group["params"]}
+        used = {begin_of(p) for group in self.param_groups for p in group["params"]}
         self._homes = {address: flat for address, flat in self._homes.items() if address in used}
         parameters = [p for group in self.param_groups for p in group["params"]]
         self._known = self.state, list(map(id, parameters)), _places(parameters)
@@ -369,7 +370,7 @@ class FusedOptimizer(Optimizer):
                     state[key] = value.clone() if isinstance(value, Tensor) else value
                     continue
                 values = [entry[key] for entry in entries]
-                flat = _joined(values, parameters)
+                flat = joined_view(values, parameters)
                 if flat is None:
                     flat = torch.empty(unit.flat.numel(), dtype=value.dtype, device=value.device)
                     torch._foreach_copy_(_cut(flat, parameters), values)
@@ -438,9 +439,6 @@ class FusedOptimizer(Optimizer):
         made = []
         for piece in pieces:
             new = self._make_unit([unit.parameters[i] for i in piece])
-            if unit.copies is not None:
-                start = sum(p.numel() for p in unit.parameters[: piece[0]])
-                new.copies = unit.copies[start : start + new.flat.numel()]
             gradients = [p.grad for p in new.parameters]
             if not missing[piece[0]]:
                 self._hold(new, gradients)
@@ -486,14 +484,14 @@ class FusedBorrower(FusedOptimizer):
 
     def _lend(self, unit: Unit) -> None:
         if unit.parameters[0] in self._lent:
-            joined = _joined([self._lent[p] for p in unit.parameters], unit.parameters)
+            joined = joined_view([self._lent[p] for p in unit.parameters], unit.parameters)
             inner: Any = self._inner
             inner.borrow([unit.flat], {unit.flat: joined}, **self._how)
 
     def _step_together(self, before: Tensor, p: Tensor) -> bool:
         if (before in self._lent) != (p in self._lent):
             return False
-        if p in self._lent and _joined([self._lent[before], self._lent[p]], [before, p]) is None:
+        if p in self._lent and joined_view([self._lent[before], self._lent[p]], [before, p]) is None:
             return False
         return super()._step_together(before, p)
 
@@ -529,7 +527,7 @@ def _check_parameters(groups: Iterable[Mapping[str, Any]]) -> None:
             what += f"{tuple(p.shape)},"
             if type(p) not in (nn.Parameter, Tensor) or p.device.type not in ("cpu", "cuda"):
                 raise UnsupportedError(f"{what} is a {type(p).__name__} on {p.device}, expected a plain tensor")
-            if not _dense(p):
+            if not is_dense(Layout(p.shape, p.stride())):
                 raise UnsupportedError(f"{what} has gaps or repeats in its memory; make it contiguous")
             if p.numel():
                 ends.append((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), what))
@@ -539,14 +537,14 @@ def _check_parameters(groups: Iterable[Mapping[str, Any]]) -> None:
             raise UnsupportedError(f"{what} shares memory with another one; tie them by using one parameter")
 
 
-def _runs(parameters: Sequence[Tensor], homes: dict[int, Tensor]) -> list[list[Tensor]]:
+def _runs(parameters: Sequence[Tensor], homes: dict[int, Flat]) -> list[list[Tensor]]:
     """Parameters of one group, dtype and device in runs that lie together. Moves those that may be moved.
 
     Args:
         parameters: The parameters.
-        homes: The flat tensors that we made for parameters, by address; new ones are added.
+        homes: The memory that we made for parameters, by address; what is made here is added.
     """
-    loose = [p for p in parameters if p.numel() and (not _lodges(p) or _storage(p) in homes)]
+    loose = [p for p in parameters if p.numel() and (not lodges(p) or begin_of(p) in homes)]
     moving = {id(p) for p in loose}
     fixed = [p for p in parameters if p.numel() and id(p) not in moving]
     runs = [[p] for p in parameters if not p.numel()]
@@ -554,24 +552,24 @@ def _runs(parameters: Sequence[Tensor], homes: dict[int, Tensor]) -> list[list[T
 
     in_bucket: dict[int, list[Tensor]] = {}
     for p in loose:
-        if p.grad is not None and p.grad.layout is torch.strided and _lodges(p.grad) and p.grad.numel():
-            in_bucket.setdefault(_storage(p.grad), []).append(p)
+        if p.grad is not None and p.grad.layout is torch.strided and lodges(p.grad) and p.grad.numel():
+            in_bucket.setdefault(begin_of(p.grad), []).append(p)
     ordered: list[list[Tensor]] = []
     for inside in in_bucket.values():
         gradients = [p.grad for p in inside if p.grad is not None]
         chains = _chains(inside, gradients)
         size = sum(g.nbytes for g in gradients)
-        if len(chains) == 1 and (len(inside) > 1 or 2 * size >= gradients[0].untyped_storage().nbytes()):
+        if len(chains) == 1 and (len(inside) > 1 or 2 * size >= room_of(gradients[0])):
             ordered += chains
             moving -= {id(p) for p in inside}
     ordered.append([p for p in loose if id(p) in moving])
     for run in filter(None, ordered):
-        if run[0].data_ptr() != _storage(run[0]) or _joined(run, run) is None:
-            flat = torch.empty(sum(p.numel() for p in run), dtype=run[0].dtype, device=run[0].device)
-            homes[_storage(flat)] = flat
-            for p, view in zip(run, _cut(flat, run), strict=True):
-                view.copy_(p.detach())
-                p.data = view
+        if run[0].data_ptr() != begin_of(run[0]) or joined_view(run, run) is None:
+            flat = Flat(torch.empty(sum(p.numel() for p in run), dtype=run[0].dtype, device=run[0].device))
+            homes[flat.begin] = flat
+            for p, part in zip(run, flat.parts([Layout(p.shape, p.stride()) for p in run]), strict=True):
+                part.copy_(p.detach())
+                p.data = part
         runs.append(run)
     return runs
 
@@ -581,57 +579,21 @@ def _chains(parameters: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[lis
     pairs = sorted(zip(tensors, parameters, strict=True), key=lambda pair: pair[0].data_ptr())
     chains: list[list[Tensor]] = []
     for i, (tensor, p) in enumerate(pairs):
-        if i and _joined([pairs[i - 1][0], tensor], [pairs[i - 1][1], p]) is not None:
+        if i and joined_view([pairs[i - 1][0], tensor], [pairs[i - 1][1], p]) is not None:
             chains[-1].append(p)
         else:
             chains.append([p])
     return chains
 
 
-def _joined(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor | None:
-    """One flat view of tensors that lie one behind the other, laid out as their parameters; else None."""
-    first, step = tensors[0].detach(), tensors[0].element_size()
-    if len(tensors) == 1 and first.shape == parameters[0].shape and not first.numel():
-        return first.reshape(-1)
-    storage, place, count = _storage(first), first.data_ptr(), 0
-    for tensor, p in zip(tensors, parameters, strict=True):
-        if tensor.data_ptr() != place or tensor.stride() != p.stride() or tensor.shape != p.shape:
-            return None
-        if tensor.dtype != first.dtype or _storage(tensor) != storage:
-            return None
-        place += p.numel() * step
-        count += p.numel()
-    return first.as_strided((count,), (1,), first.storage_offset())
-
-
 def _cut(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Views of a flat tensor: one for each parameter, in its shape and its order of dimensions."""
-    views, offset = [], flat.storage_offset()
-    for p in parameters:
-        views.append(flat.as_strided(p.size(), p.stride(), offset))
-        offset += p.numel()
-    return views
+    return views(flat, [Layout(p.shape, p.stride()) for p in parameters])
 
 
-def _lodges(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory that is not its own alone."""
-    shared = tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
-    return shared or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _place(gradient: Tensor | None) -> int | None:
+    return gradient.data_ptr() if gradient is not None and gradient.layout is torch.strided else None
 
 
 def _places(parameters: Sequence[Tensor]) -> tuple[list[int], list[Any]]:
     return [p.data_ptr() for p in parameters], [p.stride() for p in parameters]
-
-
-def _dense(p: Tensor) -> bool:
-    """Whether the elements of `p` fill its memory without gaps, in any order of dimensions."""
-    size = 1
-    for stride, extent in sorted((s, n) for s, n in zip(p.stride(), p.shape, strict=True) if n != 1):
-        if stride != size:
-            return p.numel() == 0
-        size *= extent
-    return True

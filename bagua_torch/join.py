@@ -107,8 +107,10 @@ class Join:
                 accumulates = zeroed_in == engine.step and bool(self.optimizers)
                 zeroed_in = engine.step
                 keep = accumulates and self.divide_by_initial_size
-                for name, view in memory.gradients.items():
-                    memory.parameters[name].grad = view if keep else view.zero_()
+                for parameter in memory.parameters.values():
+                    parameter.grad = None
+                for part in memory.gradients:
+                    part.give(zeros=not keep)
                 for index in range(len(memory.names)):
                     engine.ready_bucket(index)
             engine.at(Point.BACKWARD)

@@ -1,24 +1,30 @@
-"""The memory of the buckets, of which gradients and weights are views.
+"""The memory of the buckets, in which gradients and weights lie.
 
-autograd accumulates a gradient straight into its bucket, because `p.grad` is a view of it. Where an algorithm
-exchanges weights, the parameters themselves are views.
+autograd accumulates a gradient straight into its bucket, because `p.grad` is a tensor over a part of it. Where
+an algorithm exchanges weights, the parameters themselves lie in buckets. Each keeps its order of dimensions in
+memory (`channels_last`), and has a storage of its own over its part: see `flats`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from bagua_comm import Plan, TensorSpec
+from bagua_comm import ArrayError, Plan, TensorSpec
 from bagua_comm.algorithms.base import Payload
 
 from .arrays import dtype_name
+from .flats import Flat, flat_of, layout_of
+from .gradients import GradientsInBucket, GradientsOfTheirOwn
 
 ALIGNMENT = 32
 """Buckets are padded to a multiple of this many elements, times the number of ranks."""
+
+_address = torch.Tensor.data_ptr
 
 
 def pack(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
@@ -40,20 +46,26 @@ class BucketMemory:
     Args:
         parameters: The parameters that are trained, by name. All are on one device.
         plan: How they are packed.
+        in_buckets: Whether `p.grad` lies in its bucket; else gradients are copied there and back.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan) -> None:
-        self.parameters, self.plan = parameters, plan
+    def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, *, in_buckets: bool = True) -> None:
+        self.parameters, self.plan, self.in_buckets = parameters, plan, in_buckets
         self.names = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
         """The parameters of each bucket."""
+        self.layouts = {name: layout_of(parameters[name]) for names in self.names for name in names}
+        """How each parameter lies in its bucket."""
         self.flats: dict[Payload, list[torch.Tensor]] = {}
         """One flat tensor for each bucket, by what the buckets hold."""
-        self.gradients: dict[str, torch.Tensor] = {}
-        """Views of the buckets of gradients, by parameter."""
+        self._flats: dict[Payload, list[Flat]] = {}
+        self.gradients: list[GradientsInBucket] = []
+        """The gradients of each bucket; empty while gradients are not exchanged."""
+        self._place: dict[str, tuple[GradientsInBucket, int]] = {}  # of a parameter's gradient
         self.weights: dict[str, torch.Tensor] = {}
-        """Views of the buckets of weights, by parameter."""
-        self._pairs: list[list[tuple[nn.Parameter, torch.Tensor]]] = []
-        """The parameters of each bucket, each with its view; empty while gradients are not exchanged."""
+        """Our own views of the buckets of weights, by parameter."""
+        self._in_weights: list[nn.Parameter] = []  # the parameters of `weights`, and where they should lie
+        self._weights_at: list[int] = []
+        self._strays: list[str] = []  # weights that others have moved, and which stay there
         self.commits = 0
         """How often, when autograd was last told, the engine had written to the buckets."""
 
@@ -64,59 +76,138 @@ class BucketMemory:
             torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
             for bucket, first in zip(self.plan.buckets, firsts, strict=True)
         ]
-        views = self.plan.cut(self.flats[payload])
+        flats = self._flats[payload] = [Flat(flat, bucket=True) for flat in self.flats[payload]]
         if payload == "grad":
-            self.gradients = views
-            self._pairs = [[(self.parameters[name], views[name]) for name in names] for names in self.names]
+            kind = GradientsInBucket if self.in_buckets else GradientsOfTheirOwn
+            self.gradients = [
+                kind(names, [self.parameters[n] for n in names], flat, [self.layouts[n] for n in names])
+                for names, flat in zip(self.names, flats, strict=True)
+            ]
+            self._place = {name: (part, i) for part in self.gradients for i, name in enumerate(part.names)}
         else:
-            self.weights = views
+            for names, flat in zip(self.names, flats, strict=True):
+                self.weights.update(zip(names, flat.views([self.layouts[n] for n in names]), strict=True))
+            self._in_weights = [self.parameters[name] for name in self.weights]
+            self._weights_at = list(map(_address, self.weights.values()))
+
+    def parts(self, flats: list[Flat]) -> dict[str, torch.Tensor]:
+        """Tensors with storages of their own over flat memory that is laid out as the buckets, by parameter."""
+        return {
+            name: part
+            for names, flat in zip(self.names, flats, strict=True)
+            for name, part in zip(names, flat.parts([self.layouts[n] for n in names]), strict=True)
+        }
 
     def provide(self, payloads: Collection[Payload]) -> None:
-        """Make the memory for `payloads` that is not there yet; for weights, parameters become views of it."""
+        """Make the memory for `payloads` that is not there yet; weights move there."""
         for payload in payloads:
             if payload in self.flats:
                 continue
             self.allocate(payload)
-            for name, view in self.weights.items() if payload == "weight" else ():
-                view.copy_(self.parameters[name].detach())
-                self.parameters[name].data = view
+            if payload == "weight":
+                for name, view in self.weights.items():
+                    view.copy_(self.parameters[name].detach())
+                self._strays = [name for name in self.weights if _shared(self.parameters[name])]
+                self._place_weights()
+        self.reclaim()
 
     def replace(self, old: BucketMemory) -> None:
-        """Let gradients and parameters be views of this memory, to which the engine has moved their values."""
-        for name, view in self.gradients.items():
-            if self.parameters[name].grad is old.gradients[name]:
-                self.parameters[name].grad = view
-        for name, view in self.weights.items():
-            self.parameters[name].data = view
+        """Let gradients and parameters lie in this memory, to which the engine has moved their values."""
+        for name, (part, index) in old._place.items() if self._place else ():
+            part.move_to(index, *self._place[name])
+        self._strays = old._strays
+        self._place_weights()
         self.commits = old.commits
 
+    def _place_weights(self) -> None:
+        for name, part in self.parts(self._flats["weight"]).items() if self.weights else ():
+            if name not in self._strays:
+                self.parameters[name].data = part
+
+    # Gradients ------------------------------------------------------------------------------------------
+
     def attach(self, name: str) -> None:
-        """Make `p.grad` a view of its bucket, if gradients are exchanged: with its values, or zeros for none."""
-        if name in self.gradients:
-            _attach(self.parameters[name], self.gradients[name])
+        """Make `p.grad` a part of its bucket, if gradients are exchanged: with its values, or zeros for none."""
+        if name in self._place:
+            part, index = self._place[name]
+            part.attach_one(index)
 
     def attach_bucket(self, index: int) -> None:
-        """Do the same for all parameters of a bucket."""
-        for parameter, view in self._pairs[index] if self._pairs else ():
-            _attach(parameter, view)
+        """Have the gradients of a bucket in its memory: it is about to be sent."""
+        if self.gradients:
+            self.gradients[index].collect()
 
     def attach_all(self) -> set[str]:
-        """Do the same for all parameters.
+        """Let autograd accumulate into the buckets.
 
         Returns:
-            The names of those that had no gradient.
+            The names of the parameters that had no gradient.
         """
         without: set[str] = set()
-        for index, pairs in enumerate(self._pairs):
-            fresh = [name for name, (p, _) in zip(self.names[index], pairs, strict=True) if p.grad is None]
-            without.update(fresh)
-            if len(fresh) < len(pairs):
-                self.attach_bucket(index)
-                continue
-            self.flats["grad"][index].zero_()  # at once, which takes less time than one after another
-            for parameter, view in pairs:
-                parameter.grad = view
+        for part in self.gradients:
+            without |= part.attach()
         return without
+
+    def collect(self) -> None:
+        """Have all gradients in the buckets."""
+        for part in self.gradients:
+            part.collect()
+
+    def spread(self) -> None:
+        """Have what the buckets hold in `p.grad`, if gradients do not lie there anyway."""
+        for part in self.gradients:
+            part.spread()
+
+    # Weights --------------------------------------------------------------------------------------------
+
+    @property
+    def strayed(self) -> bool:
+        """Whether others have moved weights out of the buckets."""
+        return bool(self._in_weights) and list(map(_address, self._in_weights)) != self._weights_at
+
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """Have the weights in the buckets again that others have moved: converted and back, or given new values.
+
+        Those in memory that processes share stay there, as do those that are of another dtype now: for them the
+        bucket is a copy, which `note` writes back.
+
+        Raises:
+            ArrayError: One lies in the bucket of another wrapper, or has another shape or device.
+        """
+        self._strays = []
+        if not self.strayed:
+            return
+        parts: dict[str, torch.Tensor] = {}
+        for address, (name, view) in zip(self._weights_at, self.weights.items(), strict=True):
+            parameter = self.parameters[name]
+            if parameter.data_ptr() == address:
+                continue
+            flat = flat_of(parameter)
+            if parameter.shape != view.shape or parameter.device != view.device or (flat and flat.bucket):
+                raise ArrayError(
+                    f"DistributedDataParallel: {name!r} was moved or wrapped once more, so its weights would not "
+                    f"be exchanged; expected shape {tuple(view.shape)} on {view.device}, in the buckets of this "
+                    "wrapper. Close this one and wrap the module again"
+                )
+            view.copy_(parameter.detach())
+            if parameter.dtype == view.dtype and not _shared(parameter):
+                parts = parts or self.parts(self._flats["weight"])
+                parameter.data = parts[name]
+            else:
+                self._strays.append(name)
+
+    def check(self) -> None:
+        """Raise `ArrayError` if a parameter was converted since it was wrapped."""
+        for part in self.gradients:
+            part.check_layouts()
+        for name in self._strays:
+            if self.parameters[name].dtype != self.weights[name].dtype:
+                raise ArrayError(
+                    f"DistributedDataParallel: {name!r} was converted to {self.parameters[name].dtype}, expected "
+                    f"{self.weights[name].dtype} as when the module was wrapped; convert it back before a "
+                    "training pass, or close this one and wrap the module again"
+                )
 
     def note(self, commits: int) -> None:
         """Tell autograd if the engine, by its number of commits, has written to the buckets since the last time.
@@ -125,18 +216,16 @@ class BucketMemory:
         """
         if self.commits != commits:
             self.commits = commits
+            if self.strayed:
+                self._write_back()
             increment_version(self.parameters.values())
 
-
-def _attach(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is view:
-        return
-    if gradient is None:
-        view.zero_()
-    else:
-        view.copy_(gradient.detach())
-    parameter.grad = view
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Copy what was exchanged to the weights that do not lie in the buckets."""
+        for address, (name, view) in zip(self._weights_at, self.weights.items(), strict=True):
+            if self.parameters[name].data_ptr() != address and self.parameters[name].shape == view.shape:
+                self.parameters[name].copy_(view)
 
 
 class KeptGradients:
@@ -147,13 +236,17 @@ class KeptGradients:
     """
 
     def __init__(self, memory: BucketMemory) -> None:
-        self._parameters = memory.parameters
-        self._now = {name: memory.parameters[name].grad for name in memory.gradients}
-        self._values = {name: view.clone() for name, view in memory.gradients.items() if self._now[name] is view}
+        for part in memory.gradients:
+            part.set_aside()
+        names: list[Any] = [name for part in memory.gradients for name in part.names]
+        self._now = [(memory.parameters[name], memory.parameters[name].grad) for name in names]
 
     def put_back(self) -> None:
         """Make `p.grad` what it was, with the values that it had."""
-        for name, gradient in self._now.items():
-            self._parameters[name].grad = gradient
-            if gradient is not None and name in self._values:
-                gradient.copy_(self._values[name])
+        for parameter, gradient in self._now:
+            parameter.grad = gradient
+
+
+def _shared(tensor: torch.Tensor) -> bool:
+    """Whether other processes may see the memory of `tensor`; all CUDA tensors say so of themselves."""
+    return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from . import checks
 from .backward import BackwardWatch
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine, average_tensors
+from .flats import lay_out_state
 from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
@@ -62,6 +63,7 @@ class TrainingSteps(Live):
         device: Where the parameters are.
         find_unused: Whether to take away gradients that no rank has computed.
         static: Whether the same parameters get a gradient in every step.
+        in_buckets: Whether gradients lie in their buckets.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TrainingSteps(Live):
         *,
         find_unused: bool,
         static: bool,
+        in_buckets: bool = True,
     ) -> None:
         self.comm, self.contents, self.optimizers, self.device = comm, contents, optimizers, device
         self.stage = Stage.IDLE
@@ -89,7 +92,8 @@ class TrainingSteps(Live):
         self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
         self._trained = contents.trained
         self._unused = UnusedParameters(comm, self._trained)
-        self.memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, comm.size))
+        plan = pack(self._trained, bucket_bytes, comm.size)
+        self.memory = BucketMemory(self._trained, plan, in_buckets=in_buckets)
         self._past = ExchangeCounters()
         """Of the engines before this one."""
         self.start(algorithm)
@@ -135,7 +139,9 @@ class TrainingSteps(Live):
 
         Collective.
         """
-        memory = BucketMemory(self._trained, pack(self._trained, bucket_bytes, self.comm.size))
+        self._reclaim()
+        plan = pack(self._trained, bucket_bytes, self.comm.size)
+        memory = BucketMemory(self._trained, plan, in_buckets=self.memory.in_buckets)
         for payload in {phase.payload for phase in phases_of(algorithm)}:
             memory.allocate(payload)
         self.engine.move(memory, algorithm)
@@ -178,7 +184,9 @@ class TrainingSteps(Live):
         """Raise unless a training forward pass may begin; `join` counts it."""
         checks.check_open(self.stage is Stage.CLOSED)
         checks.check_backward_ended(self.watch.unfinished)
-        checks.check_unchanged(self.contents, self.memory.weights)
+        checks.check_unchanged(self.contents)
+        self._reclaim()
+        self.memory.check()
         if self.join is not None:
             self.join.forwards += 1
 
@@ -260,6 +268,8 @@ class TrainingSteps(Live):
                     self._send(index)  # so that no rank waits for it
         self._fresh.clear()
         self.engine.at(Point.BACKWARD)
+        if self.engine.payload == "grad":
+            self.memory.spread()
         self.note_new_weights()
         self.lend()
         self.stage = Stage.AVERAGED
@@ -271,8 +281,9 @@ class TrainingSteps(Live):
 
     def hold(self) -> None:
         """Keep the gradients in `p.grad` as one addend of the next mean, and leave zeros."""
-        self.memory.attach_all()
+        self.memory.collect()
         self.engine.hold()
+        self.memory.spread()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
         if self.engine.payload == "grad" and (self.find_unused or self.static) and not self.engine.stopped:
@@ -288,6 +299,7 @@ class TrainingSteps(Live):
         checks.check_backward_ended(self.watch.unfinished)
         self.end_backward()
         self.engine.settle()  # if this step was counted already
+        self._reclaim()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._stepped.add(id(optimizer))
@@ -298,6 +310,7 @@ class TrainingSteps(Live):
     def _end(self) -> None:
         self.stage = Stage.TOLD if self.stage in (Stage.OPEN_AGAIN, Stage.TOLD) else Stage.IDLE
         self._stepped.clear()
+        self._reclaim()
         self.engine.at(Point.STEP)
         self.note_new_weights()
 
@@ -351,6 +364,13 @@ class TrainingSteps(Live):
         self.engine.settle()
         self.note_new_weights()
 
+    def _reclaim(self) -> None:
+        """Before weights are exchanged: have them in the buckets, where somebody has moved them."""
+        if self.memory.strayed:
+            self.engine.settle()
+            self.note_new_weights()
+            self.memory.reclaim()
+
     def note_new_weights(self) -> None:
         """Tell autograd of weights that the engine has written."""
         self.memory.note(self.engine.commits)
@@ -392,6 +412,7 @@ class TrainingSteps(Live):
         for optimizer in self.optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(hook(self._before_optimizer_step)))
             self._hooks.append(optimizer.register_step_post_hook(hook(self._after_optimizer_step)))
+            self._hooks.append(optimizer.register_load_state_dict_post_hook(lay_out_state))
         for register in (
             self.contents.module.register_forward_pre_hook,
             self.contents.module.register_state_dict_pre_hook,

@@ -10,14 +10,8 @@ import torch.distributed as dist
 
 from bagua_comm import ArrayError, UnsupportedError
 
-HARMLESS = (
-    "check_reduction",
-    "dim",
-    "gradient_as_bucket_view",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
-)
-"""Arguments that change nothing here: gradients always are views of buckets; no value depends on the others."""
+HARMLESS = ("check_reduction", "dim", "skip_all_reduce_unused_params", "batched_grad_copy")
+"""Arguments that change nothing here: no value depends on them."""
 
 REFUSED = {
     "mixed_precision": "use torch.autocast, or convert the module",

@@ -1,0 +1,203 @@
+"""Flat memory, and tensors over parts of it that have a storage of their own.
+
+Whoever holds a tensor may do anything with it: `detach_()` it, share or save its storage, give it other memory by
+`x.data = y`. A view of a bucket would move or save the whole bucket then. So parameters and gradients get tensors
+over a part of the memory, which know nothing of the rest. Where such a tensor lies is told by its address.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import dlpack
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory: its extents, and its steps from one element to the next, in elements."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions, from the one with the largest step to that with the smallest.
+
+        Those of one element are left out: their step means nothing.
+        """
+        longer = (d for d, extent in enumerate(self.size) if extent != 1)
+        return tuple(sorted(longer, key=lambda d: -self.stride[d]))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether elements of a layout without gaps lie in the order of their indices."""
+        return not self.size.numel() or list(self.order) == sorted(self.order)
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """The layout of `tensor` in a bucket: its own if that has no gaps and no repeats, else the contiguous one."""
+    mine = Layout(tensor.shape, tensor.stride())
+    if is_dense(mine):
+        return mine
+    stride = [1]
+    for extent in reversed(mine.size[1:]):
+        stride.insert(0, stride[0] * extent)
+    return Layout(mine.size, tuple(stride))
+
+
+def is_dense(layout: Layout) -> bool:
+    """Whether the elements fill their memory without gaps or repeats, in any order of dimensions."""
+    size = 1
+    for stride, extent in sorted((s, n) for s, n in zip(layout.stride, layout.size, strict=True) if n != 1):
+        if stride != size:
+            return layout.size.numel() == 0
+        size *= extent
+    return True
+
+
+def repeats(tensor: Tensor) -> bool:
+    """Whether elements of `tensor` along a dimension are one and the same, as after `expand`."""
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return tensor.numel() > 0 and any(stride == 0 and extent > 1 for stride, extent in pairs)
+
+
+def _exchanged(tensor: Tensor) -> Tensor:
+    """The same elements in a storage of their own, as one library hands them to another."""
+    untyped: Any = dlpack
+    exchanged: Tensor = untyped.from_dlpack(untyped.to_dlpack(tensor))
+    return exchanged
+
+
+class Flat:
+    """One-dimensional memory in which tensors lie one behind the other.
+
+    As long as a `Flat` is there, `flat_of` finds it. Its memory lives as long as any tensor over it.
+
+    Args:
+        tensor: The memory, contiguous. Nobody else gets it.
+        bucket: Whether it is a bucket of a `BucketMemory`.
+    """
+
+    def __init__(self, tensor: Tensor, *, bucket: bool = False) -> None:
+        self.tensor, self.bucket = tensor.detach(), bucket
+        self.begin = tensor.data_ptr()
+        """The address of its first element."""
+        self.nbytes = tensor.numel() * tensor.element_size()
+        if self.nbytes:
+            _FLATS[self.begin] = self
+
+    def part(self, start: int, layout: Layout) -> Tensor:
+        """A tensor over the elements from `start` on, which has a storage of its own. Shares memory."""
+        piece = _exchanged(self.tensor[start : start + layout.size.numel()])
+        part = torch.empty(0, dtype=piece.dtype, device=piece.device)  # DLPack drops steps of extents of 1
+        return part.set_(piece.untyped_storage(), 0, layout.size, layout.stride)
+
+    def parts(self, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Tensors of these layouts, one behind the other, each with a storage of its own."""
+        return [self.part(start, layout) for start, layout in zip(_starts(layouts), layouts, strict=True)]
+
+    def views(self, layouts: Sequence[Layout]) -> list[Tensor]:
+        """Plain views of these layouts, one behind the other, for nobody else's eyes."""
+        return views(self.tensor, layouts)
+
+
+_FLATS: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
+"""All that are there, by address."""
+
+
+def flat_of(tensor: Tensor) -> Flat | None:
+    """The flat memory that `tensor` lies in, if there is one."""
+    address = tensor.data_ptr()
+    for reference in _FLATS.valuerefs():
+        flat = reference()
+        if flat is not None and flat.begin <= address < flat.begin + flat.nbytes:
+            return flat
+    return None
+
+
+def views(flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
+    """Views of a flat tensor, one behind the other, in these layouts."""
+    first = flat.storage_offset()
+    return [
+        flat.as_strided(layout.size, layout.stride, first + start)
+        for start, layout in zip(_starts(layouts), layouts, strict=True)
+    ]
+
+
+def _starts(layouts: Sequence[Layout]) -> list[int]:
+    starts = [0]
+    for layout in layouts:
+        starts.append(starts[-1] + layout.size.numel())
+    return starts[:-1]
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give what an optimizer keeps for each element of a parameter the strides of the parameter.
+
+    Copies and checkpoints come back in the order of indices, but kernels of `fused=True` read in that of memory.
+    """
+    for parameter, entry in optimizer.state.items():
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            if not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            layout = Layout(parameter.shape, parameter.stride())
+            if value.stride() != layout.stride and value.layout is torch.strided and is_dense(layout):
+                empty = torch.empty_strided(*layout, dtype=value.dtype, device=value.device)
+                entry[key] = empty.copy_(value)
+
+
+# Where tensors lie ------------------------------------------------------------------------------------------
+
+
+def joined_view(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor | None:
+    """One flat view of tensors that lie one behind the other in one storage, or in one `Flat`; else None.
+
+    Args:
+        tensors: The tensors.
+        like: Tensors that have the layouts which they must have.
+    """
+    first, step = tensors[0].detach(), tensors[0].element_size()
+    if len(tensors) == 1 and first.shape == like[0].shape and not first.numel():
+        return first.reshape(-1)
+    storage, place, count, together = first.untyped_storage().data_ptr(), first.data_ptr(), 0, True
+    for tensor, other in zip(tensors, like, strict=True):
+        if tensor.data_ptr() != place or tensor.stride() != other.stride() or tensor.shape != other.shape:
+            return None
+        if tensor.dtype != first.dtype:
+            return None
+        together = together and tensor.untyped_storage().data_ptr() == storage
+        place += tensor.numel() * step
+        count += tensor.numel()
+    if together:
+        return first.as_strided((count,), (1,), first.storage_offset())
+    flat = flat_of(first)
+    if flat is None or flat.tensor.dtype != first.dtype or place > flat.begin + flat.nbytes:
+        return None
+    start = (first.data_ptr() - flat.begin) // step
+    return flat.tensor[start : start + count]
+
+
+def lodges(tensor: Tensor) -> bool:
+    """Whether a tensor lies in memory that is not its own alone."""
+    shared = tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+    return shared or flat_of(tensor) is not None or room_of(tensor) != tensor.numel() * tensor.element_size()
+
+
+def begin_of(tensor: Tensor) -> int:
+    """The address of the flat memory, or else of the storage, that a tensor lies in."""
+    flat = flat_of(tensor)
+    return tensor.untyped_storage().data_ptr() if flat is None else flat.begin
+
+
+def room_of(tensor: Tensor) -> int:
+    """The size of the flat memory, or else of the storage, that a tensor lies in, in bytes."""
+    flat = flat_of(tensor)
+    return tensor.untyped_storage().nbytes() if flat is None else flat.nbytes
+
+
+def same_place(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same elements."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype

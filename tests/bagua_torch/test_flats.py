@@ -1,0 +1,267 @@
+"""Memory formats and complex numbers: parameters of any layout train as in one process."""
+
+import itertools
+
+import pytest
+import torch
+from support.memory_formats import (
+    EXACT,
+    LAYOUTS,
+    OPTIMIZERS,
+    QUANTIZED,
+    REAL,
+    WEIGHTS,
+    Parts,
+    contiguous,
+    expected_of,
+    last,
+    numbers,
+    steps,
+)
+from support.torch_training import filled, weights
+from torch import nn
+
+from bagua_comm import (
+    ArrayError,
+    CommMismatch,
+    DiLoCo,
+    ErrorFeedback,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    QAdam,
+    UnsupportedError,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import Checkpoints, DistributedDataParallel, QAdamOptimizer, fuse
+
+
+def cases():
+    """Every eighth stays in the default run."""
+    exchanges = {"exact": EXACT, "bytegrad": QUANTIZED, "weights": WEIGHTS}
+    # Complex numbers have an exact mean only, and PyTorch's fused kernels do not take them.
+    every = [
+        (layout, optimizer, how)
+        for layout, optimizer, how in itertools.product(LAYOUTS, OPTIMIZERS, exchanges)
+        if layout in REAL or (how == "exact" and not optimizer.startswith("fused"))
+    ]
+    for number, case in enumerate(every):
+        marks = [] if number % 12 == 0 else pytest.mark.slow
+        yield pytest.param(*case[:2], exchanges[case[2]], id="-".join(case), marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "optimizer", "exchange"), list(cases()))
+def test_a_parameter_of_any_memory_format_trains_as_in_one_process(layout, optimizer, exchange):
+    names = [layout, "contiguous", layout]
+    expected = expected_of(Parts(*names), optimizer, range(0, 4000, 1000))
+
+    def body(comm):
+        module = Parts(*names)
+        before = [p.stride() for p in module.parameters()]
+        ours = OPTIMIZERS[optimizer](list(module.parameters()))
+        ddp = DistributedDataParallel(module, ours, exchange, comm=comm, bucket_bytes=200)
+        rank = 100 * comm.rank
+        steps(ddp, ours, [seed + rank for seed in range(0, 4000, 1000)])
+        ddp.average_weights()
+        ddp.close()
+        assert [p.stride() for p in module.parameters()] == before
+        if exchange is not WEIGHTS:
+            assert [p.grad.stride() for p in module.parameters()] == before
+        return [p.detach().clone() for p in module.parameters()]
+
+    if exchange is WEIGHTS and "sgd" not in optimizer:  # not linear: only each rank's own elements are compared
+        expected = None
+    for actual in run_ranks(2, body):
+        for a, e in zip(actual, expected or actual, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-4, atol=0.03 if exchange is QUANTIZED else 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["fused adam", "our adam"])
+def test_where_weights_are_exchanged_the_memory_format_changes_nothing(optimizer):
+    def body(comm):
+        results = []
+        for make in (Parts, lambda *names: contiguous(Parts(*names))):
+            module = make(*REAL)
+            ours = OPTIMIZERS[optimizer](list(module.parameters()))
+            ddp = DistributedDataParallel(module, ours, DiLoCo(local_steps=2), comm=comm)
+            steps(ddp, ours, [seed + comm.rank for seed in range(6)])
+            ddp.replan(bucket_bytes=64)
+            steps(ddp, ours, [seed + comm.rank for seed in range(6, 9)])
+            ddp.switch(EXACT)
+            steps(ddp, ours, [seed + comm.rank for seed in range(9, 11)])
+            ddp.close()
+            results.append(weights(module))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+    run_ranks(2, body)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 5, 3, stride=2)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.last(self.second(torch.tanh(self.first(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("formats", "own"),
+    [
+        pytest.param(formats, own, marks=[] if formats == "first" and not own else pytest.mark.slow)
+        for formats in ("first", "second", "both")
+        for own in (False, True)
+    ],
+)
+def test_gradients_have_the_strides_of_their_parameters_and_the_values_of_one_process(formats, own):
+    """What PyTorch's own wrapper promises of convolutions in mixed memory formats, in several steps."""
+
+    def made():
+        model = filled(Convolutions())
+        for name in ("first", "second"):
+            if formats in (name, "both"):
+                getattr(model, name).to(memory_format=torch.channels_last)
+        return model
+
+    xs = [numbers(2, 3, 8, 8, seed=seed) for seed in range(4)]
+    local = made()
+    optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+
+    def body(comm):
+        model = made()
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, ours, comm=comm, bucket_bytes=400, gradient_as_bucket_view=not own)
+        seen = []
+        for step in range(2):
+            ours.zero_grad()
+            ddp(last(xs[2 * step + comm.rank])).square().mean().backward()
+            ours.step()
+            for p in model.parameters():
+                assert p.grad.stride() == p.stride()
+            seen.append([p.grad.clone() for p in model.parameters()])
+        ddp.close()
+        return seen
+
+    ranks = run_ranks(2, body)
+    for step in range(2):
+        optimizer.zero_grad()
+        for x in xs[2 * step : 2 * step + 2]:
+            (local(x).square().mean() / 2).backward()
+        optimizer.step()
+        for seen in ranks:
+            for actual, p in zip(seen[step], local.parameters(), strict=True):
+                torch.testing.assert_close(actual, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_with_gaps_gets_a_contiguous_gradient():
+    def body(comm):
+        module = Parts("gaps", make={"gaps": lambda: numbers(4, 6)[:, ::2]})
+        ddp = DistributedDataParallel(module, comm=comm)
+        ddp(comm.rank).backward()
+        (p,) = module.parameters()
+        assert (p.stride(), p.grad.stride()) == ((6, 2), (3, 1))
+        mean = sum(2 * (p - numbers(4, 3, seed=seed)) for seed in (0, 1)) / 2
+        torch.testing.assert_close(p.grad, mean.detach())
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_expanded_parameters_and_other_orders_of_dimensions_are_refused_on_every_rank():
+    def body(comm):
+        for first, second, error, match in (
+            (numbers(1, 3).expand(4, 3), numbers(1, 3).expand(4, 3), UnsupportedError, "'weight'.*share memory"),
+            (numbers(4, 4), numbers(1, 4).expand(4, 4), CommMismatch, "different modules.*repeats"),
+            (numbers(4, 4), numbers(4, 4).t(), CommMismatch, r"'weight'.*dimensions in the order \(1, 0\)"),
+        ):
+            module = nn.Module()
+            module.weight = nn.Parameter(first if comm.rank == 0 else second)
+            with pytest.raises(error, match=match):
+                DistributedDataParallel(module, comm=comm)
+
+    run_ranks(2, body)
+
+
+def test_extents_of_one_may_have_any_stride():
+    def body(comm):
+        module = nn.Module()
+        module.weight = nn.Parameter(numbers(3, 1, 2).as_strided((3, 1, 2), (2, 2 + comm.rank, 1)))
+        DistributedDataParallel(module, comm=comm).close()
+
+    run_ranks(2, body)
+
+
+def test_a_memory_format_that_changes_after_wrapping_is_refused():
+    def body(comm):
+        model = filled(Convolutions())
+        ddp = DistributedDataParallel(model, comm=comm)
+        model.to(memory_format=torch.channels_last)
+        with pytest.raises(ArrayError, match=r"weight' has steps .* convert it back"):
+            ddp(numbers(1, 3, 8, 8))
+        model.to(memory_format=torch.contiguous_format)
+        ddp(numbers(1, 3, 8, 8)).sum().backward()
+        ddp.close()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(ErrorFeedback()), DiLoCo(local_steps=2)], ids=str)
+def test_what_an_algorithm_keeps_is_saved_in_the_order_of_indices(algorithm, tmp_path):
+    """A checkpoint of channels_last goes on in a contiguous model."""
+
+    def body(comm):
+        def made(module):
+            optimizer = OPTIMIZERS["sgd"](list(module.parameters()))
+            return module, optimizer, DistributedDataParallel(module, optimizer, algorithm, comm=comm)
+
+        module, optimizer, ddp = made(Parts("channels_last", "transposed"))
+        steps(ddp, optimizer, [comm.rank, 7 + comm.rank, 14 + comm.rank])
+        saved = ddp.engine.state_tensors()["tensors"]
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(3, wait=True, model=ddp, optimizer=optimizer)
+            ddp.close()
+            other, other_optimizer, other_ddp = made(contiguous(Parts("channels_last", "transposed")))
+            checkpoints.load(model=other_ddp, optimizer=other_optimizer)
+        loaded = other_ddp.engine.state_tensors()["tensors"]
+        for name, entry in saved.items():
+            for path, value in entry.items():
+                assert not isinstance(value, torch.Tensor) or torch.equal(value, loaded[name][path])
+        piece = other_ddp.engine.plan.cut([b.flat for b in other_ddp.engine.buckets])["parts.0"]
+        if algorithm.payload == "weight":
+            assert torch.equal(torch.from_numpy(piece), module.parts[0])
+        assert torch.equal(weights(module), weights(other))
+        other_ddp.close()
+
+    run_ranks(2, body)
+
+
+def test_a_borrowed_momentum_lies_as_its_parameter():
+    def body(comm):
+        results = []
+        for change in (lambda module: module, contiguous):
+            for fusing in (False, True):
+                module = change(Parts("channels_last", "transposed"))
+                optimizer = QAdamOptimizer(list(module.parameters()), lr=0.05, warmup_steps=2)
+                optimizer = fuse(optimizer) if fusing else optimizer
+                ddp = DistributedDataParallel(module, optimizer, QAdam(2, average=EXACT.average), comm=comm)
+                steps(ddp, optimizer, [seed + comm.rank for seed in range(5)])
+                ddp.close()
+                results.append(weights(module))
+        for result in results[1:]:
+            torch.testing.assert_close(result, results[0])
+
+    run_ranks(2, body)
+
+
+# Complex numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [QUANTIZED, WEIGHTS, DiLoCo(), LowPrecisionDecentralized()], ids=str)
+def test_algorithms_without_an_exact_mean_refuse_complex_parameters_by_name(algorithm):
+    def body(comm):
+        module = Parts("contiguous", "complex64")
+        optimizer = OPTIMIZERS["sgd"](list(module.parameters()))
+        with pytest.raises(UnsupportedError, match=r"'parts.1'.*complex64"):
+            DistributedDataParallel(module, optimizer, algorithm, comm=comm)
+
+    run_ranks(2, body)
