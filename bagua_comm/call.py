@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import get_ident
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -27,7 +27,7 @@ import numpy as np
 from . import arrays, refusals, trace
 from . import turn as turns
 from .agreement import compare_calls
-from .arrays import Array, DType, as_array, as_real, check_reduction, returned
+from .arrays import Array, as_array, as_real, check_reduction, returned
 from .bucket import Bucket
 from .errors import ArrayError, BaguaError, CommError, UnsupportedError
 from .flight import recorder as flight
@@ -212,7 +212,8 @@ class Call:
         head = self._head() if self.kind is None else self.kind.head
         self._record: flight.Record = [head, 0, comm.work.place, start, None, None]
         record = self._record
-        turn.check(self.name)
+        if turn.closed or turn.forks != turns.forks:
+            turn.check(self.name)
         me = get_ident()
         if turn.owner[0] != me:
             raise turn.refusal(self.name)
@@ -220,7 +221,16 @@ class Call:
         try:
             if outermost:
                 turn.begin(self.name, self.signature, self.timeout_s)
-            self._announce()
+            record[flight.NUMBER] = turn.count(head[1])
+            comm.flight.ring.append(record)
+            if comm.hooks.all:
+                comm.hooks.call("before", self._view())
+                self._start = time.perf_counter_ns()
+            if comm.check and self._compared:
+                self.compare()
+                self._start = time.perf_counter_ns()
+            if trace.wanted():
+                self._shown = trace.show(self.name, self.detail, self.x.nbytes)
             self._moving = True
             result = move()
             record[flight.END] = time.perf_counter_ns()
@@ -233,41 +243,24 @@ class Call:
             if outermost:
                 turn.is_free = True
                 del turn.owner[0]
-        self._succeed(record[flight.END])
-        return result
-
-    def _announce(self) -> None:
-        """Number the call, show it to those who look on, and compare it among the ranks."""
-        comm, record = self.comm, self._record
-        record[flight.NUMBER] = comm.turn.count(record[flight.HEAD][1])
-        comm.flight.ring.append(record)
+        self._count(record[flight.END])
+        turn.last_call = self.name
         if comm.hooks.all:
-            comm.hooks.call("before", self._view())
-            self._start = time.perf_counter_ns()
-        if comm.check and self._compared:
-            self.compare()
-            self._start = time.perf_counter_ns()
-        if trace.wanted():
-            self._shown = trace.show(self.name, self.detail, self.x.nbytes)
+            filled = None if self.target is NOTHING else self.target
+            comm.hooks.call("after", self._view(result=filled, seconds=(record[flight.END] - self._start) / 1e9))
+        if self._shown is not None:
+            self._shown.close()
+        return result
 
     def _count(self, end: int, **more: Any) -> None:
         """Add a span and, unless the call has failed, count it."""
         comm = self.comm
         wire = self.transport.sent_bytes - self._sent
         payload = self.x.nbytes if self.payload is None else self.payload
-        comm.tracer.add(self.name, self._start, end, _told(self.detail, payload, wire, self.x.dtype) | more)
+        arguments = {"bytes": payload, "wire_bytes": wire, "dtype": arrays.dtype_name(self.x.dtype), **more}
+        comm.tracer.add(self.name, self._start, end, self.detail | arguments)
         if not more:
             comm.counters.by_operation[self.name].add(payload, wire, end - self._start)
-
-    def _succeed(self, end: int) -> None:
-        comm = self.comm
-        self._count(end)
-        comm.turn.last_call = self.name
-        if comm.hooks.all:
-            result = None if self.target is NOTHING else self.target
-            comm.hooks.call("after", self._view(result=result, seconds=(end - self._start) / 1e9))
-        if self._shown is not None:
-            self._shown.close()
 
     def _head(self) -> flight.Head:
         """What the flight recorder keeps of the call that is the same for others like it."""
@@ -351,11 +344,6 @@ class Call:
 
 Into: TypeAlias = Literal["out", "x", "nothing"]
 """What a call fills on this rank: `out`, `x` itself, or nothing at all."""
-
-
-def _told(detail: Mapping[str, Any], payload: int, wire: int, dtype: DType) -> dict[str, Any]:
-    """The arguments of a call's span."""
-    return {**detail, "bytes": payload, "wire_bytes": wire, "dtype": arrays.dtype_name(dtype)}
 
 
 class Kind:
@@ -444,7 +432,8 @@ class Kind:
         turn.last_call = name = self.name
         wire = transport.sent_bytes - sent
         if wire != self.wire_bytes:
-            self.told, self.wire_bytes = _told(self.detail, self.payload, wire, self.dtype), wire
+            arguments = {"bytes": self.payload, "wire_bytes": wire, "dtype": arrays.dtype_name(self.dtype)}
+            self.told, self.wire_bytes = self.detail | arguments, wire
         comm.tracer.add(name, start, end, self.told)
         comm.counters.by_operation[name].add(self.payload, wire, end - start)
 

@@ -273,8 +273,9 @@ class NcclTransport(Transport):
             return
         stream = cupy.cuda.get_current_stream()
         try:
-            # In a CUDA graph, the call is not made now.
-            call = None if stream.is_capturing() else self._watch.begin(name, nbytes, self.limit_s)
+            call = None
+            if not stream.is_capturing():  # in a CUDA graph, the call is not made now
+                call = self._watch.begin(name, nbytes, self._limit_s or self._timeout_s)
             with self._watch:
                 start(stream.ptr)
             if call is not None:
