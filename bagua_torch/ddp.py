@@ -114,8 +114,9 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
         forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
-        gradient_as_bucket_view: Let `p.grad` lie in its bucket; by PyTorch's name, but True by default. If False,
-            gradients are copied there and back, which takes longer and more memory.
+        gradient_as_bucket_view: Let `p.grad` lie in its bucket; by PyTorch's name, but True by default. What is
+            kept of it does not change in the next step, but views of it do. If False, gradients are autograd's
+            own, and are copied to the bucket and back, which takes longer and more memory.
         others: Further arguments of PyTorch's own, by name. `check_reduction`, `dim`,
             `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
             `process_group` must be the module's device and all ranks; others are refused, unless they are None.
