@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     Raises:
         ArrayError: `average` is not an Average.
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
+        CommError: In a backward pass, if an exchange failed in it or in one before. In the first step of a static
+            graph PyTorch raises a RuntimeError in its place.
     """
     check_average_argument("comm_hook", average)
     comm = comm if comm is not None else default()
@@ -64,6 +67,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     numbers = itertools.count()
     bound: dict[int, tuple[Bucket, InPlace]] = {}  # by the index of the bucket
     saved: dict[str, dict[str, Any]] = {}  # what averages kept for buckets that PyTorch has replaced
+    watched = -1  # PyTorch's number of the backward pass whose end waits for the lane
 
     def bucket_of(given: GradBucket) -> Bucket:
         flat = as_array(given.buffer())
@@ -91,24 +95,31 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
     def hook(state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average the bucket's gradients in place."""
+        nonlocal watched
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, watched):
+            # Before PyTorch waits for the futures: it would lose the class of an error, and has no time limit.
+            watched = task
+            torch.autograd.Variable._execution_engine.queue_callback(lane.wait)
         device = bucket.buffer().device
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[device] if device.type == "cuda" else None
         )
 
         def exchange(ours: Bucket) -> None:
-            try:
-                averaging(ours)(ours.flat)
-            except Exception as exc:
-                future.set_exception(exc)  # type: ignore[arg-type]
-                raise
+            averaging(ours)(ours.flat)
             with cupy_stream(device):  # whoever waits for the future waits for this stream
                 future.set_result(bucket.buffer())
+
+        def ended(done: Future[None]) -> None:
+            error = done.exception()
+            if error is not None and not future.done():  # the task failed, or was refused by the lane
+                future.set_exception(error)  # type: ignore[arg-type]
 
         with torch_stream(device):
             ours = bucket_of(bucket)
             check_average(average, ours.spec.dtype)
-            lane.submit(exchange, ours)
+            lane.submit(exchange, ours).add_done_callback(ended)
         return future
 
     # PyTorch checks these two annotations, which are strings in this file.

@@ -1,0 +1,106 @@
+"""Our averages in PyTorch's own DistributedDataParallel, where exchanges fail; tests/mpi has where they do not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.torch_training import batch, loss_of, make_model
+from torch import nn
+
+from bagua_comm import CommAborted, CommTimeout
+from bagua_comm.testing import run_ranks
+from bagua_torch import comm_hook
+
+
+class Late:
+    """An average for which a rank is late, in the call of this number."""
+
+    def __init__(self, fails):
+        self.fails, self.calls = fails, 0
+
+    def bind(self, comm):
+        def average(x):
+            self.calls += 1
+            if self.calls == self.fails:
+                raise CommTimeout("a rank is late")
+            return x
+
+        return average
+
+
+@pytest.fixture
+def gloo():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(ddp, steps):
+    for step in range(steps):
+        loss_of(ddp, batch(0, step)).backward()
+
+
+def with_communicator(body):
+    return run_ranks(1, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("fails", [1, 2, 6], ids="exchange {}".format)
+def test_backward_raises_the_error_of_an_exchange_and_does_not_wait_for_ever(fails, gloo):
+    """Whichever bucket it is of: the lane refuses the ones behind it."""
+
+    def body(comm):
+        ddp = nn.parallel.DistributedDataParallel(make_model(), bucket_cap_mb=1e-5)
+        ddp.register_comm_hook(None, comm_hook(Late(fails), comm))
+        with pytest.raises(CommTimeout, match="a rank is late"):
+            train(ddp, steps=2)  # PyTorch begins with few buckets, and forms more in the second step
+
+    with_communicator(body)
+
+
+def test_a_hook_whose_exchange_has_failed_raises_in_every_later_pass(gloo):
+    def body(comm):
+        hook = comm_hook(Late(1), comm)
+        for error in (CommTimeout, CommAborted):
+            ddp = nn.parallel.DistributedDataParallel(make_model())
+            ddp.register_comm_hook(None, hook)
+            with pytest.raises(error):
+                loss_of(ddp, batch(0, 0)).backward()
+
+    with_communicator(body)
+
+
+def test_the_futures_of_a_hook_hold_its_errors_where_nothing_else_waits(gloo):
+    """As in PyTorch's `join`, which calls the hook outside of a backward pass."""
+
+    class Bucket:
+        def index(self):
+            return 0
+
+        def buffer(self):
+            return torch.ones(3)
+
+        def parameters(self):
+            return parameters
+
+    parameters = [nn.Parameter(torch.ones(3))]
+
+    def body(comm):
+        hook = comm_hook(Late(1), comm)
+        futures = [hook(None, Bucket()) for _ in range(2)]
+        for future, error in zip(futures, (CommTimeout, CommAborted), strict=True):
+            with pytest.raises(error):
+                future.wait()
+
+    with_communicator(body)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_static_graph_ends_with_an_error_too(step, gloo):
+    """In its first step PyTorch itself waits for the exchanges, and raises an error of its own."""
+
+    def body(comm):
+        ddp = nn.parallel.DistributedDataParallel(make_model(), static_graph=True)
+        ddp.register_comm_hook(None, comm_hook(Late(step + 1), comm))
+        with pytest.raises(CommTimeout if step else RuntimeError, match="a rank is late"):
+            train(ddp, step + 1)
+
+    with_communicator(body)
