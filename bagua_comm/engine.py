@@ -163,6 +163,11 @@ class Engine(Live):
         """What is exchanged in this step: "grad" or "weight"."""
         return self._phase.payload
 
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange something in this step, and wait for each other; the same on all ranks."""
+        return self._exchanges.communicates
+
     def ready(self, name: str) -> None:
         """Say that the values of a tensor are complete in this step.
 

@@ -76,6 +76,13 @@ class Exchanges:
             spent_ns = time.perf_counter_ns() - began
             self.counters.exchange.add(bucket.nbytes, after.wire_bytes - before.wire_bytes, spent_ns)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange something in this step, and wait for each other; the same on all ranks."""
+        if self.stopped or isinstance(self.algorithm.window, Rounds):
+            return False
+        return any(self.algorithm.communicates(self.step - self.began, state) for state in self.states)
+
     def wait(self) -> None:
         """Wait for all tasks on the lane; raises the first error among them."""
         began = time.perf_counter_ns()

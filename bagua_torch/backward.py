@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from types import FrameType, MethodType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,6 +32,9 @@ class BackwardWatch:
     pass that another pass starts (reentrant checkpoints do that) is a pass of its own, if it computes a gradient
     before the outer one does.
 
+    Gradients that a pass accumulates while the watch is not armed are in `strays`, unless the pass goes through
+    an output of which `leave_at` was called, or `leaves` is set.
+
     Bound methods among the callbacks are held weakly, so that a watch keeps no object alive. Once the object is
     gone, its callback does nothing. What a callback raises, `backward()` raises. `torch.autograd.grad` of
     parameters raises `MisuseError` while the watch is armed: it accumulates nothing.
@@ -44,6 +47,7 @@ class BackwardWatch:
         after: Called when the last gradient of a group is accumulated in an armed pass, with the group's index.
         ended: Called after the last gradient of an armed pass, with the names of all parameters that got a
             gradient, and whether another pass started this one and goes on.
+        came: Called when a pass comes to an output of which `arm_at` or `leave_at` was called.
     """
 
     def __init__(
@@ -55,15 +59,21 @@ class BackwardWatch:
         before: Callable[[str], None],
         after: Callable[[int], None],
         ended: Callable[[set[str], bool], None],
+        came: Callable[[], None] = lambda: None,
     ) -> None:
         self.armed = False
         """Whether the pass that goes on, or else the next one, is followed."""
+        self.leaves = False
+        """Whether passes that are not followed are meant to be so."""
+        self.strays: dict[str, int] = {}
+        """The parameters that got a gradient in a pass that should have been followed; their versions then."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
         self._task = -1  # PyTorch's number of the pass in which the latest hook ran
+        self._left_task = -1  # PyTorch's number of the latest pass that is left alone
         self.count = len(parameters)
         """How many parameters are watched."""
         self.began, self.before = _weakly(began), _weakly(before)
-        self.after, self.ended = _weakly(after), _weakly(ended)
+        self.after, self.ended, self.came = _weakly(after), _weakly(ended), _weakly(came)
         self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _nobody
         self._by_name = {name: _Hooks(self, name) for name in parameters}
         self.regroup(groups)
@@ -85,23 +95,44 @@ class BackwardWatch:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def arm_at(self, output: Any) -> None:
-        """If armed, arm once more when a backward pass goes through `output`, which a module returned.
-
-        Passes of other outputs may come first, and disarm the watch.
-        """
-        if not self.armed:
-            return
-        waiting = [True]
+        """Follow every backward pass that goes through `output`, which a module returned."""
 
         def reached(_: torch.Tensor) -> None:
-            if waiting:
-                waiting.clear()
-                self.armed = True
+            before, complete = self.armed, self.complete
+            self.armed = True
+            self.came()
+            at_the_end_of_the_pass(lambda: self._came_by(complete, armed=before))
 
-        for tensor in _tensors_in(output):
-            if tensor.grad_fn is not None:
-                hooked: Any = tensor  # torch leaves this method untyped
-                hooked.register_hook(reached)
+        _hook(output, reached)
+
+    def _came_by(self, complete: set[str], *, armed: bool) -> None:
+        """A pass has ended that came by an output; `complete` and `armed` are what they were before it did."""
+        if not self._begun:  # else `_pass_has_ended` comes next
+            self.armed = armed and complete is self.complete
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def leave_at(self, output: Any) -> None:
+        """Expect that passes through `output`, which a module returned, are not followed."""
+
+        def reached(_: torch.Tensor) -> None:
+            self._left_task = torch._C._current_graph_task_id()
+            self.came()
+
+        _hook(output, reached)
+
+    def stray(self, name: str, parameter: torch.Tensor) -> None:
+        """A gradient was accumulated in a pass that is not followed: note it, unless that is as it should be."""
+        task = torch._C._current_graph_task_id()
+        if task == self._left_task or any(watch.follows(task) for watch in watches_of(parameter)):
+            return
+        if _inside_a_pass():  # as in a reentrant checkpoint of a pass that may be left alone
+            self._left_task = task
+            return
+        self.strays[name] = parameter._version
+
+    def follows(self, task: int) -> bool:
+        """Whether the pass of this number is, or was, followed by this watch."""
+        return task == self._task
 
     @property
     def unfinished(self) -> bool:
@@ -119,8 +150,8 @@ class BackwardWatch:
         if task != self._task:  # else a pass that has failed would tell what this one computes
             self._task, self._computed = task, False
         self._computed = self._computed or computed
-        complete, engine = self.complete, torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._pass_has_ended(complete))
+        complete = self.complete
+        at_the_end_of_the_pass(lambda: self._pass_has_ended(complete))
         if not self._begun:
             self._begun = True
             self.began()
@@ -194,10 +225,12 @@ class _Hooks:
         elif made:
             watch.before(self._name)
 
-    def accumulated(self, _: torch.Tensor) -> None:
+    def accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient is in `p.grad`."""
         watch = self.watch
-        if watch.armed and self._made:
+        if not self._made:
+            return
+        if watch.armed:
             complete, group = watch.complete, self.group
             if self._name in complete:
                 raise MisuseError(
@@ -209,6 +242,8 @@ class _Hooks:
                 watch.after(group.index)
                 if len(complete) == watch.count:
                     watch.end()
+        elif not watch.leaves:
+            watch.stray(self._name, parameter)
 
 
 def watches_of(parameter: torch.Tensor) -> list[BackwardWatch]:
@@ -234,19 +269,60 @@ def _nobody() -> None:
     return None
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned, as far as they can be found."""
+def at_the_end_of_the_pass(call: Callable[[], None]) -> None:
+    """Call when PyTorch has nothing left to compute in the pass that goes on, if it does not fail.
+
+    If no pass goes on, call now.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        call()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> None:
+    """Have `reached` called whenever a backward pass comes to a tensor in `output`, which a module returned."""
+    for tensor in _tensors_in(output, set()):
+        if tensor.grad_fn is not None:
+            hooked: Any = tensor  # torch leaves this method untyped
+            hooked.register_hook(reached)
+
+
+def _tensors_in(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returned, as far as they can be found; `seen` has the ids of what was."""
     if isinstance(output, torch.Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors_in(value)
+        return
+    if isinstance(output, _LEAVES) or id(output) in seen:
+        return
+    seen.add(id(output))
+    values: list[Any] = []
+    if isinstance(output, Mapping):
+        values += output.values()
     elif isinstance(output, (list, tuple)):
-        for value in output:
-            yield from _tensors_in(value)
-    elif is_dataclass(output):
-        for part in fields(output):
-            yield from _tensors_in(getattr(output, part.name))
+        values += output
+    if is_dataclass(output):
+        values += [getattr(output, part.name) for part in fields(output)]
+    values += getattr(output, "__dict__", {}).values()
+    for value in values:
+        yield from _tensors_in(value, seen)
+
+
+_LEAVES = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    nn.Module,
+)
+"""Types of values in which no output is looked for."""
 
 
 def _inside_a_pass() -> bool:

@@ -17,21 +17,39 @@ from .arrays import as_array, torch_stream
 
 @torch.no_grad()
 def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], *, root: int = 0) -> None:
-    """Copy `root`'s tensors to all ranks, in place: one message for each dtype and kind of device.
+    """Copy `root`'s tensors to all ranks, in place; see `broadcast_values`.
+
+    Collective.
+    """
+    for tensor, value in zip(tensors, broadcast_values(comm, tensors, root=root), strict=True):
+        if value is not tensor:
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def broadcast_values(
+    comm: Communicator, tensors: Sequence[torch.Tensor], *, root: int = 0
+) -> Sequence[torch.Tensor]:
+    """What `root`'s tensors hold, on all ranks: one message for each dtype and kind of device.
 
     Collective. All ranks give tensors of the same shapes, dtypes and kinds of devices, in the same order. CUDA
     tensors are copied in the order of PyTorch's current stream.
+
+    Returns:
+        New tensors of the shapes of `tensors`; on `root`, `tensors` themselves.
     """
     if comm.size == 1:
-        return
+        return tensors
+    found: dict[int, torch.Tensor] = {}
     kinds = {(str(tensor.dtype), tensor.device.type) for tensor in tensors}
     for kind in sorted(kinds):
-        group = [tensor for tensor in tensors if (str(tensor.dtype), tensor.device.type) == kind]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
+        places = [i for i, tensor in enumerate(tensors) if (str(tensor.dtype), tensor.device.type) == kind]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
         with torch_stream(flat.device):
             comm.broadcast(as_array(flat), root=root)
-        for tensor, values in zip(group, torch.split(flat, [t.numel() for t in group]), strict=True):
-            tensor.copy_(values.view_as(tensor))
+        for i, values in zip(places, torch.split(flat, [tensors[i].numel() for i in places]), strict=True):
+            found[i] = values.view_as(tensors[i])
+    return tensors if comm.rank == root else [found[i] for i in range(len(tensors))]
 
 
 def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *, root: int = 0) -> None:

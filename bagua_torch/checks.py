@@ -250,7 +250,7 @@ def check_unchanged(contents: Contents) -> None:
     """Check, before a training forward pass, that the module is as it was when it was wrapped.
 
     Raises:
-        ArrayError: A parameter was added, replaced, frozen or unfrozen.
+        ArrayError: A parameter was added or replaced, or one is trained that was frozen.
         UnsupportedError: An optimizer would step within the backward pass.
     """
     if not contents.unchanged:
@@ -265,22 +265,39 @@ def check_unchanged(contents: Contents) -> None:
 
 
 def _check_parameters(contents: Contents) -> None:
-    """Raise `ArrayError` if a parameter that is not ignored was added, replaced, frozen or unfrozen."""
+    """Raise `ArrayError` if a parameter that is not ignored was added, replaced or unfrozen."""
     trained = {id(p) for p in contents.trained.values()}
     for name, parameter in contents.module.named_parameters():
-        if (id(parameter) in trained) == parameter.requires_grad or name in contents.ignored:
+        if id(parameter) in trained or not parameter.requires_grad or name in contents.ignored:
             continue
         if not isinstance(parameter, nn.Parameter):
             continue  # torch.func.functional_call lends it to the module for this call
-        if contents.all.get(name, parameter) is not parameter:
+        before = contents.all.get(name)
+        if before is None:
+            raise ArrayError(
+                f"DistributedDataParallel: {name!r} was added after the module was wrapped; close this one and "
+                "wrap the module again"
+            )
+        if before is not parameter:
             raise ArrayError(
                 f"DistributedDataParallel: {name!r} is another parameter than when the module was wrapped; "
                 "close this one and wrap the module again. Give torch.func.functional_call tensors that are "
                 "not nn.Parameter; their gradients stay on this rank"
             )
         raise ArrayError(
-            f"DistributedDataParallel: {name!r} was added, frozen or unfrozen after the module was "
-            "wrapped; close this one and wrap the module again"
+            f"DistributedDataParallel: {name!r} was frozen when the module was wrapped and is not now, so its "
+            "gradients would not be averaged; wrap the module while it has requires_grad=True, and freeze it "
+            "afterwards for as long as you like; or close this one and wrap the module again"
+        )
+
+
+def check_may_freeze(name: str, algorithm: Algorithm) -> None:
+    """Raise `UnsupportedError` if `algorithm` cannot leave out a parameter that is frozen after wrapping."""
+    lent = complete(algorithm).lends
+    if lent:
+        raise UnsupportedError(
+            f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} goes on "
+            f"averaging its {lent}, which would move it; freeze it before wrapping, or use another algorithm"
         )
 
 
@@ -299,4 +316,54 @@ def check_backward_ended(unfinished: bool) -> None:
         raise CommError(
             "DistributedDataParallel: the last backward pass did not end, because it raised; close this one and "
             "wrap the module again, or load a checkpoint"
+        )
+
+
+# Gradients that an optimizer would use before they are averaged ---------------------------------------------
+
+
+def check_averaged(
+    strays: Collection[str], trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Raise `ArrayError` if `optimizer` would step a parameter whose gradient is only in part averaged.
+
+    Args:
+        strays: The parameters that got a gradient since the last average, which is in no average.
+        trained: The parameters by name.
+        optimizer: The optimizer that is about to step.
+    """
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name in strays:
+        if trained[name].grad is not None and id(trained[name]) in owned:
+            raise _stray(name, "is about to be stepped")
+
+
+def check_none_stepped(strays: Mapping[str, int], trained: Mapping[str, nn.Parameter]) -> None:
+    """The same, once an optimizer that the wrapper does not know has stepped; `strays` has versions before."""
+    for name, version in strays.items():
+        if trained[name]._version != version:
+            raise _stray(name, "was stepped")
+
+
+def _stray(name: str, verb: str) -> MisuseError:
+    return MisuseError(
+        f"DistributedDataParallel: {name!r} {verb} by a gradient that is not averaged: after the last average, "
+        "a backward pass went through no tensor that a forward pass of this wrapper returned. Call the module "
+        "through the wrapper, as in ddp(x), and return all tensors of which a loss is made; or call "
+        "expect_backward() before that backward pass; or make it in no_sync, if it is to stay on this rank"
+    )
+
+
+def check_not_within_backward() -> None:
+    """Raise `UnsupportedError` if a backward pass goes on, in which an optimizer is about to step."""
+    if torch._C._current_graph_task_id() != -1:
+        check_not_stepped("a parameter")
+
+
+def check_not_stepped(name: str | None) -> None:
+    """Raise `UnsupportedError` if there is such a name: of a parameter that was changed in the backward pass."""
+    if name is not None:
+        raise UnsupportedError(
+            f"DistributedDataParallel: {name} was stepped within the backward pass, before its gradient was "
+            "averaged; call optimizer.step() after backward(), and not in a hook of the parameter"
         )

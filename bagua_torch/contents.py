@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import is_
 
 import torch
 from torch import nn
 
-from bagua_comm import CommMismatch, Communicator
+from bagua_comm import Communicator
 
 from .broadcast import broadcast_optimizer, broadcast_tensors
 from .flats import lay_out_state
@@ -35,10 +35,6 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
-def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
-
-
 class Contents:
     """The parameters and buffers of a module that all ranks share.
 
@@ -59,15 +55,17 @@ class Contents:
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """The parameters among these that get a gradient."""
         self._places = self._places_now()
-        self._required = [parameter.requires_grad for parameter in self._places]
-        self._buffers_then = _shapes_of(self.buffers())
+        self._frozen = [parameter for parameter in self._places if not parameter.requires_grad]
 
     @property
     def unchanged(self) -> bool:
-        """Whether every parameter is where it was when the module was wrapped, and as many get a gradient."""
+        """Whether every parameter is where it was when the module was wrapped, and none was unfrozen since.
+
+        Those that are trained may be frozen, and unfrozen again.
+        """
         now = self._places_now()
         same = len(now) == len(self._places) and all(map(is_, now, self._places))
-        return same and [parameter.requires_grad for parameter in now] == self._required
+        return same and not any(parameter.requires_grad for parameter in self._frozen)
 
     def _places_now(self) -> list[nn.Parameter]:
         """The parameters of all parts of the module, tied ones several times."""
@@ -94,27 +92,6 @@ class Contents:
         """
         broadcast_tensors(comm, list(self.tensors().values()), root=root)
         self.copy_optimizers(comm, optimizers, root=root)
-
-    def copy_buffers(self, comm: Communicator, *, root: int = 0) -> None:
-        """Give all ranks the buffers of `root`.
-
-        Collective.
-        """
-        if comm.size > 1:
-            buffers = self.buffers()
-            try:
-                broadcast_tensors(comm, list(buffers.values()), root=root)
-            except CommMismatch as exc:
-                raise CommMismatch(f"{exc}; {self._changes(_shapes_of(buffers))}") from exc
-
-    def _changes(self, now: dict[str, str]) -> str:
-        """What has become of the first buffer that is not as it was when the module was wrapped."""
-        then, rule = self._buffers_then, "buffers must have the same shapes and dtypes on all ranks"
-        for name in {**then, **now}:
-            before, after = then.get(name, "none"), now.get(name, "none")
-            if before != after:
-                return f"{rule}, but here {name!r} is {after}, and was {before} when the module was wrapped"
-        return f"{rule}; those of this rank are as they were when the module was wrapped"
 
     def copy_optimizers(
         self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0

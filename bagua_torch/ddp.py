@@ -52,7 +52,7 @@ from .memory import pack, specs_of
 from .process_group import default
 from .steps import Stage, TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-from .wrapping import end_older
+from .wrapping import WeakCall, end_older
 
 _log = logging.getLogger("bagua_comm.torch")
 
@@ -64,14 +64,23 @@ class DistributedDataParallel(nn.Module):
     """Train one model on many ranks, each on its own data.
 
     Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's, in place.
-    Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled;
-    buffers (BatchNorm statistics) follow rank 0 at every training forward pass.
+    Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled. A
+    parameter may be frozen after wrapping, and unfrozen again, on all ranks in the same steps; one that is frozen
+    on construction stays so.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
-    averaged if it is the first one through a forward pass of this wrapper; `ddp.module(x).backward()`, and a
-    second backward pass through the same graph, stay on this rank. As with PyTorch's own, gradients must be
-    accumulated by `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd`
-    computes is not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+    averaged if it is the first one after a forward pass of this wrapper, or goes through a tensor that such a
+    pass returned: each of several, too, as for two losses. `p.grad` is then the mean over ranks of all that they
+    computed; an average that rounds, as to eight bits, rounds again in each. Weights are exchanged once in a step
+    all the same. `ddp.module(x).backward()` stays on this rank. Before an optimizer steps by any other gradient
+    that was not averaged, an error is raised. As with PyTorch's own, gradients must be accumulated by
+    `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd` computes is
+    not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
+
+    Buffers (the statistics of BatchNorm) become rank 0's at the end of every averaged backward pass, so that
+    ranks are alike whenever a step is over, and evaluation communicates nothing. With `every` and `DiLoCo` they
+    do so in the steps in which weights are sent, with `AsyncModelAverage` in `stop`, `average_weights` and
+    `close` alone.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
@@ -99,7 +108,7 @@ class DistributedDataParallel(nn.Module):
         tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
             `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
             host waits for the device in every step. In `join` the search rests; `switch` ends it.
-        broadcast_buffers: Copy rank 0's buffers to all ranks at every training forward pass.
+        broadcast_buffers: Copy rank 0's buffers to all ranks in every step; see above.
         find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
             no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
             Without it PyTorch's own raises in the next forward pass; here unused parameters do no harm.
@@ -199,6 +208,11 @@ class DistributedDataParallel(nn.Module):
             static=static_graph,
             in_buckets=gradient_as_bucket_view,
         )
+        self._steps.copies_buffers = self.broadcast_buffers
+        if not self._steps.hooked:  # all that comes by the wrapper, at least
+            wrapper: Any = self  # torch leaves these methods untyped
+            wrapper.register_state_dict_pre_hook(WeakCall(self._steps.settle))
+            wrapper.register_load_state_dict_pre_hook(WeakCall(self._steps.settle))
         self._averaging = True  # not in no_sync
         self._hooked = False  # by register_comm_hook
         self._step_began_s: float | None = None  # for the tuner
@@ -218,16 +232,16 @@ class DistributedDataParallel(nn.Module):
         return self._steps.counters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. Collective while training: buffers are broadcast."""
+        """Run the module. Collective while training, where an algorithm exchanges before the backward pass."""
         if self._inputs_to is not None:
             args, kwargs = moved((args, kwargs), self._inputs_to)
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._before_forward()
+        if self._steps.hooked:
             return self.module(*args, **kwargs)
-        self._before_forward()
-        if torch.compiler.is_compiling():
-            return self.module(*args, **kwargs)  # outputs of compiled graphs have no hooks
+        self._steps.settle()
         output = self.module(*args, **kwargs)
-        self._steps.watch.arm_at(output)
+        self._steps.returned(self.module, args, output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -257,11 +271,13 @@ class DistributedDataParallel(nn.Module):
 
         The first backward pass after it averages all that has been accumulated.
         """
-        before, self._averaging = self._averaging, False
+        watch = self._steps.watch
+        before = self._averaging, watch.leaves
+        self._averaging, watch.leaves = False, True
         try:
             yield
         finally:
-            self._averaging = before
+            self._averaging, watch.leaves = before
 
     def microbatches(self) -> Iterator[int]:
         """The numbers of this rank's microbatches in one step; iterate over it anew in each step.
@@ -350,7 +366,7 @@ class DistributedDataParallel(nn.Module):
         try:
             yield
             made = self.engine.step - began
-            last = steps.follow(join, copy_buffers=self.broadcast_buffers)
+            last = steps.follow(join)
             if self.engine.payload == "grad":
                 root = join.furthest(last, made)
                 self._contents.copy_all(self.comm, self.optimizers, root=root)
@@ -369,7 +385,7 @@ class DistributedDataParallel(nn.Module):
             return
         if steps.stage in (Stage.IDLE, Stage.AVERAGED):
             steps.finish()
-            steps.open(copy_buffers=False)
+            steps.open()
         steps.begin_forward()
         steps.watch.armed = True
 
@@ -466,21 +482,22 @@ class DistributedDataParallel(nn.Module):
         self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
     def average_weights(self) -> None:
-        """Make the weights of all ranks their mean: for evaluation, where an algorithm lets them differ.
+        """Make the weights of all ranks their mean, and buffers rank 0's: where an algorithm lets them differ.
 
         Collective.
         """
         self._steps.complete()
         self.engine.settle()
         average_tensors(self.comm, self._trained.values(), self._device)
+        self.copy_buffers()
 
     def copy_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, as a training forward pass does: for evaluation.
+        """Give all ranks the buffers of rank 0 now, as the end of a step does.
 
         Collective. Does nothing without `broadcast_buffers`.
         """
-        if self.broadcast_buffers:
-            self._contents.copy_buffers(self.comm)
+        self._steps.copies_buffers = self.broadcast_buffers
+        self._steps.copy_buffers()
 
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
@@ -491,6 +508,7 @@ class DistributedDataParallel(nn.Module):
         self._steps.complete()
         self.engine.stop()
         self._steps.note_new_weights()
+        self._steps.share_buffers()
 
     def resume(self) -> None:
         """Go on after `stop`, with the weights as they are now; see `Engine.resume`.
@@ -594,19 +612,20 @@ class DistributedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         steps = self._steps
         steps.find_unused, steps.static = self.find_unused_parameters, self.static_graph
+        steps.copies_buffers = self.broadcast_buffers
         if self.module.training:
             steps.check()
         steps.watch.armed = self._averaging
-        if not self._averaging:
-            return
-        steps.opens_late = not self.module.training
-        if steps.opens_late:
-            return
-        if steps.stage in (Stage.IDLE, Stage.AVERAGED):
-            steps.finish()
-            self._tune()
-            steps.open(copy_buffers=self.broadcast_buffers)
-        steps.begin_forward()
+        if self._averaging:
+            steps.opens_late = not self.module.training
+            if not steps.opens_late:
+                steps.buffers.due = True
+                if steps.stage in (Stage.IDLE, Stage.AVERAGED):
+                    steps.begin_step()
+                    self._tune()
+                    steps.open()
+                steps.begin_forward()
+        steps.called = self._averaging
 
     def _tune(self) -> None:
         """Tell the tuner how long the step that ends here took, and do what it says. Collective."""

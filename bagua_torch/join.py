@@ -40,20 +40,24 @@ class Join:
     """The factor of gradients, by which their mean over all ranks becomes the mean over the active ones."""
     forwards: int = 0
     """The training forward passes that this rank made here."""
+    copies: bool = False
+    """Whether buffers are due at the end of the latest step that a rank with data has announced."""
+    passes: int = 0
+    """How many backward passes of the same step came before, on ranks with data."""
 
     def __post_init__(self) -> None:
         if self.comm.size > 1 and not self.throws:
             check_join(self.optimizers)
 
-    def announce(self, engine: TorchEngine, *, active: bool) -> None:
+    def announce(self, engine: TorchEngine, *, active: bool, copies: bool = False, passes: int = 0) -> None:
         """Tell the other ranks whether this one has data, and learn which of them have.
 
-        Collective.
+        Collective. The ranks that have data agree on `copies` and `passes`, which become those of all.
 
         Raises:
             EarlyEndError: Some ranks have ended and some have not, and all are to stop then.
         """
-        table = self.comm.allgather(np.array([active, engine.step]))
+        table = self.comm.allgather(np.array([active, engine.step, copies, passes]))
         self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
         if self.throws and 0 < len(self.active) < self.comm.size:
             self.stopping()
@@ -62,6 +66,7 @@ class Join:
             raise EarlyEndError(
                 f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
             )
+        self.copies, self.passes = bool(table[:, 2].any()), int(table[:, 3].max())
         if self.active and not self.divide_by_initial_size:
             self.scale = self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():
@@ -76,7 +81,7 @@ class Join:
         engine: TorchEngine,
         memory: BucketMemory,
         *,
-        copy_buffers: Callable[[int], None],
+        copy_buffers: Callable[[], None],
         exchanged: Callable[[], None],
     ) -> list[int]:
         """Take part in the exchanges of ranks that have data left, until none has. `p.grad` is then as it was.
@@ -86,7 +91,7 @@ class Join:
         Args:
             engine: Exchanges the buckets.
             memory: The memory of the buckets.
-            copy_buffers: Called at the beginning of each step, with a rank that has data left.
+            copy_buffers: Called when the backward pass of a step has ended.
             exchanged: Called at the end of each step.
 
         Returns:
@@ -100,7 +105,6 @@ class Join:
             if not self.active:
                 break
             last = self.active
-            copy_buffers(last[0])
             engine.at(Point.FORWARD)
             if engine.payload == "grad":
                 # A further backward pass of the same step adds to the averages that are in the buckets.
@@ -114,6 +118,7 @@ class Join:
                 for index in range(len(memory.names)):
                     engine.ready_bucket(index)
             engine.at(Point.BACKWARD)
+            copy_buffers()
             if engine.payload == "weight":
                 # Ranks that have data may wait for this exchange before they announce their next step.
                 engine.at(Point.STEP)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import complete, core_of, phases_of
+from bagua_comm.algorithms.base import complete, core_of, exchanges_weights, phases_of, runs_in_rounds
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
 from . import checks
-from .backward import BackwardWatch
+from .backward import BackwardWatch, at_the_end_of_the_pass
+from .buffers import SharedBuffers
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine, average_tensors
 from .flats import lay_out_state
@@ -27,6 +28,7 @@ from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
 from .unused import UnusedParameters
+from .versions import WeightVersions
 from .wrapping import WeakCall, release
 
 
@@ -39,6 +41,7 @@ class Stage(Enum):
 
     Gradients may be averaged several times before the optimizers step: AVERAGED -> OPEN_AGAIN -> AVERAGED. If the
     optimizers step before that further backward pass, OPEN_AGAIN -> TOLD; the next forward pass opens the step.
+    A backward pass that comes without a forward pass of its own, through another output, opens when it begins.
     """
 
     IDLE = "no training forward pass since the optimizers stepped"
@@ -86,9 +89,18 @@ class TrainingSteps(Live):
         self.join: Join | None = None
         """Which ranks have data left, in `join`."""
         self.find_unused, self.static = find_unused, static
+        self.copies_buffers = True
+        """Whether buffers are to be alike on all ranks."""
+        self.buffers = SharedBuffers(comm, contents.buffers())
         self._stepped: set[int] = set()  # optimizers that stepped since the last backward pass
         self.opens_late = False
         """Whether the latest forward pass ran in evaluation mode, and so told no other rank of itself."""
+        self.passes = 0
+        """How many backward passes of this step were averaged."""
+        self.called = self._called = False
+        """Whether the module is called by the wrapper, in a forward pass whose backward passes are averaged."""
+        self.hooked = not isinstance(contents.module, torch.jit.ScriptModule)
+        """Whether the module takes hooks; else the wrapper calls `settle` and `returned`."""
         self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
         self._trained = contents.trained
         self._unused = UnusedParameters(comm, self._trained)
@@ -105,7 +117,9 @@ class TrainingSteps(Live):
             before=self._before_gradient,
             after=self._send,
             ended=self._end_backward,
+            came=self._come_by,
         )
+        self._versions = WeightVersions(self._trained)
         self._hooks: list[Any] = []
         self._attach()
         self._lay_out()
@@ -163,6 +177,7 @@ class TrainingSteps(Live):
             self.complete()
             self.engine.close()
             self.note_new_weights()
+            self.share_buffers()
         finally:
             self.detach()
 
@@ -187,8 +202,15 @@ class TrainingSteps(Live):
         checks.check_unchanged(self.contents)
         self._reclaim()
         self.memory.check()
+        if self.watch.strays and not self.optimizers and self._averages_gradients:
+            checks.check_none_stepped(self.watch.strays, self._trained)
         if self.join is not None:
             self.join.forwards += 1
+
+    def begin_step(self) -> None:
+        """What comes next is a new step, or the same gradients accumulated further. Collective."""
+        self.finish()
+        self.passes = 0
 
     def finish(self) -> None:
         """End the step before, if only some of the optimizers stepped, or if it was left out on this rank."""
@@ -196,45 +218,48 @@ class TrainingSteps(Live):
             self._end()
         self.complete()
 
-    def open(self, *, copy_buffers: bool) -> None:
-        """Tell the other ranks of a forward pass, and take over the buffers of one.
-
-        Collective. Once per backward pass: what an earlier forward pass saved for it must not change.
-        """
+    def open(self) -> None:
+        """Tell the other ranks of a forward pass. Collective."""
         self.stage = Stage.OPEN_AGAIN if self.stage is Stage.AVERAGED else Stage.OPEN
         if self.join is not None:
-            self.join.announce(self.engine, active=True)
-        if copy_buffers and not self.engine.stopped:
-            root = self.join.active[0] if self.join is not None else 0
-            self.contents.copy_buffers(self.comm, root=root)
+            self.join.announce(self.engine, active=True, copies=self.buffers.due, passes=self.passes)
 
     def begin_forward(self) -> None:
         """A training forward pass begins. Collective."""
         if self.stage is Stage.TOLD:
-            self.stage = Stage.OPEN
+            self.stage, self.passes = Stage.OPEN, 0
         self.lend()
         self.engine.at(Point.FORWARD)
         self.note_new_weights()
 
+    def _come_by(self) -> None:
+        """A backward pass has come to an output; it may be a further one of its forward pass."""
+        self.buffers.give_back()
+        at_the_end_of_the_pass(self.buffers.put)
+
     def _begin_backward(self) -> None:
-        """Let autograd accumulate into the buckets. Collective after a forward pass in evaluation mode."""
+        """Let autograd accumulate into the buckets. Collective if no training forward pass came before."""
         self.span.begin()
-        if self.opens_late:  # the step is one of training after all
-            self.opens_late = False
+        if self.stage not in (Stage.OPEN, Stage.OPEN_AGAIN):
             self._open_late()
+        self._versions.begin(self.memory.names)
         self._fresh |= self.memory.attach_all()
 
     def _open_late(self) -> None:
-        """Tell the other ranks of a forward pass in evaluation mode, now that its backward pass has begun.
+        """Tell the other ranks of a backward pass that has begun without a training forward pass of its own.
 
-        Collective. Buffers stay as they are: evaluation mode changes none.
+        Collective. It comes through another output of a forward pass, or after one in evaluation mode.
         """
-        if self.stage in (Stage.OPEN, Stage.OPEN_AGAIN):
-            return  # by a training forward pass before
+        further = self.stage is Stage.AVERAGED and not self.opens_late
+        self.opens_late = False
+        if further and self.engine.payload == "weight":
+            return  # weights are exchanged once in a step, and gradients stay on this rank
         self.check()
+        self.buffers.due |= self.contents.module.training  # checkpoints run parts of the module once more
         if self.stage is not Stage.TOLD:
-            self.finish()
-            self.open(copy_buffers=False)
+            if not further:
+                self.begin_step()
+            self.open()
         self.begin_forward()
 
     def _before_gradient(self, name: str) -> None:
@@ -259,6 +284,7 @@ class TrainingSteps(Live):
             inner: Whether another backward pass started this one and goes on.
         """
         self.span.end(parameters=len(complete))
+        stepped = self._versions.changed()
         fresh = []
         if self.engine.payload == "grad" and len(complete) < len(self._trained):
             self._fresh |= self.memory.attach_all()
@@ -275,9 +301,38 @@ class TrainingSteps(Live):
         self.stage = Stage.AVERAGED
         self.averages += 1
         self._stepped.clear()
+        self.watch.strays.clear()  # the buckets held those, too
+        self._fetch_buffers()
+        if not inner:
+            at_the_end_of_the_pass(self.buffers.put)
+        checks.check_not_stepped(stepped)
         self._forget_unused(fresh, inner=inner)
+        self._forget_frozen(fresh)
         if self.static:
-            self._unused.compare(complete, inner=inner)
+            self._unused.compare(complete, self.passes, inner=inner)
+        self.passes += not inner
+
+    def _fetch_buffers(self) -> None:
+        """At the end of a backward pass, get the buffers of one rank, if they are due and ranks exchange at all.
+
+        Collective.
+        """
+        due = self.join.copies if self.join is not None else self.buffers.due
+        if due and self.copies_buffers and self.engine.communicates:
+            root = self.join.active[0] if self.join is not None else 0
+            self.buffers.fetch(self.contents.buffers(), root)
+
+    def copy_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, if they are to be alike. Collective."""
+        if self.copies_buffers:
+            self.buffers.fetch(self.contents.buffers(), root=0)
+            self.buffers.put()
+
+    def share_buffers(self) -> None:
+        """Do so where an algorithm may have left them apart. Collective."""
+        algorithm = self.engine.algorithm
+        if runs_in_rounds(algorithm) or (self.buffers.due and exchanges_weights(algorithm)):
+            self.copy_buffers()
 
     def hold(self) -> None:
         """Keep the gradients in `p.grad` as one addend of the next mean, and leave zeros."""
@@ -287,17 +342,30 @@ class TrainingSteps(Live):
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
         if self.engine.payload == "grad" and (self.find_unused or self.static) and not self.engine.stopped:
-            self._unused.forget(fresh, static=self.static, inner=inner)
+            self._unused.forget(fresh, self.passes, static=self.static, inner=inner)
+
+    def _forget_frozen(self, fresh: Sequence[str]) -> None:
+        frozen = [name for name in fresh if not self._trained[name].requires_grad]
+        if frozen:
+            checks.check_may_freeze(frozen[0], self.engine.phase)
+            self._unused.forget_frozen(frozen, agreed=self.find_unused or self.static)
+
+    @property
+    def _averages_gradients(self) -> bool:
+        return self.comm.size > 1 and self.engine.payload == "grad" and self.engine.communicates
 
     def end_backward(self) -> None:
         """Complete a backward pass that reached no parameter. Collective."""
         if self.stage is Stage.OPEN:
             self.watch.end()
 
-    def _before_optimizer_step(self, *_: Any) -> None:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """A backward pass that reached no parameter ran no hook: complete it, as other ranks do."""
+        checks.check_not_within_backward()
         checks.check_backward_ended(self.watch.unfinished)
         self.end_backward()
+        if self.watch.strays and self._averages_gradients:
+            checks.check_averaged(self.watch.strays, self._trained, optimizer)
         self.engine.settle()  # if this step was counted already
         self._reclaim()
 
@@ -311,6 +379,7 @@ class TrainingSteps(Live):
         self.stage = Stage.TOLD if self.stage in (Stage.OPEN_AGAIN, Stage.TOLD) else Stage.IDLE
         self._stepped.clear()
         self._reclaim()
+        self.buffers.keep()
         self.engine.at(Point.STEP)
         self.note_new_weights()
 
@@ -328,27 +397,30 @@ class TrainingSteps(Live):
         Collective.
         """
         average_tensors(self.comm, self._trained.values(), self.device)
-        self.contents.copy_buffers(self.comm)
+        self.copy_buffers()
         self.contents.copy_optimizers(self.comm, self.optimizers)
         self.lend()
 
     def forget(self) -> None:
         """What comes next is a new step."""
         self.watch.reset()
+        self.watch.strays.clear()
+        self.buffers.due = False
         self.span.forget()
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
         self._stepped.clear()
         self.note_new_weights()
 
-    def follow(self, join: Join, *, copy_buffers: bool) -> list[int]:
+    def follow(self, join: Join) -> list[int]:
         """Take part in the steps of ranks that have data left; see `Join.follow`. Collective."""
 
-        def buffers(root: int) -> None:
-            if copy_buffers:
-                self.contents.copy_buffers(self.comm, root=root)
+        def buffers() -> None:
+            self._fetch_buffers()
+            self.buffers.keep()
 
         def exchanged() -> None:
             self.lend()
+            self.passes = join.passes
             self._forget_unused(list(self._trained))
 
         self.complete()
@@ -357,12 +429,28 @@ class TrainingSteps(Live):
         return last
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _settle(self, *_: Any) -> None:
+    def settle(self, *_: Any) -> None:
         """Before the module runs, saves or loads: write back what was exchanged since the last step."""
+        self._called, self.called = self.called, False
         if not self.contents.module.training:
             self.complete()
         self.engine.settle()
         self.note_new_weights()
+        self.buffers.keep()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def returned(self, _module: Any, _args: Any, output: Any) -> None:
+        """The module has returned `output`: learn of backward passes that go through it."""
+        if not torch.is_grad_enabled():
+            return
+        if self._called:
+            self.watch.arm_at(output)
+        else:
+            self.watch.leave_at(output)
+
+    def _before_loading(self, *_: Any) -> None:
+        self.settle()
+        self.watch.strays.clear()  # no gradient has to do with the weights that come
 
     def _reclaim(self) -> None:
         """Before weights are exchanged: have them in the buckets, where somebody has moved them."""
@@ -413,12 +501,16 @@ class TrainingSteps(Live):
             self._hooks.append(optimizer.register_step_pre_hook(hook(self._before_optimizer_step)))
             self._hooks.append(optimizer.register_step_post_hook(hook(self._after_optimizer_step)))
             self._hooks.append(optimizer.register_load_state_dict_post_hook(lay_out_state))
-        for register in (
-            self.contents.module.register_forward_pre_hook,
-            self.contents.module.register_state_dict_pre_hook,
-            self.contents.module.register_load_state_dict_pre_hook,
-        ):
-            self._hooks.append(register(hook(self._settle)))
+        module: Any = self.contents.module  # torch leaves some of these methods untyped
+        if self.hooked:
+            self._hooks += [
+                module.register_forward_pre_hook(hook(self.settle)),
+                module.register_forward_hook(hook(self.returned)),
+                module.register_state_dict_pre_hook(hook(self.settle)),
+                module.register_load_state_dict_pre_hook(hook(self._before_loading)),
+            ]
+        else:
+            self.watch.leaves = True  # which outputs are the wrapper's cannot be told from those of others
         # What must be undone once nobody holds the wrapper, whenever that happens on this rank.
         borrowers = [weakref.ref(optimizer) for optimizer in self._borrowers()]
         parameters = [weakref.ref(parameter) for parameter in self._trained.values()]

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient on any rank, or that break the promise of a static graph."""
+"""Parameters that get no gradient on any rank, that are frozen, or that break the promise of a static graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from bagua_comm import Communicator
 
-from .errors import MisuseError
+from .errors import MismatchError, MisuseError
 
 
 class UnusedParameters:
@@ -22,38 +22,60 @@ class UnusedParameters:
 
     def __init__(self, comm: Communicator, parameters: Mapping[str, nn.Parameter]) -> None:
         self._comm, self._parameters = comm, parameters
-        self._unused: set[str] | None = None
-        """In a static graph: the parameters without a gradient on any rank."""
-        self._first: set[str] | None = None
-        """In a static graph: the parameters that got a gradient on this rank in the first step."""
+        self._unused: dict[int, set[str]] = {}
+        """In a static graph, by the number of the pass in its step: the parameters without a gradient on any
+        rank."""
+        self._first: dict[int, set[str]] = {}
+        """In a static graph, by the same number: the parameters that got a gradient here in the first step."""
         self._now: set[str] = set()
-        """The same in this step, as far as it has come."""
+        """The same in this pass, as far as it has come."""
 
-    def forget(self, fresh: Sequence[str], *, static: bool, inner: bool) -> None:
+    def forget(self, fresh: Sequence[str], number: int, *, static: bool, inner: bool) -> None:
         """Take away the zero gradients of parameters that had none before, on any rank.
 
         Collective.
 
         Args:
             fresh: The parameters that had no gradient before on this rank.
+            number: How many backward passes of the same step came before.
             static: Whether the ranks ask each other in the first step only.
             inner: Whether another backward pass started this one and goes on.
         """
-        unused = self._unused
+        unused = self._unused.get(number)
         if unused is None:
             mine = np.array([name not in fresh for name in self._parameters], np.uint8)
             somewhere = self._comm.allreduce(mine, op="max")
             unused = {name for name, used in zip(self._parameters, somewhere, strict=True) if not used}
             if static and not inner:
-                self._unused = unused
+                self._unused[number] = unused
         for name in unused.intersection(fresh):
             self._parameters[name].grad = None
 
-    def compare(self, complete: set[str], *, inner: bool) -> None:
+    def forget_frozen(self, frozen: Sequence[str], *, agreed: bool) -> None:
+        """Take away the zero gradients of frozen parameters, so that no optimizer steps them.
+
+        Args:
+            frozen: The parameters that had no gradient before on this rank, and are frozen here.
+            agreed: Whether ranks have agreed, so that a gradient which is still there comes from another rank.
+
+        Raises:
+            CommMismatch: Another rank has computed a gradient. A RuntimeError as well.
+        """
+        for name in frozen:
+            gradient = self._parameters[name].grad
+            if gradient is not None and (agreed or bool(gradient.any())):
+                raise MismatchError(
+                    f"DistributedDataParallel: {name!r} is frozen on rank {self._comm.rank}, but another rank "
+                    "has computed a gradient of it; freeze and unfreeze it on all ranks in the same steps"
+                )
+            self._parameters[name].grad = None
+
+    def compare(self, complete: set[str], number: int, *, inner: bool) -> None:
         """Compare a step with the first one on this rank. The exchange is over, so no rank waits.
 
         Args:
             complete: The parameters that got a gradient in this pass.
+            number: How many backward passes of the same step came before.
             inner: Whether another backward pass started this one and goes on.
 
         Raises:
@@ -63,10 +85,9 @@ class UnusedParameters:
         if inner:
             return
         now, self._now = self._now, set()
-        if self._first is None:
-            self._first = now
-        elif now != self._first:
-            name = min(now ^ self._first)
+        first = self._first.setdefault(number, now)
+        if now != first:
+            name = min(now ^ first)
             raise MisuseError(
                 f"DistributedDataParallel: static_graph is True, but {name!r} got {'a' if name in now else 'no'} "
                 f"gradient in this step, unlike in the first one; give find_unused_parameters instead"

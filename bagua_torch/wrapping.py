@@ -49,7 +49,7 @@ class WeakCall:
 
 def remove_dead_hooks(module: nn.Module) -> None:
     """Remove the hooks that wrappers which are gone have left on `module` and its optimizers."""
-    for hook in list(module._forward_pre_hooks.values()):
+    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
         if isinstance(hook, WeakCall):
             hook.remove_if_dead()
 

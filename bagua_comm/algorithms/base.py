@@ -215,6 +215,14 @@ class Complete:
             raise ArrayError(f"hold: {self.algorithm} keeps no addends; {HOLDS} does")
         method(bucket, state)
 
+    def communicates(self, step: int, state: State) -> bool:
+        """Optional: whether the exchange of this step communicates; the same on all ranks. Default: it does.
+
+        It is asked between two exchanges, with the number of the step since the algorithm began.
+        """
+        method = getattr(self.algorithm, "communicates", None)
+        return method is None or bool(method(step, state))
+
     def begin(self, bucket: Bucket, state: State) -> None:
         """Optional: prepare an exchange, on the caller's thread, before the bucket leaves. Default: nothing."""
         self._call("begin", bucket, state)
@@ -307,6 +315,10 @@ class Around:
     def check(self, dtype: str) -> None:
         """Takes the dtypes of its algorithm."""
         self._inner.check(dtype)
+
+    def communicates(self, step: int, state: State) -> bool:
+        """Whether its algorithm does, whose state is `state.inner`."""
+        return self._inner.communicates(step, state.inner)
 
 
 def core_of(algorithm: Algorithm) -> Algorithm:

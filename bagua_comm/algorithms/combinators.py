@@ -79,6 +79,10 @@ class Every(Around):
             )
         self._inner.hold(bucket, state.inner)
 
+    def communicates(self, step: int, state: Interval) -> bool:
+        """Whether this is one of the steps, and its algorithm communicates in it."""
+        return step % self.n == 0 and self._inner.communicates(step, state.inner)
+
     def begin(self, bucket: Bucket, state: Interval) -> None:
         """Decide whether this step communicates."""
         state.due = bucket.step % self.n == 0

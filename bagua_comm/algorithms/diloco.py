@@ -87,6 +87,10 @@ class DiLoCo:
         average = bind_average(self.average, comm, bucket)
         return Outer(bucket.flat.copy(), arrays.zeros_like(bucket.flat), average)
 
+    def communicates(self, step: int, state: Outer) -> bool:
+        """Whether the next step is an outer one."""
+        return (state.steps + 1) % self.local_steps == 0
+
     def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:
         """Make an outer step, if this is the last of `local_steps` inner steps. Collective."""
         state.steps = (state.steps + 1) % self.local_steps

@@ -1,4 +1,4 @@
-"""Our averages in PyTorch's own DistributedDataParallel, where exchanges fail; tests/mpi has where they do not."""
+"""Our averages in PyTorch's own DistributedDataParallel: exchanges that fail. tests/mpi has those that do not."""
 
 import pytest
 import torch

@@ -1,0 +1,96 @@
+"""Buffers that are alike on all ranks whenever a step is over, as the statistics of BatchNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from bagua_comm import CommMismatch, Communicator
+
+from .broadcast import broadcast_values
+
+
+def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    return {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+
+
+class SharedBuffers:
+    """Gives this rank another one's buffers when a backward pass has ended, and its own to a further one.
+
+    A backward pass needs the buffers as its forward pass left them, and another pass through the same graph may
+    follow. So `fetch`, which is collective, changes no buffer; `put`, which is not, does so when the pass has
+    ended, and `give_back` undoes it for a further pass. Autograd need not know: no graph sees other values.
+
+    Args:
+        comm: The ranks.
+        buffers: The buffers as they are when the module is wrapped.
+    """
+
+    def __init__(self, comm: Communicator, buffers: Mapping[str, torch.Tensor]) -> None:
+        self._comm, self._at_first = comm, _shapes_of(buffers)
+        self.due = False
+        """Whether buffers may differ between ranks: a training forward pass came since they were fetched."""
+        self._fetched: list[_Fetched] = []
+        self._own: list[tuple[_Fetched, torch.Tensor]] = []
+        """What was put, and what the buffer held before."""
+
+    def fetch(self, buffers: Mapping[str, torch.Tensor], root: int) -> None:
+        """Get what `root`'s buffers hold.
+
+        Collective.
+
+        Raises:
+            CommMismatch: The ranks' buffers differ in their sizes or dtypes.
+        """
+        mine, self.due = list(buffers.values()), False
+        try:
+            theirs = broadcast_values(self._comm, mine, root=root) if mine else mine
+        except CommMismatch as exc:
+            raise CommMismatch(f"{exc}; {self._changes(_shapes_of(buffers))}") from exc
+        pairs = zip(mine, theirs, strict=True)
+        self._fetched = [_Fetched(buffer, value) for buffer, value in pairs if value is not buffer]
+        self._own = []
+
+    def _changes(self, now: dict[str, str]) -> str:
+        """The first buffer whose shape or dtype has changed since the module was wrapped, in words."""
+        before, rule = self._at_first, "buffers must have the same shapes and dtypes on all ranks"
+        for name in {**before, **now}:
+            was, is_now = before.get(name, "none"), now.get(name, "none")
+            if was != is_now:
+                return f"{rule}, but here {name!r} is {is_now}, and was {was} when the module was wrapped"
+        return f"{rule}; those of this rank are as they were when the module was wrapped"
+
+    def put(self) -> None:
+        """Write what was fetched, except to buffers that were changed since."""
+        if self._fetched:
+            fetched, self._fetched = [each for each in self._fetched if each.fresh], []
+            self._own = [(each, each.buffer.detach().clone()) for each in fetched]
+            for each in fetched:
+                each.buffer.data.copy_(each.value)
+
+    def give_back(self) -> None:
+        """Let the buffers hold again what they held before `put`, until it is called once more."""
+        if self._own:
+            own, self._own = [(each, value) for each, value in self._own if each.fresh], []
+            self._fetched = [each for each, _ in own]
+            for each, value in own:
+                each.buffer.data.copy_(value)
+
+    def keep(self) -> None:
+        """No further pass is to come through a graph of this step: forget what buffers held before."""
+        self.put()
+        self._own = []
+
+
+class _Fetched:
+    """A buffer, and what it is to hold."""
+
+    def __init__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
+        self.buffer, self.value = buffer, value
+        self._version = buffer._version
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nobody has changed the buffer since this was fetched."""
+        return self.buffer._version == self._version
