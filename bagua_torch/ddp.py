@@ -374,11 +374,11 @@ class DistributedDataParallel(nn.Module):
             steps.join = None
 
     def expect_backward(self) -> None:
-        """Average the next backward pass as well, though no forward pass of this wrapper comes before it.
+        """Average the next backward pass as well, though it goes through no output of this wrapper.
 
-        Collective. Call it before each of several backward passes that follow one forward pass, if all of them
-        are to be averaged. It does nothing if the next one is averaged anyway, in `no_sync`, and where weights
-        are exchanged.
+        Collective. For losses that a module keeps or makes beside its outputs, if they have a backward pass of
+        their own. It does nothing if the next one is averaged anyway, in `no_sync`, and where weights are
+        exchanged.
         """
         steps = self._steps
         if not self._averaging or steps.watch.armed or self.engine.payload != "grad":

@@ -42,6 +42,8 @@ class Join:
     """The training forward passes that this rank made here."""
     copies: bool = False
     """Whether buffers are due at the end of the latest step that a rank with data has announced."""
+    freezes: bool = False
+    """Whether parameters are frozen in that step."""
     passes: int = 0
     """How many backward passes of the same step came before, on ranks with data."""
 
@@ -49,15 +51,23 @@ class Join:
         if self.comm.size > 1 and not self.throws:
             check_join(self.optimizers)
 
-    def announce(self, engine: TorchEngine, *, active: bool, copies: bool = False, passes: int = 0) -> None:
+    def announce(
+        self,
+        engine: TorchEngine,
+        *,
+        active: bool,
+        copies: bool = False,
+        freezes: bool = False,
+        passes: int = 0,
+    ) -> None:
         """Tell the other ranks whether this one has data, and learn which of them have.
 
-        Collective. The ranks that have data agree on `copies` and `passes`, which become those of all.
+        Collective. What ranks that have data say of their step becomes known to all.
 
         Raises:
             EarlyEndError: Some ranks have ended and some have not, and all are to stop then.
         """
-        table = self.comm.allgather(np.array([active, engine.step, copies, passes]))
+        table = self.comm.allgather(np.array([active, engine.step, copies, freezes, passes]))
         self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
         if self.throws and 0 < len(self.active) < self.comm.size:
             self.stopping()
@@ -66,7 +76,8 @@ class Join:
             raise EarlyEndError(
                 f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
             )
-        self.copies, self.passes = bool(table[:, 2].any()), int(table[:, 3].max())
+        self.copies, self.freezes = bool(table[:, 2].any()), bool(table[:, 3].any())
+        self.passes = int(table[:, 4].max())
         if self.active and not self.divide_by_initial_size:
             self.scale = self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():

@@ -27,9 +27,9 @@ from .flats import lay_out_state
 from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
-from .unused import UnusedParameters
+from .unused import UnusedParameters, keeps_zeros
 from .versions import WeightVersions
-from .wrapping import WeakCall, release
+from .wrapping import EagerWeakCall, WeakCall, release
 
 
 class Stage(Enum):
@@ -222,7 +222,10 @@ class TrainingSteps(Live):
         """Tell the other ranks of a forward pass. Collective."""
         self.stage = Stage.OPEN_AGAIN if self.stage is Stage.AVERAGED else Stage.OPEN
         if self.join is not None:
-            self.join.announce(self.engine, active=True, copies=self.buffers.due, passes=self.passes)
+            freezes = not all(parameter.requires_grad for parameter in self._trained.values())
+            self.join.announce(
+                self.engine, active=True, copies=self.buffers.due, freezes=freezes, passes=self.passes
+            )
 
     def begin_forward(self) -> None:
         """A training forward pass begins. Collective."""
@@ -345,10 +348,20 @@ class TrainingSteps(Live):
             self._unused.forget(fresh, self.passes, static=self.static, inner=inner)
 
     def _forget_frozen(self, fresh: Sequence[str]) -> None:
+        """Take away zero gradients of frozen parameters. Collective in a step with some, if averages round."""
         frozen = [name for name in fresh if not self._trained[name].requires_grad]
         if frozen:
             checks.check_may_freeze(frozen[0], self.engine.phase)
-            self._unused.forget_frozen(frozen, agreed=self.find_unused or self.static)
+        asks = self._asks_about_frozen(frozen)
+        if asks:
+            self._unused.forget(frozen, self.passes, static=False, inner=False)
+        self._unused.forget_frozen(frozen, agreed=asks or self.find_unused or self.static)
+
+    def _asks_about_frozen(self, frozen: Sequence[str]) -> bool:
+        """Whether ranks ask each other which parameters got a gradient, since values do not tell."""
+        some = self.join.freezes if self.join is not None else bool(frozen)
+        known = self.find_unused or self.static
+        return some and not known and self.engine.payload == "grad" and not keeps_zeros(self.engine.phase)
 
     @property
     def _averages_gradients(self) -> bool:
@@ -422,6 +435,8 @@ class TrainingSteps(Live):
             self.lend()
             self.passes = join.passes
             self._forget_unused(list(self._trained))
+            if self._asks_about_frozen(()):
+                self._unused.forget(list(self._trained), self.passes, static=False, inner=False)
 
         self.complete()
         last = join.follow(self.engine, self.memory, copy_buffers=buffers, exchanged=exchanged)
@@ -505,7 +520,7 @@ class TrainingSteps(Live):
         if self.hooked:
             self._hooks += [
                 module.register_forward_pre_hook(hook(self.settle)),
-                module.register_forward_hook(hook(self.returned)),
+                module.register_forward_hook(EagerWeakCall(self.returned, self._hooks)),
                 module.register_state_dict_pre_hook(hook(self.settle)),
                 module.register_load_state_dict_pre_hook(hook(self._before_loading)),
             ]

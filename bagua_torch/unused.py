@@ -7,9 +7,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import nn
 
-from bagua_comm import Communicator
+from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
 
 from .errors import MismatchError, MisuseError
+
+
+def keeps_zeros(algorithm: Algorithm) -> bool:
+    """Whether gradients that are zero on all ranks are zero when this algorithm has averaged them.
+
+    Codecs may round a zero to something else, and error feedback adds what it kept.
+    """
+    average = getattr(algorithm, "average", None)
+    inner = average.inner if isinstance(average, Hierarchical) else average
+    return isinstance(algorithm, GradientAllReduce) and isinstance(inner, (Exact, Reproducible))
 
 
 class UnusedParameters:

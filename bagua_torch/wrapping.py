@@ -47,6 +47,14 @@ class WeakCall:
                 handle.remove()
 
 
+class EagerWeakCall(WeakCall):
+    """The same; compiled graphs leave it out, and so need not end where it would be called."""
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the method, if its object is there."""
+        return None if torch.compiler.is_compiling() else super().__call__(*given)
+
+
 def remove_dead_hooks(module: nn.Module) -> None:
     """Remove the hooks that wrappers which are gone have left on `module` and its optimizers."""
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:

@@ -14,7 +14,18 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
 OF_ITS_KIND = {
-    "Algorithm": {"init", "exchange", "commit", "check", "check_size", "begin", "phase", "phases", "lends"},
+    "Algorithm": {
+        "init",
+        "exchange",
+        "commit",
+        "check",
+        "check_size",
+        "begin",
+        "communicates",
+        "phase",
+        "phases",
+        "lends",
+    },
     "Average": {"bind", "check"},
 }
 """Methods that users never call: described once, where the kind is, and not in each class of that kind."""

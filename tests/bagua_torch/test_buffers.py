@@ -53,6 +53,7 @@ def statistics_of_rank_0(steps):
     return buffers_of(model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
 @pytest.mark.parametrize("through", ["evaluation", "evaluation of the module", "state_dict"])
 def test_all_ranks_evaluate_alike_after_a_step(through, given):

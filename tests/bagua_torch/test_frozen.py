@@ -5,7 +5,16 @@ import torch
 from support.torch_training import ALGORITHMS, QADAM, batch, filled, optimizer_for, weights
 from torch import nn
 
-from bagua_comm import ArrayError, CommMismatch, Decentralized, DiLoCo, GradientAllReduce, UnsupportedError
+from bagua_comm import (
+    ArrayError,
+    ByteGrad,
+    CommMismatch,
+    Decentralized,
+    DiLoCo,
+    ErrorFeedback,
+    GradientAllReduce,
+    UnsupportedError,
+)
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
 
@@ -39,6 +48,7 @@ def alone(ranks, frozen_in):
     return weights(model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 def test_a_frozen_layer_stays_as_it_is_and_the_others_train_on(find_unused, bucket_bytes):
@@ -63,6 +73,7 @@ def test_a_frozen_layer_stays_as_it_is_and_the_others_train_on(find_unused, buck
         torch.testing.assert_close(actual, alone(3, frozen_in), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), Decentralized()], ids=repr)
 @pytest.mark.parametrize("wrappers", [1, 2])
 def test_a_generator_and_a_discriminator_that_is_frozen_in_every_other_pass(wrappers, algorithm):
@@ -135,6 +146,26 @@ def test_no_algorithm_hangs_where_a_layer_is_frozen_for_a_while(algorithm):
     run_ranks(2, body, timeout_s=5)
 
 
+def test_a_frozen_layer_stays_as_it_is_where_codecs_round_zeros():
+    def body(comm):
+        model = make_model()
+        optimizer = adam(model.parameters())
+        ddp = DistributedDataParallel(model, optimizer, GradientAllReduce(ErrorFeedback()), comm=comm)
+        seen = []
+        for step in range(4):
+            freeze(model[0], step > 1)
+            optimizer.zero_grad()
+            loss_of(ddp, batch(comm.rank, step)).backward()
+            optimizer.step()
+            seen.append(weights(model[0]))
+        ddp.close()
+        return seen
+
+    for seen in run_ranks(2, body, timeout_s=5):
+        assert not torch.equal(seen[0], seen[1])
+        assert torch.equal(seen[1], seen[3])
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
 def test_a_layer_that_one_rank_alone_has_frozen_is_an_error_there(find_unused):
     def body(comm):
@@ -164,14 +195,17 @@ def test_a_gradient_from_before_is_kept_while_its_parameter_is_frozen():
     run_ranks(2, body, timeout_s=5)
 
 
-def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen():
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("algorithm", [GradientAllReduce(), ByteGrad()], ids=["exact", "bytes"])
+@pytest.mark.parametrize("frozen_in", [0, 1])
+def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen(algorithm, frozen_in):
     def body(comm):
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ddp = DistributedDataParallel(model, optimizer, comm=comm)
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
         with ddp.join():
-            for step in range(1 + comm.rank):
-                freeze(model[0], step == 0)
+            for step in range(1 + 2 * comm.rank):
+                freeze(model[0], step == frozen_in)
                 optimizer.zero_grad()
                 loss_of(ddp, batch(comm.rank, step)).backward()
                 optimizer.step()

@@ -53,7 +53,12 @@ def train(comm, algorithm, *, scripted):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [GradientAllReduce(), Decentralized(), LowPrecisionDecentralized(), DiLoCo(local_steps=2)],
+    [
+        GradientAllReduce(),
+        LowPrecisionDecentralized(),
+        pytest.param(Decentralized(), marks=pytest.mark.slow),
+        pytest.param(DiLoCo(local_steps=2), marks=pytest.mark.slow),
+    ],
     ids=repr,
 )
 def test_a_scripted_module_trains_as_a_plain_one(algorithm):

@@ -55,6 +55,7 @@ def _gradients(model):
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared trunk", "separate heads"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 @pytest.mark.parametrize("find_unused", [False, True])
@@ -165,7 +166,12 @@ def test_a_rounding_average_is_the_same_on_all_ranks_after_each_pass(algorithm):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [Decentralized(), LowPrecisionDecentralized(), DiLoCo(local_steps=2), every(2, Decentralized())],
+    [
+        Decentralized(),
+        DiLoCo(local_steps=2),
+        pytest.param(LowPrecisionDecentralized(), marks=pytest.mark.slow),
+        pytest.param(every(2, Decentralized()), marks=pytest.mark.slow),
+    ],
     ids=repr,
 )
 def test_where_weights_are_exchanged_two_losses_make_one_step(algorithm):
@@ -257,6 +263,7 @@ def stray_by_weights(ddp, x):
 STRAYS = [stray_by_method, stray_by_hidden_loss, stray_by_weights]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stray", STRAYS)
 @pytest.mark.parametrize("given", [True, False], ids=["given", "not given"])
 def test_no_optimizer_goes_on_with_a_gradient_that_is_not_averaged(stray, given):

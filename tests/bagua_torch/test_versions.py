@@ -39,6 +39,7 @@ def step_the_last(model):
     weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("by", [step_in_hooks, step_in_nodes, step_the_last])
 @pytest.mark.parametrize("first", ["wrapped", "hooked"])
 @pytest.mark.parametrize("algorithm", [GradientAllReduce(), Decentralized()], ids=repr)
