@@ -2,8 +2,10 @@
  * whichever flow takes it.
  *
  * Flows. A connection begins with one flow. Its sender opens more, twice as many each time, as long as that makes
- * it faster by more than GAIN. Now and then it begins again with half of them, so that what looked faster by chance
- * does not stay. A flow that is slow is given less, since it asks for less.
+ * it faster by more than GAIN: in several windows of time together, and if not in these, then in the next ones. Where
+ * one or two flows are no slower than twice as many, four times as many are tried before it stops. Now and then it
+ * begins again with half of them, so that what looked faster by chance does not stay, and with new flows beside
+ * them, which may take other paths. A flow that is slow is given less, since it asks for less.
  *
  * On the wire. The handle names an address and a nonce. Whoever connects says `struct hello`, with the nonce, or is
  * dropped; the receiver answers `struct welcome`, which names the port and the nonce for further flows of this
@@ -56,6 +58,14 @@
 #ifndef GAIN /* tests let flows always pay */
 #define GAIN 1.15      /* twice the flows must be this much faster */
 #define WINDOW_S 20e-3 /* what a rate is measured over */
+
+#endif
+
+#define CLEAR (GAIN * 1.3)             /* this much faster, and no more windows are needed */
+#define KEEP (1 + (GAIN - 1) / 3)      /* flows that are used already must be this much faster to stay */
+
+#ifndef WINDOWS
+#define WINDOWS 4 /* in a row decide: one alone may lie in a stall or between two */
 #endif
 
 #ifndef REST_S
@@ -78,6 +88,7 @@
 #define GUESTS 16                   /* sockets that have not yet said who they are */
 #define GUEST_S 10.0                /* how long they may take; with no room for one more, the oldest goes */
 #define KNOCKS 1024                 /* sockets that one call looks at */
+#define FEW 2                       /* flows of which so many may all have one slow path */
 #define SMALL 16384                 /* bytes of a frame at least, where there are many flows */
 #define STAGED 4096                 /* bytes read ahead: headers and small messages */
 #define WHOLE (16u << 20)           /* of a message in a frame while there is one flow */
@@ -259,8 +270,10 @@ enum { SETTLE_BASE, BASE, OPENING, SETTLE_MORE, MORE, REST };
 /* How many flows pay: the rate is measured while there is more to send than flows take. */
 struct growth {
   int phase, base, before; /* `base`: flows that are known to pay; `before` half of them are tried */
-  double since, seconds, rate, rested_s, rest_s, trial_ends;
-  uint64_t start, bytes; /* written until `since`; in this window's `seconds` */
+  int wanted;              /* flows that are tried */
+  bool again;              /* they have been too slow once */
+  double since, seconds, all_seconds, rate, rested_s, rest_s, trial_ends;
+  uint64_t start, bytes, all_bytes; /* written until `since`; in this window's `seconds`; in `all_seconds` */
 };
 
 struct comm {
@@ -468,15 +481,19 @@ static void close_flow(struct comm *comm, struct flow *flow) {
 }
 
 static struct flow *add_flow(struct comm *comm, int fd, int state) {
-  struct flow *flow = &comm->flows[comm->opened];
-  struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.u32 = (uint32_t)comm->opened};
-  char *staged = comm->sends ? NULL : malloc(STAGED);
+  int number = comm->opened;
+  for (int i = 0; i < comm->opened && !comm->sends; i++)
+    if (comm->flows[i].state == CLOSED) number = i; /* the peer has others now */
+  if (number == FLOWS) return NULL;
+  struct flow *flow = &comm->flows[number];
+  struct epoll_event event = {.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, .data.u32 = (uint32_t)number};
+  char *staged = comm->sends ? NULL : flow->staged ? flow->staged : malloc(STAGED);
   if ((!comm->sends && !staged) || epoll_ctl(comm->epoll, EPOLL_CTL_ADD, fd, &event)) {
-    free(staged);
+    if (staged != flow->staged) free(staged);
     return NULL;
   }
   *flow = (struct flow){.fd = fd, .state = state, .staged = staged, .ready = state == OPEN};
-  comm->opened++;
+  comm->opened += number == comm->opened;
   comm->alive++;
   return flow;
 }
@@ -512,18 +529,21 @@ static uint64_t uncut(struct comm *comm) {
   return rest;
 }
 
+/* How large the next frame of a flow is at most: little where it is slow, or may be, since messages wait for it. */
+static size_t piece_for(struct flow *flow) { return least((size_t)(flow->rate * 8e-3) + SMALL, all.chunk); }
+
 /* How large the next frame is at most: a share of what is to send, so that all flows have some. */
-static size_t piece(struct comm *comm) {
+static size_t piece(struct comm *comm, struct flow *flow) {
   if (comm->active == 1) return WHOLE;
   size_t share = uncut(comm) / (size_t)comm->active;
-  return least(share < SMALL ? SMALL : share, all.chunk);
+  return least(share < SMALL ? SMALL : share, piece_for(flow));
 }
 
 /* Cut the next frame from the oldest message that has bytes left; whether there is one. */
 static bool cut_frame(struct comm *comm, struct flow *flow) {
   if (comm->cut == atomic_load(&comm->posted)) return false;
   struct request *request = &comm->requests[comm->cut % REQUESTS];
-  size_t length = least(request->size - request->cut, piece(comm));
+  size_t length = least(request->size - request->cut, piece(comm, flow));
   bool last = request->cut + length == request->size;
   flow->frame = (struct frame){request->message, (uint32_t)length, request->cut | (last ? LAST : 0)};
   flow->head = 0;
@@ -573,7 +593,7 @@ static bool too_slow(struct comm *comm, struct flow *flow) {
   if (flow->rate * (comm->active - 1) * 2 > others) return false; /* at least half of the mean of the others */
   int queued = 0;
   ioctl(flow->fd, SIOCOUTQ, &queued);
-  return (double)uncut(comm) * flow->rate < 1.5 * ((double)queued + all.chunk) * others;
+  return (double)uncut(comm) * flow->rate < 1.5 * (double)((size_t)queued + piece_for(flow)) * others;
 }
 
 static void push(struct comm *comm) {
@@ -634,18 +654,23 @@ static void greet(struct comm *comm, struct flow *flow) {
   }
 }
 
-/* Begin to use twice as many flows, or rest if there are no more. */
-static void try_more(struct comm *comm) {
+/* Begin to use so many flows, or rest if there are no more. */
+static void try_more(struct comm *comm, int wanted) {
   struct growth *growth = &comm->growth;
-  int wanted = growth->base * 2;
   growth->phase = OPENING;
   if (wanted > comm->most) wanted = comm->most;
   while (comm->opened < wanted && open_flow(comm)) continue;
   if (comm->opened < wanted) comm->most = wanted = comm->opened;
+  growth->wanted = wanted;
   if (wanted <= growth->base) {
     growth->phase = REST;
     comm->active = growth->base;
   }
+}
+
+/* Close flows behind the first `keep`, which did not pay: new ones in their place may take other paths. */
+static void drop_flows(struct comm *comm, int keep) {
+  while (comm->opened > keep && !comm->flows[comm->opened - 1].request) close_flow(comm, &comm->flows[--comm->opened]);
 }
 
 static void begin_window(struct comm *comm) {
@@ -672,19 +697,36 @@ static void end_window(struct comm *comm) {
   struct growth *growth = &comm->growth;
   double rate = (double)growth->bytes / growth->seconds;
   rate_flows(comm, rate);
+  growth->all_bytes += growth->bytes;
+  growth->all_seconds += growth->seconds;
+  rate = (double)growth->all_bytes / growth->all_seconds; /* of all windows of this phase */
+  bool enough = growth->all_seconds >= WINDOWS * WINDOW_S;
   switch (growth->phase) {
-  case SETTLE_BASE: growth->phase = BASE; break;
-  case BASE:
-    growth->rate = rate;
-    try_more(comm);
+  case SETTLE_BASE:
+  case SETTLE_MORE:
+    growth->phase++;
+    growth->again = false;
+    growth->all_bytes = 0;
+    growth->all_seconds = 0;
     break;
-  case SETTLE_MORE: growth->phase = MORE; break;
+  case BASE:
+    if (!enough) break;
+    growth->rate = rate;
+    try_more(comm, growth->base * 2);
+    break;
   case MORE:
-    if (rate > GAIN * growth->rate) {
+    if (rate > (!enough ? CLEAR : growth->base < growth->before ? KEEP : GAIN) * growth->rate) {
       growth->base = comm->active;
       growth->rate = rate;
-      try_more(comm);
-    } else {
+      try_more(comm, growth->base * 2);
+    } else if (enough && !growth->again) {
+      growth->again = true; /* what new flows hold of messages at first may have held up the others */
+      growth->all_bytes = 0;
+      growth->all_seconds = 0;
+    } else if (enough && comm->active == growth->base * 2 && comm->active < comm->most && growth->base <= FEW &&
+               growth->base >= growth->before) {
+      try_more(comm, growth->base * 4);
+    } else if (enough) {
       comm->active = growth->base;
       growth->phase = REST;
     }
@@ -696,6 +738,7 @@ static void end_window(struct comm *comm) {
     growth->phase = SETTLE_BASE;
     growth->before = growth->base;
     growth->trial_ends = now() + TRIAL_S;
+    drop_flows(comm, growth->base);
     if (growth->base > 1) growth->base = comm->active = growth->base / 2; /* half of them may do */
   }
   begin_window(comm);
@@ -704,7 +747,7 @@ static void end_window(struct comm *comm) {
 /* Use the further flows when all of them are open, or could not be. */
 static void use_more(struct comm *comm) {
   struct growth *growth = &comm->growth;
-  int wanted = growth->base * 2 < comm->most ? growth->base * 2 : comm->most, more = 0;
+  int wanted = growth->wanted < comm->most ? growth->wanted : comm->most, more = 0;
   for (int i = growth->base; i < wanted; i++) {
     if (comm->flows[i].state == CONNECTING || comm->flows[i].state == GREETING) return;
     more += comm->flows[i].state == OPEN;
@@ -725,7 +768,7 @@ static void call_off(struct comm *comm) {
 static void measure(struct comm *comm) {
   struct growth *growth = &comm->growth;
   if (growth->base < growth->before && growth->phase != REST && now() > growth->trial_ends) call_off(comm);
-  if (comm->cut == atomic_load(&comm->posted)) return;
+  if (!outstanding(comm)) return;
   double time = now();
   if (growth->phase == OPENING) use_more(comm);
   if (time - growth->since < GAP_S) {
@@ -842,7 +885,7 @@ static void let_in(struct comm *comm) {
   int error, fd;
   struct welcome welcome = {.magic = (uint32_t)MAGIC};
   while (comm->door.fd >= 0 && (fd = enter(&comm->door, &error)) >= 0) {
-    struct flow *flow = comm->opened < FLOWS ? add_flow(comm, fd, OPEN) : NULL;
+    struct flow *flow = add_flow(comm, fd, OPEN);
     if (!flow) close_socket(&fd);
     else if (send(fd, &welcome, sizeof welcome, MSG_NOSIGNAL) != (ssize_t)sizeof welcome) close_flow(comm, flow);
   }
