@@ -9,7 +9,8 @@ lane while the backward pass goes on (`engine`). When the backward pass ends, th
 the optimizer reads `p.grad`, which never left.
 
 Beside these files, `contents` has the parts of the module that all ranks share, `checks` has what is refused,
-`join` uneven data, `unused` parameters without a gradient, and `wrapping` ends older wrappers of a module.
+`buffers` copies buffers, `join` has uneven data, `unused` parameters without a gradient, `versions` finds
+optimizers that step too early, and `wrapping` ends older wrappers of a module.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from .memory import pack, specs_of
 from .process_group import default
 from .steps import Stage, TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-from .wrapping import WeakCall, end_older
+from .wrapping import end_older
 
 _log = logging.getLogger("bagua_comm.torch")
 
@@ -209,10 +210,7 @@ class DistributedDataParallel(nn.Module):
             in_buckets=gradient_as_bucket_view,
         )
         self._steps.copies_buffers = self.broadcast_buffers
-        if not self._steps.hooked:  # all that comes by the wrapper, at least
-            wrapper: Any = self  # torch leaves these methods untyped
-            wrapper.register_state_dict_pre_hook(WeakCall(self._steps.settle))
-            wrapper.register_load_state_dict_pre_hook(WeakCall(self._steps.settle))
+        self._steps.attach_to(self)
         self._averaging = True  # not in no_sync
         self._hooked = False  # by register_comm_hook
         self._step_began_s: float | None = None  # for the tuner

@@ -506,6 +506,12 @@ class TrainingSteps(Live):
             for name in fresh:
                 self._trained[name].grad = None
 
+    def attach_to(self, wrapper: Any) -> None:
+        """Hang on `wrapper` the hooks that its module does not take: it settles before it saves or loads."""
+        if not self.hooked:
+            wrapper.register_state_dict_pre_hook(WeakCall(self.settle))
+            wrapper.register_load_state_dict_pre_hook(WeakCall(self._before_loading))
+
     def _attach(self) -> None:
         """Hang the hooks on the module and the optimizers."""
 
