@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from zlib import crc32
 
 import torch
 
@@ -29,6 +30,8 @@ class SharedBuffers:
 
     def __init__(self, comm: Communicator, buffers: Mapping[str, torch.Tensor]) -> None:
         self._comm, self._at_first = comm, _shapes_of(buffers)
+        self._shapes: list[torch.Size] = []
+        self._layout = torch.tensor(0)
         self.due = False
         """Whether buffers may differ between ranks: a training forward pass came since they were fetched."""
         self._fetched: list[_Fetched] = []
@@ -41,11 +44,19 @@ class SharedBuffers:
         Collective.
 
         Raises:
-            CommMismatch: The ranks' buffers differ in their sizes or dtypes.
+            CommMismatch: The ranks' buffers differ in their shapes or dtypes.
         """
         mine, self.due = list(buffers.values()), False
+        if not mine or self._comm.size == 1:
+            return
+        shapes = [tensor.shape for tensor in mine]
+        if shapes != self._shapes:
+            self._shapes, self._layout = shapes, torch.tensor(crc32(repr(shapes).encode()))
         try:
-            theirs = broadcast_values(self._comm, mine, root=root) if mine else mine
+            # A number for all shapes goes along: other shapes may have as many elements.
+            *theirs, layout = broadcast_values(self._comm, [*mine, self._layout], root=root)
+            if not torch.equal(layout, self._layout):
+                raise CommMismatch(f"rank {self._comm.rank} and rank {root} have buffers of other shapes")
         except CommMismatch as exc:
             raise CommMismatch(f"{exc}; {self._changes(_shapes_of(buffers))}") from exc
         pairs = zip(mine, theirs, strict=True)

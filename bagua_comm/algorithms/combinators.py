@@ -182,6 +182,10 @@ class After:
         """Keep an addend of the next exchange, as the phase of this step does."""
         complete(self.phase(bucket.step)).hold(bucket, state)
 
+    def communicates(self, step: int, state: State) -> bool:
+        """Whether the phase of this step communicates."""
+        return complete(self.phase(step)).communicates(step if step < self.steps else step - self.steps, state)
+
     def begin(self, bucket: Bucket, state: State) -> None:
         """Prepare an exchange, as the phase of this step does."""
         complete(self.phase(bucket.step)).begin(bucket, state)

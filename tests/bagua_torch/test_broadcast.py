@@ -165,6 +165,11 @@ def test_a_state_of_any_dtype_comes_to_a_rank_that_has_none_yet(dtype):
 @pytest.mark.parametrize(
     ("name", "buffer", "message"),
     [
+        (
+            "a",
+            torch.zeros(1, 2),
+            r"'a' is torch.float32 of shape \(1, 2\), and was torch.float32 of shape \(2,\)",
+        ),
         ("a", torch.zeros(4), r"'a' is torch.float32 of shape \(4,\), and was torch.float32 of shape \(2,\)"),
         ("b", torch.zeros(3).double(), r"'b' is torch.float64 of shape \(3,\), and was torch.float32 of shape"),
         ("b", None, r"'b' is none, and was torch.float32 of shape \(3,\)"),
@@ -179,10 +184,10 @@ def test_a_buffer_of_another_size_than_the_roots_is_named(name, buffer, message)
         ddp = DistributedDataParallel(module, comm=comm)
         ddp(torch.ones(1, 2)).sum().backward()
         if comm.rank == 0:  # its message has gone when rank 1 finds that it does not fit
-            ddp(torch.ones(1, 2))
+            ddp(torch.ones(1, 2)).sum().backward()
             return
         module.register_buffer(name, buffer)
         with pytest.raises(CommMismatch, match=message):
-            ddp(torch.ones(1, 2))
+            ddp(torch.ones(1, 2)).sum().backward()
 
     run_ranks(2, body)

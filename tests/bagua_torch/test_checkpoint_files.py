@@ -276,6 +276,8 @@ def test_buffers_are_each_ranks_own_and_rank_0s_on_another_number(tmp_path):
         with Checkpoints(tmp_path, comm) as checkpoints:
             if checkpoints.latest() is None:
                 training.run(0, 3)
+                with torch.no_grad():
+                    training.model(batch(comm.rank, 3))  # no other rank knows of this
                 checkpoints.save(3, **training.objects)
             else:
                 checkpoints.load(**training.objects)
