@@ -69,14 +69,18 @@ class Contents:
 
     def _places_now(self) -> list[nn.Parameter]:
         """The parameters of all parts of the module, tied ones several times."""
-        held = (part._parameters.values() for _, part in parts_of(self.module))
+        self._parts = parts_of(self.module)
+        held = (part._parameters.values() for _, part in self._parts)
         return [parameter for parameter in chain.from_iterable(held) if parameter is not None]
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers as they are now, without the ignored ones; one that has several names under its first."""
+    def buffers(self, *, of_step: bool = False) -> dict[str, torch.Tensor]:
+        """The buffers as they are now, without the ignored ones; one that has several names under its first.
+
+        With `of_step`, those of the parts that the module had when it was last checked, which takes less time.
+        """
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        for path, part in parts_of(self.module):
-            for name, buffer in part._buffers.items():
+        for path, part in self._parts if of_step else parts_of(self.module):
+            for name, buffer in part._buffers.items() if part._buffers else ():
                 if buffer is not None:
                     found.setdefault(id(buffer), (f"{path}{name}", buffer))
         return {name: buffer for name, buffer in found.values() if name not in self.ignored}

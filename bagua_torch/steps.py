@@ -321,9 +321,9 @@ class TrainingSteps(Live):
         Collective.
         """
         due = self.join.copies if self.join is not None else self.buffers.due
-        if due and self.copies_buffers and self.engine.communicates:
+        if due and self.copies_buffers and self.comm.size > 1 and self.engine.communicates:
             root = self.join.active[0] if self.join is not None else 0
-            self.buffers.fetch(self.contents.buffers(), root)
+            self.buffers.fetch(self.contents.buffers(of_step=True), root)
 
     def copy_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, if they are to be alike. Collective."""
