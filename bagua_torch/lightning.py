@@ -510,7 +510,8 @@ def _make_equal(wrapper: DistributedDataParallel) -> None:
     if exchanges_weights(wrapper.algorithm):
         wrapper.stop()
         wrapper.average_weights()
-    wrapper.copy_buffers()
+    else:
+        wrapper.copy_buffers()
 
 
 def _gather_kept(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
