@@ -51,7 +51,8 @@ from .errors import MisuseError
 from .join import Join
 from .memory import pack, specs_of
 from .process_group import default
-from .steps import Stage, TrainingSteps
+from .stage import Stage
+from .steps import TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
 from .wrapping import end_older
 
@@ -85,7 +86,7 @@ class DistributedDataParallel(nn.Module):
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
     one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
-    with `find_unused_parameters` and in `join`.
+    with `find_unused_parameters`, in `join`, while parameters are frozen, and for rank 0 if there are buffers.
 
     Construct it under the stream that you train on (`torch.cuda.stream`): gradients are accumulated on the stream
     that was current on construction, and leave from there. On any other the results are the same, but all
@@ -446,7 +447,7 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, self.engine.plan, self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
-        self.engine.resume()  # what ranks did while it was stopped is averaged
+        self._steps.resume()  # what ranks did while it was stopped is averaged
         differed = exchanges_weights(self.algorithm)
         self.engine.close()
         self.tuner = None
@@ -503,10 +504,7 @@ class DistributedDataParallel(nn.Module):
         Collective. Until then, each rank trains as a single process does, and may make any number of steps; a
         `QAdamOptimizer` goes on as it does alone.
         """
-        self._steps.complete()
-        self.engine.stop()
-        self._steps.note_new_weights()
-        self._steps.share_buffers()
+        self._steps.stop()
 
     def resume(self) -> None:
         """Go on after `stop`, with the weights as they are now; see `Engine.resume`.
@@ -514,7 +512,7 @@ class DistributedDataParallel(nn.Module):
         Collective. If a rank made steps meanwhile, and the algorithm exchanges gradients, the weights become the
         mean of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
         """
-        self.engine.resume()
+        self._steps.resume()
 
     # Checkpoints ----------------------------------------------------------------------------------------
 
@@ -629,7 +627,7 @@ class DistributedDataParallel(nn.Module):
         """Tell the tuner how long the step that ends here took, and do what it says. Collective."""
         if self.tuner is None or not self.tuner.searching:
             return
-        if self._steps.join is not None:
+        if self._steps.join is not None or self.engine.stopped:
             self._step_began_s = None
             return
         if self._device.type == "cuda":

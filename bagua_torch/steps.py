@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import complete, core_of, exchanges_weights, phases_of, runs_in_rounds
+from bagua_comm.algorithms.base import complete, core_of, exchanges_weights, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -27,29 +26,10 @@ from .flats import lay_out_state
 from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, pack
+from .stage import Stage
 from .unused import UnusedParameters, keeps_zeros
 from .versions import WeightVersions
 from .wrapping import EagerWeakCall, WeakCall, release
-
-
-class Stage(Enum):
-    """How far this rank is in a training step.
-
-    A training forward pass opens a step, the end of its backward pass averages it, and the optimizers end it:
-
-        IDLE -> OPEN -> AVERAGED -> IDLE
-
-    Gradients may be averaged several times before the optimizers step: AVERAGED -> OPEN_AGAIN -> AVERAGED. If the
-    optimizers step before that further backward pass, OPEN_AGAIN -> TOLD; the next forward pass opens the step.
-    A backward pass that comes without a forward pass of its own, through another output, opens when it begins.
-    """
-
-    IDLE = "no training forward pass since the optimizers stepped"
-    OPEN = "the other ranks know of a forward pass; its backward pass has not ended"
-    AVERAGED = "the backward pass has ended; the optimizers may step"
-    OPEN_AGAIN = "averaged, and the other ranks know of a further forward pass"
-    TOLD = "the optimizers stepped; the other ranks know of a forward pass that this rank made before"
-    CLOSED = "this wrapper exchanges nothing any more"
 
 
 class TrainingSteps(Live):
@@ -175,11 +155,33 @@ class TrainingSteps(Live):
             return
         try:
             self.complete()
+            together = not self.engine.stopped
             self.engine.close()
             self.note_new_weights()
-            self.share_buffers()
+            if together:
+                self.share_buffers()
         finally:
             self.detach()
+
+    def stop(self) -> None:
+        """Finish what is under way, and exchange nothing until `resume`; stopping twice does nothing.
+
+        Collective.
+        """
+        if not self.engine.stopped:
+            self.complete()
+            self.engine.stop()
+            self.note_new_weights()
+            self.share_buffers()
+
+    def resume(self) -> None:
+        """Go on after `stop`.
+
+        Collective. A step that this rank has not ended meanwhile ends, since other ranks may have none to end.
+        """
+        if self.engine.stopped:
+            self.finish()
+            self.engine.resume()
 
     def detach(self) -> None:
         """Leave the module and the optimizers to themselves; the other ranks hear nothing of it."""
@@ -230,7 +232,7 @@ class TrainingSteps(Live):
     def begin_forward(self) -> None:
         """A training forward pass begins. Collective."""
         if self.stage is Stage.TOLD:
-            self.stage, self.passes = Stage.OPEN, 0
+            self.stage = Stage.OPEN
         self.lend()
         self.engine.at(Point.FORWARD)
         self.note_new_weights()
@@ -332,9 +334,11 @@ class TrainingSteps(Live):
             self.buffers.put()
 
     def share_buffers(self) -> None:
-        """Do so where an algorithm may have left them apart. Collective."""
-        algorithm = self.engine.algorithm
-        if runs_in_rounds(algorithm) or (self.buffers.due and exchanges_weights(algorithm)):
+        """Do so where an algorithm may have left them apart. Collective.
+
+        Whether they are due may differ between ranks: after steps in `join`, and while they were stopped.
+        """
+        if exchanges_weights(self.engine.algorithm):
             self.copy_buffers()
 
     def hold(self) -> None:
@@ -355,13 +359,18 @@ class TrainingSteps(Live):
         asks = self._asks_about_frozen(frozen)
         if asks:
             self._unused.forget(frozen, self.passes, static=False, inner=False)
-        self._unused.forget_frozen(frozen, agreed=asks or self.find_unused or self.static)
+        agreed = asks or (self.engine.communicates and (self.find_unused or self.static))
+        self._unused.forget_frozen(frozen, agreed=agreed)
 
     def _asks_about_frozen(self, frozen: Sequence[str]) -> bool:
-        """Whether ranks ask each other which parameters got a gradient, since values do not tell."""
+        """Whether ranks ask each other which parameters got a gradient.
+
+        They do where values do not tell, and where the host would wait for a device to read them.
+        """
         some = self.join.freezes if self.join is not None else bool(frozen)
-        known = self.find_unused or self.static
-        return some and not known and self.engine.payload == "grad" and not keeps_zeros(self.engine.phase)
+        if not some or self.find_unused or self.static or not self._averages_gradients:
+            return False
+        return self.device.type == "cuda" or not keeps_zeros(self.engine.phase)
 
     @property
     def _averages_gradients(self) -> bool:
@@ -390,6 +399,7 @@ class TrainingSteps(Live):
 
     def _end(self) -> None:
         self.stage = Stage.TOLD if self.stage in (Stage.OPEN_AGAIN, Stage.TOLD) else Stage.IDLE
+        self.passes = 0
         self._stepped.clear()
         self._reclaim()
         self.buffers.keep()
@@ -421,6 +431,7 @@ class TrainingSteps(Live):
         self.buffers.due = False
         self.span.forget()
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.IDLE
+        self.passes = 0
         self._stepped.clear()
         self.note_new_weights()
 

@@ -97,6 +97,25 @@ def test_passes_of_several_losses_are_those_of_the_first_step_in_a_static_graph(
     assert all(run_ranks(2, body, timeout_s=5))
 
 
+def test_ranks_of_a_static_graph_ask_once_where_each_step_is_one_of_expect_backward():
+    def body(comm):
+        model = make_heads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm, static_graph=True)
+        asked = []
+        for number in range(3):
+            before = comm.counters.by_operation["allreduce"].calls
+            optimizer.zero_grad()
+            ddp.expect_backward()
+            sum(model(batch(comm.rank, number))).backward()
+            optimizer.step()
+            asked.append(comm.counters.by_operation["allreduce"].calls - before)
+        ddp.close()
+        return asked
+
+    assert run_ranks(2, body, timeout_s=5) == [[1, 0, 0]] * 2
+
+
 class Opaque:
     """What a module may return, with a tensor that refers to itself on the way."""
 

@@ -1,0 +1,118 @@
+"""What ranks do by themselves between `stop` and `resume`, and what they do together afterwards."""
+
+import pytest
+import torch
+from support.torch_training import batch, filled, optimizer_for
+from torch import nn
+
+from bagua_comm import (
+    ByteGrad,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    Tuner,
+    every,
+)
+from bagua_comm.testing import run_ranks
+from bagua_torch import DistributedDataParallel
+
+
+def make_model():
+    return filled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+
+
+def wrapped(comm, algorithm, **settings):
+    model = make_model()
+    optimizer = optimizer_for(algorithm, model.parameters())
+    return model, optimizer, DistributedDataParallel(model, optimizer, algorithm, comm=comm, **settings)
+
+
+def step(comm, ddp, optimizer, number=0):
+    optimizer.zero_grad()
+    ddp(batch(comm.rank, number)).square().mean().backward()
+    optimizer.step()
+
+
+def buffers_of(model):
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("end", ["stop", "close"])
+def test_a_stopped_rank_keeps_its_buffers_and_waits_for_none(end):
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, Decentralized())
+        step(comm, ddp, optimizer)
+        ddp.stop()
+        for number in range(comm.rank):
+            step(comm, ddp, optimizer, number)
+        before = buffers_of(model)
+        getattr(ddp, end)()
+        assert all(map(torch.equal, before, buffers_of(model)))
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("algorithm", [Decentralized(), GradientAllReduce()], ids=repr)
+def test_a_step_that_one_rank_left_out_while_stopped_is_over_at_resume(algorithm):
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, algorithm)
+        step(comm, ddp, optimizer)
+        ddp.stop()
+        if comm.rank == 0:
+            ddp(batch(0, 1)).square().mean().backward()  # of which a GradScaler found that it is infinite
+        ddp.resume()
+        for number in range(3):
+            step(comm, ddp, optimizer, number)
+        ddp.close()
+        return ddp.engine.step
+
+    first, second = run_ranks(2, body, timeout_s=5)
+    assert first == second
+
+
+@pytest.mark.parametrize("algorithm", [ByteGrad(), GradientAllReduce()], ids=repr)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm, find_unused_parameters=find_unused)
+        ddp.stop()
+        for number in range(comm.rank):
+            model[0].requires_grad_(False)
+            step(comm, ddp, optimizer, number)
+            assert model[0].weight.grad is None
+            model[0].requires_grad_(True)
+        ddp.resume()
+        step(comm, ddp, optimizer)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+def test_a_tuner_rests_while_ranks_are_stopped():
+    def body(comm):
+        tuner = Tuner(bucket_bytes=[1, 64], warmup_steps=0, steps_per_trial=1)
+        _, optimizer, ddp = wrapped(comm, GradientAllReduce(), tuner=tuner)
+        ddp.stop()
+        for number in range(5 * comm.rank):
+            step(comm, ddp, optimizer, number)
+        assert tuner.searching
+        ddp.resume()
+        step(comm, ddp, optimizer)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+@pytest.mark.parametrize("algorithm", [every(2, GradientAllReduce()), DiLoCo(2)], ids=repr)
+def test_ranks_with_unevenly_much_data_share_their_buffers_at_the_end(algorithm):
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        with ddp.join():
+            for number in range(2 + comm.rank):
+                step(comm, ddp, optimizer, number)
+        ddp.close()
+        return buffers_of(model)
+
+    first, second = run_ranks(2, body, timeout_s=5)
+    assert all(map(torch.equal, first, second))
