@@ -252,6 +252,11 @@ class FramedTransport(Transport):
             self._hang_up()
         return error
 
+    def interrupted(self, error: BaseException, arrays: object) -> None:
+        """See `Transport.interrupted`. The peers that wait for this rank lose it, and raise at once."""
+        super().interrupted(error, arrays)
+        self._hang_up()
+
     def _hang_up(self) -> None:
         """Close all connections."""
         gloo = self._gloo
