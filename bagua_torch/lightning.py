@@ -327,8 +327,8 @@ class BaguaFabricStrategy(_Strategy, _FabricBase):  # type: ignore[misc]
     `fabric.save` and `fabric.load` work as with Fabric's own strategies. For BatchNorm over all ranks, call
     `bagua_torch.sync_batchnorm.convert(model, fabric.strategy.comm)` before.
 
-    Where an algorithm exchanges weights, or the module has BatchNorm, call
-    `fabric.strategy.average_weights(model)` before evaluation; `fabric.save` does it itself.
+    Where an algorithm exchanges weights, call `fabric.strategy.average_weights(model)` before evaluation;
+    `fabric.save` does it itself.
 
     Args:
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
