@@ -240,10 +240,11 @@ class Engine(Live):
         first tensor is `ready`.
 
         Raises:
-            ArrayError: The algorithm keeps no addends, a bucket has left, or this rank holds all but its last.
+            ArrayError: The algorithm keeps no addends, a bucket has left, this rank holds all but its last, or
+                the engine is stopped.
         """
         if self.stopped:
-            return
+            raise ArrayError("hold: the engine is stopped and averages nothing; call resume before")
         if self._exchanges.sent:
             raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
         self._held = True

@@ -288,7 +288,8 @@ class DistributedDataParallel(nn.Module):
         pass changes, as BatchNorm's, follow rank 0's microbatches, and so depend on the number of ranks.
 
         Raises:
-            ArrayError: The algorithm is another one; a RuntimeError as well.
+            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank has several of them and
+                is stopped, so that it averages nothing.
 
         >>> from bagua_comm import Reproducible
         >>> model = DistributedDataParallel(nn.Linear(1, 1), [], GradientAllReduce(Reproducible(addends=4)))

@@ -6,10 +6,12 @@ from support.torch_training import batch, filled, optimizer_for
 from torch import nn
 
 from bagua_comm import (
+    ArrayError,
     ByteGrad,
     Decentralized,
     DiLoCo,
     GradientAllReduce,
+    Reproducible,
     Tuner,
     every,
 )
@@ -99,6 +101,19 @@ def test_a_tuner_rests_while_ranks_are_stopped():
         assert tuner.searching
         ddp.resume()
         step(comm, ddp, optimizer)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
+def test_microbatches_of_a_stopped_rank_are_refused_since_their_sum_would_be_no_mean():
+    def body(comm):
+        _, _, ddp = wrapped(comm, GradientAllReduce(Reproducible(addends=4)))
+        ddp.stop()
+        numbers = ddp.microbatches()
+        ddp(batch(comm.rank, next(numbers))).square().mean().backward()
+        with pytest.raises(ArrayError, match="hold: the engine is stopped"):
+            next(numbers)
         ddp.close()
 
     run_ranks(2, body, timeout_s=5)
