@@ -85,8 +85,9 @@ class DistributedDataParallel(nn.Module):
     `close` alone.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
-    one. There, over NCCL, no step of training makes the host wait for the device; for other ranks it waits only
-    with `find_unused_parameters`, in `join`, while parameters are frozen, and for rank 0 if there are buffers.
+    one. There, over NCCL, no step of training makes the host wait for the device, unless parameters are frozen
+    after wrapping; for other ranks it waits only with `find_unused_parameters`, in `join`, and, where there are
+    buffers, for rank 0.
 
     Construct it under the stream that you train on (`torch.cuda.stream`): gradients are accumulated on the stream
     that was current on construction, and leave from there. On any other the results are the same, but all

@@ -363,14 +363,11 @@ class TrainingSteps(Live):
         self._unused.forget_frozen(frozen, agreed=agreed)
 
     def _asks_about_frozen(self, frozen: Sequence[str]) -> bool:
-        """Whether ranks ask each other which parameters got a gradient.
-
-        They do where values do not tell, and where the host would wait for a device to read them.
-        """
+        """Whether ranks ask each other which parameters got a gradient, since values do not tell."""
         some = self.join.freezes if self.join is not None else bool(frozen)
         if not some or self.find_unused or self.static or not self._averages_gradients:
             return False
-        return self.device.type == "cuda" or not keeps_zeros(self.engine.phase)
+        return not keeps_zeros(self.engine.phase)
 
     @property
     def _averages_gradients(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
@@ -71,13 +72,17 @@ class UnusedParameters:
         Raises:
             CommMismatch: Another rank has computed a gradient. A RuntimeError as well.
         """
+        gradients = {name: self._parameters[name].grad for name in frozen}
+        computed = [name for name, gradient in gradients.items() if gradient is not None]
+        if computed and not agreed:  # a device is asked once: the host waits for the answer
+            some = torch.stack([gradient.any() for gradient in gradients.values() if gradient is not None])
+            computed = [name for name, one in zip(computed, some.tolist(), strict=True) if one]
+        if computed:
+            raise MismatchError(
+                f"DistributedDataParallel: {computed[0]!r} is frozen on rank {self._comm.rank}, but another rank "
+                "has computed a gradient of it; freeze and unfreeze it on all ranks in the same steps"
+            )
         for name in frozen:
-            gradient = self._parameters[name].grad
-            if gradient is not None and (agreed or bool(gradient.any())):
-                raise MismatchError(
-                    f"DistributedDataParallel: {name!r} is frozen on rank {self._comm.rank}, but another rank "
-                    "has computed a gradient of it; freeze and unfreeze it on all ranks in the same steps"
-                )
             self._parameters[name].grad = None
 
     def compare(self, complete: set[str], number: int, *, inner: bool) -> None:
