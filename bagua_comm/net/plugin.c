@@ -58,11 +58,10 @@
 #ifndef GAIN /* tests let flows always pay */
 #define GAIN 1.15      /* twice the flows must be this much faster */
 #define WINDOW_S 20e-3 /* what a rate is measured over */
-
 #endif
 
-#define CLEAR (GAIN * 1.3)             /* this much faster, and no more windows are needed */
-#define KEEP (1 + (GAIN - 1) / 3)      /* flows that are used already must be this much faster to stay */
+#define CLEAR (GAIN * 1.3)        /* this much faster, and no more windows are needed */
+#define KEEP (1 + (GAIN - 1) / 3) /* flows that are used already must be this much faster to stay */
 
 #ifndef WINDOWS
 #define WINDOWS 4 /* in a row decide: one alone may lie in a stall or between two */
