@@ -348,7 +348,11 @@ class TrainingSteps(Live):
         self.memory.spread()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
-        if self.engine.payload == "grad" and (self.find_unused or self.static) and not self.engine.stopped:
+        if self.engine.payload != "grad" or not (self.find_unused or self.static):
+            return
+        if self.engine.stopped:
+            self._unused.forget_all(fresh)
+        else:
             self._unused.forget(fresh, self.passes, static=self.static, inner=inner)
 
     def _forget_frozen(self, fresh: Sequence[str]) -> None:

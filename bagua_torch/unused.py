@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -59,7 +59,11 @@ class UnusedParameters:
             unused = {name for name, used in zip(self._parameters, somewhere, strict=True) if not used}
             if static and not inner:
                 self._unused[number] = unused
-        for name in unused.intersection(fresh):
+        self.forget_all(unused.intersection(fresh))
+
+    def forget_all(self, names: Iterable[str]) -> None:
+        """Take away the gradients of these parameters."""
+        for name in names:
             self._parameters[name].grad = None
 
     def forget_frozen(self, frozen: Sequence[str], *, agreed: bool) -> None:
@@ -82,8 +86,7 @@ class UnusedParameters:
                 f"DistributedDataParallel: {computed[0]!r} is frozen on rank {self._comm.rank}, but another rank "
                 "has computed a gradient of it; freeze and unfreeze it on all ranks in the same steps"
             )
-        for name in frozen:
-            self._parameters[name].grad = None
+        self.forget_all(frozen)
 
     def compare(self, complete: set[str], number: int, *, inner: bool) -> None:
         """Compare a step with the first one on this rank. The exchange is over, so no rank waits.

@@ -91,6 +91,22 @@ def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
     run_ranks(2, body, timeout_s=5)
 
 
+def test_what_a_stopped_rank_does_not_use_gets_no_gradient():
+    def body(comm):
+        model = filled(nn.Linear(4, 1))
+        model.unused = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ddp = DistributedDataParallel(model, optimizer, comm=comm, find_unused_parameters=True)
+        ddp.stop()
+        for number in range(comm.rank + 1):
+            step(comm, ddp, optimizer, number)
+            assert model.weight.grad is not None
+            assert model.unused.weight.grad is None
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)
+
+
 def test_a_tuner_rests_while_ranks_are_stopped():
     def body(comm):
         tuner = Tuner(bucket_bytes=[1, 64], warmup_steps=0, steps_per_trial=1)
