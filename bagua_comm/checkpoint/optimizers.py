@@ -23,8 +23,8 @@ def is_optimizer(value: object) -> bool:
 
 
 def with_dtype(loaded: Any, saved: Any) -> Any:
-    """The saved tensor on the device of the loaded one: a `Restore` for the parameters that were saved."""
-    return saved.to(loaded.device)
+    """The saved tensor with the device and strides of the loaded one: a `Restore` for the same parameters."""
+    return loaded.to(saved.dtype).copy_(saved)
 
 
 def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | None = None) -> None:
@@ -117,9 +117,7 @@ def _put_back(before: list[_Held]) -> None:
         )
         for pair in _paired(old, new)
     )
-    old_of: dict[
-        int, tuple[Any, Any]
-    ] = {}  # by the id of the object that has replaced it, which is kept alive here
+    old_of: dict[int, tuple[Any, Any]] = {}  # by the id of the object that has replaced it, kept alive here
     for held in before:
         groups, state = held.optimizer.param_groups, held.optimizer.state
         if groups is not held.groups:

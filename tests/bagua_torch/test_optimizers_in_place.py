@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bagua_comm import DiLoCo, GradientAllReduce, UnsupportedError, elastic
-from bagua_comm.checkpoint.optimizers import load_in_place
+from bagua_comm.checkpoint.optimizers import load_in_place, with_dtype
 from bagua_comm.testing import run_ranks
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 from bagua_torch import Checkpoints, DistributedDataParallel, broadcast_optimizer, fuse
 from bagua_torch.broadcast import map_leaves
+from bagua_torch.flats import lay_out_state
 
 Pair = namedtuple("Pair", "fast slow")
 
@@ -354,6 +355,18 @@ def test_a_checkpoint_loads_into_the_same_groups_and_gives_states_the_dtype_that
         assert {entry["momentum"].dtype for entry in converted.state.values()} == {torch.float16}
 
     run_ranks(2, body)
+
+
+def test_states_of_another_dtype_lie_as_their_parameter_whatever_the_file_has():
+    parameter = nn.Parameter(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    optimizer.register_load_state_dict_post_hook(lay_out_state)
+    momentum = torch.arange(96.0).reshape(2, 3, 4, 4) / 7
+    saved = {**optimizer.state_dict(), "state": {0: {"momentum_buffer": momentum}}}
+    load_in_place(optimizer, saved, with_dtype)
+    loaded = optimizer.state[parameter]["momentum_buffer"]
+    assert torch.equal(loaded, momentum)
+    assert loaded.stride() == parameter.stride()
 
 
 def test_recovery_leaves_groups_and_dtypes_as_they_were():
