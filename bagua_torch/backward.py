@@ -70,20 +70,27 @@ class BackwardWatch:
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
         self._task = -1  # PyTorch's number of the pass in which the latest hook ran
         self._left_task = -1  # PyTorch's number of the latest pass that is left alone
-        self.count = len(parameters)
+        self.count = 0
         """How many parameters are watched."""
         self.began, self.before = _weakly(began), _weakly(before)
         self.after, self.ended, self.came = _weakly(after), _weakly(ended), _weakly(came)
         self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _nobody
-        self._by_name = {name: _Hooks(self, name) for name in parameters}
-        self.regroup(groups)
+        self._by_name: dict[str, _Hooks] = {}
         self._hooks: list[Any] = []
+        # As long as these are here, all gradients are accumulated on the stream that was current then.
+        self._edges: list[Any] = []
+        self.add(parameters, groups)
+
+    def add(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
+        """Watch these parameters, too; `groups` has the names of all. Forget the pass that has begun, if any."""
+        self.count += len(parameters)
+        self._by_name.update((name, _Hooks(self, name)) for name in parameters)
+        self.regroup(groups)
         for name, parameter in parameters.items():
             hooked: Any = parameter  # torch leaves these methods untyped
             self._hooks.append(hooked.register_hook(self._by_name[name].computed))
             self._hooks.append(hooked.register_post_accumulate_grad_hook(self._by_name[name].accumulated))
-        # As long as these are here, all gradients are accumulated on the stream that is current now.
-        self._edges = [get_gradient_edge(parameter) for parameter in parameters.values()]
+            self._edges.append(get_gradient_edge(parameter))
 
     def regroup(self, groups: Sequence[Sequence[str]]) -> None:
         """Watch the same parameters in other groups, and forget the pass that has begun, if one has."""

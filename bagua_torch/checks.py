@@ -216,7 +216,7 @@ def check_ranks(
         UnsupportedError: Elements of a parameter share memory.
     """
     mine = [
-        (name, tuple(t.shape), str(t.dtype), t.requires_grad, _in_memory(t) if name in contents.trained else "")
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in contents.trained else "")
         for name, t in contents.tensors().items()
     ]
     mine.append((f"{len(optimizers)} optimizers", (), "", False, ""))
@@ -229,7 +229,12 @@ def check_ranks(
                 f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
                 f"rank {comm.rank} has {here} where rank {rank} has {there}"
             )
-    for name, parameter in contents.trained.items():
+    check_memory(contents.trained)
+
+
+def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise `UnsupportedError` if elements of a parameter share memory."""
+    for name, parameter in parameters.items():
         if repeats(parameter):
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} of shape {tuple(parameter.shape)} has elements that share "
@@ -238,7 +243,7 @@ def check_ranks(
             )
 
 
-def _in_memory(parameter: torch.Tensor) -> str:
+def in_memory(parameter: torch.Tensor) -> str:
     """How a parameter lies in its bucket: ranks add up element by element in the order of memory."""
     if repeats(parameter):
         return "repeats"
@@ -246,15 +251,17 @@ def _in_memory(parameter: torch.Tensor) -> str:
     return "contiguous" if layout.is_contiguous else f"dimensions in the order {layout.order} in memory"
 
 
-def check_unchanged(contents: Contents) -> None:
-    """Check, before a training forward pass, that the module is as it was when it was wrapped.
+def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
+    """Check, before a training forward pass, that the module has the parameters that it was wrapped with.
+
+    Returns:
+        The parameters that were frozen until now, and are not any more.
 
     Raises:
-        ArrayError: A parameter was added or replaced, or one is trained that was frozen.
+        ArrayError: A parameter was added or replaced.
         UnsupportedError: An optimizer would step within the backward pass.
     """
-    if not contents.unchanged:
-        _check_parameters(contents)
+    unfrozen = {} if contents.unchanged else _unfrozen(contents)
     for name, parameter in contents.trained.items():
         # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
         if hasattr(parameter, "_in_backward_optimizers"):
@@ -262,10 +269,12 @@ def check_unchanged(contents: Contents) -> None:
                 f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
                 "call optimizer.step() after backward(), when gradients are averaged"
             )
+    return unfrozen
 
 
-def _check_parameters(contents: Contents) -> None:
-    """Raise `ArrayError` if a parameter that is not ignored was added, replaced or unfrozen."""
+def _unfrozen(contents: Contents) -> dict[str, nn.Parameter]:
+    """The parameters that were unfrozen; raises `ArrayError` if one that is not ignored was added or replaced."""
+    unfrozen: dict[str, nn.Parameter] = {}
     trained = {id(p) for p in contents.trained.values()}
     for name, parameter in contents.module.named_parameters():
         if id(parameter) in trained or not parameter.requires_grad or name in contents.ignored:
@@ -284,11 +293,8 @@ def _check_parameters(contents: Contents) -> None:
                 "close this one and wrap the module again. Give torch.func.functional_call tensors that are "
                 "not nn.Parameter; their gradients stay on this rank"
             )
-        raise ArrayError(
-            f"DistributedDataParallel: {name!r} was frozen when the module was wrapped and is not now, so its "
-            "gradients would not be averaged; wrap the module while it has requires_grad=True, and freeze it "
-            "afterwards for as long as you like; or close this one and wrap the module again"
-        )
+        unfrozen[name] = parameter
+    return unfrozen
 
 
 def check_may_freeze(name: str, algorithm: Algorithm) -> None:
@@ -299,6 +305,17 @@ def check_may_freeze(name: str, algorithm: Algorithm) -> None:
             f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} goes on "
             f"averaging its {lent}, which would move it; freeze it before wrapping, or use another algorithm"
         )
+
+
+def check_may_begin(name: str, algorithm: Algorithm) -> None:
+    """Raise `UnsupportedError` if `algorithm` cannot begin to train a parameter later than others."""
+    for phase in phases_of(algorithm):
+        if lent := complete(phase).lends:
+            raise UnsupportedError(
+                f"DistributedDataParallel: {name!r} was unfrozen after the module was wrapped, but {phase} has "
+                f"averaged the {lent} of all parameters since its first step; close this one and wrap the module "
+                "again, or use another algorithm"
+            )
 
 
 def check_open(closed: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 
@@ -53,19 +53,27 @@ class Contents:
         self.parameters = {name: parameter for name, parameter in self.all.items() if id(parameter) in common}
         """The parameters that are not ignored."""
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        """The parameters among these that get a gradient."""
+        """The parameters among these that get a gradient, or have got one before they were frozen."""
         self._places = self._places_now()
         self._frozen = [parameter for parameter in self._places if not parameter.requires_grad]
 
     @property
     def unchanged(self) -> bool:
-        """Whether every parameter is where it was when the module was wrapped, and none was unfrozen since.
+        """Whether the parameters are where they were on wrapping, and all that are not frozen are `trained`.
 
         Those that are trained may be frozen, and unfrozen again.
         """
         now = self._places_now()
         same = len(now) == len(self._places) and all(map(is_, now, self._places))
         return same and not any(parameter.requires_grad for parameter in self._frozen)
+
+    def train(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
+        """From now on these parameters are among those that are trained."""
+        trained = {name: p for name, p in self.parameters.items() if name in self.trained or name in unfrozen}
+        self.trained.clear()  # others hold this very dictionary
+        self.trained.update(trained)
+        ids = {id(parameter) for parameter in unfrozen.values()}
+        self._frozen = [parameter for parameter in self._frozen if id(parameter) not in ids]
 
     def _places_now(self) -> list[nn.Parameter]:
         """The parameters of all parts of the module, tied ones several times."""

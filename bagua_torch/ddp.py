@@ -67,8 +67,9 @@ class DistributedDataParallel(nn.Module):
 
     Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's, in place.
     Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled. A
-    parameter may be frozen after wrapping, and unfrozen again, on all ranks in the same steps; one that is frozen
-    on construction stays so.
+    parameter may be frozen after wrapping, and unfrozen again, on all ranks in the same steps. One that was
+    frozen on construction may be unfrozen between two steps, and then be given to one of the optimizers: in the
+    next training forward pass ranks agree on it, and it becomes rank 0's.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
     averaged if it is the first one after a forward pass of this wrapper, or goes through a tensor that such a

@@ -20,8 +20,9 @@ from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
 from bagua_comm.algorithms.base import Payload, complete
-from bagua_comm.algorithms.checkpoints import WHOLE, Saved
+from bagua_comm.algorithms.checkpoints import WHOLE, Saved, check_state, copy_numbers, load_state
 from bagua_comm.arrays import Array
+from bagua_comm.changes import compared, prepare_codecs
 from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.trace import Tracer
 
@@ -77,6 +78,8 @@ class TorchEngine(Engine):
     ) -> None:
         self.device, self._memory = device, memory
         self._lent = _Lent([], [], [], {})
+        self._later: Saved = {}
+        """What was loaded for parameters that are frozen still: it waits until they are unfrozen."""
         with torch_stream(device):
             super().__init__(comm, algorithm, memory.plan, _arrays_of(memory))
 
@@ -88,6 +91,52 @@ class TorchEngine(Engine):
         super().replan(memory.plan, _arrays_of(memory), algorithm=algorithm)
         self._memory = memory
 
+    def agree(self, mine: Any) -> list[Any]:
+        """The `mine` of each rank. It is compared with what the other ranks exchange, if they do not call it.
+
+        Collective. What has left before is waited for, but not written back.
+        """
+        self._exchanges.wait()
+        return self._comm.allgather_object(mine)
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether buckets have left that are not written back yet."""
+        return bool(self._exchanges.sent)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it keeps addends of this step; see `hold`."""
+        return self._held
+
+    def awaits(self, names: Iterable[str]) -> bool:
+        """Whether a checkpoint was loaded that has what the algorithm kept for all of these parameters."""
+        return set(names) <= self._later.keys()
+
+    def extend(self) -> None:
+        """Exchange the buckets, too, that were added to the memory behind the others.
+
+        Collective. The others, and what the algorithm keeps for them, stay as they are. The new ones begin as in
+        the first step, or as they were in the checkpoint that was loaded, and count steps as the others do.
+        """
+        self._pace.finish()
+        plan = self._memory.plan
+        self._training = compared(self._comm, plan, self.algorithm)
+        for payload, made in self._buckets_over(plan, _arrays_of(self._memory), self.algorithm).items():
+            buckets = self._buckets[payload]
+            buckets += made[len(buckets) :]
+        self.plan = plan
+        prepare_codecs(self.algorithm, self._buckets)
+        states = list(self.states)
+        for bucket in self._buckets[self.payload][len(states) :]:
+            states.append(complete(self._phase).init(bucket, self._comm))
+            if self._later.keys() >= bucket.views.keys():
+                later = self._reordered(self._later, to_memory=True)
+                check_state(bucket, states[-1], later)
+                load_state(bucket, states[-1], later)
+            copy_numbers(states[-1], states[0])
+        self._begin_phase(self._exchanges.began, states)
+
     def state_tensors(self) -> dict[str, Any]:
         """What `Engine.state_dict` gives, with tensors for arrays."""
         return map_leaves(super().state_dict(), _to_tensor)  # type: ignore[no-any-return]
@@ -98,7 +147,16 @@ class TorchEngine(Engine):
         Collective.
         """
         self._memory.reclaim()  # replicas are made from the weights
-        super().load_state_dict(map_leaves(state, self._to_array))
+        self.load_state_dict(map_leaves(state, self._to_array))
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """See `Engine.load_state_dict`. What was saved for parameters that are frozen still is kept for them.
+
+        Collective.
+        """
+        super().load_state_dict(saved)
+        extra = {name: pieces for name, pieces in saved["tensors"].items() if name not in self._names}
+        self._later = extra if saved["phase_began"] == self._exchanges.began else {}
 
     def lent(self) -> dict[str, torch.Tensor]:
         """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing.
@@ -119,6 +177,11 @@ class TorchEngine(Engine):
 
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)
+
+    def _begin_phase(self, began: int, states: list[Any] | None = None) -> None:
+        super()._begin_phase(began, states)
+        if states is None:
+            self._later = {}
 
     def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         super()._load(self._reordered(saved, to_memory=True))

@@ -8,6 +8,7 @@ memory (`channels_last`), and has a storage of its own over its part: see `flats
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ _address = torch.Tensor.data_ptr
 def pack(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
     """Which gradients travel together: buckets of about `bucket_bytes`, padded for this number of ranks."""
     return Plan.pack(specs_of(parameters), bucket_bytes=bucket_bytes, alignment=ALIGNMENT * ranks)
+
+
+def extended(plan: Plan, more: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
+    """The same plan, and buckets with more parameters behind the others."""
+    return replace(plan, buckets=(*plan.buckets, *pack(more, bucket_bytes, ranks).buckets))
 
 
 def specs_of(parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
@@ -71,21 +77,28 @@ class BucketMemory:
 
     def allocate(self, payload: Payload) -> None:
         """Make the memory for gradients or for weights. It is zero."""
-        firsts = [self.parameters[bucket.tensors[0].name] for bucket in self.plan.buckets]
-        self.flats[payload] = [
-            torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
-            for bucket, first in zip(self.plan.buckets, firsts, strict=True)
-        ]
-        flats = self._flats[payload] = [Flat(flat, bucket=True) for flat in self.flats[payload]]
+        self.flats[payload], self._flats[payload] = [], []
+        self._allocate_missing(payload)
+
+    def _allocate_missing(self, payload: Payload) -> None:
+        """Make the memory of the buckets that have none yet, behind that of the others."""
+        begin = len(self.flats[payload])
+        all_names = self.names[begin:]
+        for bucket in self.plan.buckets[begin:]:
+            first = self.parameters[bucket.tensors[0].name]
+            zeros = torch.zeros(bucket.size, dtype=first.dtype, device=first.device)
+            self.flats[payload].append(zeros)
+            self._flats[payload].append(Flat(zeros, bucket=True))
+        flats = self._flats[payload][begin:]
         if payload == "grad":
             kind = GradientsInBucket if self.in_buckets else GradientsOfTheirOwn
-            self.gradients = [
+            self.gradients += [
                 kind(names, [self.parameters[n] for n in names], flat, [self.layouts[n] for n in names])
-                for names, flat in zip(self.names, flats, strict=True)
+                for names, flat in zip(all_names, flats, strict=True)
             ]
             self._place = {name: (part, i) for part in self.gradients for i, name in enumerate(part.names)}
         else:
-            for names, flat in zip(self.names, flats, strict=True):
+            for names, flat in zip(all_names, flats, strict=True):
                 self.weights.update(zip(names, flat.views([self.layouts[n] for n in names]), strict=True))
             self._in_weights = [self.parameters[name] for name in self.weights]
             self._weights_at = list(map(_address, self.weights.values()))
@@ -105,11 +118,26 @@ class BucketMemory:
                 continue
             self.allocate(payload)
             if payload == "weight":
-                for name, view in self.weights.items():
-                    view.copy_(self.parameters[name].detach())
-                self._strays = [name for name in self.weights if _shared(self.parameters[name])]
-                self._place_weights()
+                self._move_in(self.weights)
         self.reclaim()
+
+    def extend(self, plan: Plan) -> None:
+        """Make memory for the buckets of `plan` that follow those of the present one; weights move there."""
+        new = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets[len(self.names) :]]
+        self.plan = plan
+        self.names += new
+        self.layouts.update((name, layout_of(self.parameters[name])) for names in new for name in names)
+        for payload in self.flats:
+            self._allocate_missing(payload)
+        if "weight" in self.flats:
+            self._move_in([name for names in new for name in names])
+
+    def _move_in(self, names: Collection[str]) -> None:
+        """Have the weights of these parameters in the buckets, with their values."""
+        for name in names:
+            self.weights[name].copy_(self.parameters[name].detach())
+        self._strays += [name for name in names if _shared(self.parameters[name])]
+        self._place_weights(names)
 
     def replace(self, old: BucketMemory) -> None:
         """Let gradients and parameters lie in this memory, to which the engine has moved their values."""
@@ -119,9 +147,10 @@ class BucketMemory:
         self._place_weights()
         self.commits = old.commits
 
-    def _place_weights(self) -> None:
+    def _place_weights(self, names: Collection[str] | None = None) -> None:
+        """Let these parameters lie in the buckets; all if None."""
         for name, part in self.parts(self._flats["weight"]).items() if self.weights else ():
-            if name not in self._strays:
+            if name not in self._strays and (names is None or name in names):
                 self.parameters[name].data = part
 
     # Gradients ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ backward pass, and hooks tell of the optimizers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from bagua_comm.algorithms.base import complete, core_of, exchanges_weights, pha
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
-from . import checks
+from . import checks, unfreezing
 from .backward import BackwardWatch, at_the_end_of_the_pass
+from .broadcast import broadcast_tensors
 from .buffers import SharedBuffers
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine, average_tensors
 from .flats import lay_out_state
 from .fused import FusedOptimizer
 from .join import Join
-from .memory import BucketMemory, pack
+from .memory import BucketMemory, extended, pack
 from .stage import Stage
 from .unused import UnusedParameters, keeps_zeros
 from .versions import WeightVersions
@@ -82,7 +83,7 @@ class TrainingSteps(Live):
         self.hooked = not isinstance(contents.module, torch.jit.ScriptModule)
         """Whether the module takes hooks; else the wrapper calls `settle` and `returned`."""
         self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
-        self._trained = contents.trained
+        self._trained, self.bucket_bytes = contents.trained, bucket_bytes
         self._unused = UnusedParameters(comm, self._trained)
         plan = pack(self._trained, bucket_bytes, comm.size)
         self.memory = BucketMemory(self._trained, plan, in_buckets=in_buckets)
@@ -140,10 +141,28 @@ class TrainingSteps(Live):
             memory.allocate(payload)
         self.engine.move(memory, algorithm)
         memory.replace(self.memory)
-        self.memory = memory
+        self.memory, self.bucket_bytes = memory, bucket_bytes
         self.watch.regroup(memory.names)
         self.note_new_weights()
         self.lend()
+        self._lay_out()
+
+    def _begin_to_train(self, unfrozen: Mapping[str, torch.nn.Parameter], *, late: bool) -> None:
+        """Train parameters that were frozen until now, in further buckets; see `unfreezing`. Collective."""
+        apart = self.join is not None or self.engine.stopped
+        unfreezing.check_together(unfrozen, self.engine.algorithm, apart=apart, late=late)
+        opened = self.stage not in (Stage.IDLE, Stage.AVERAGED)
+        given = self._trained, self.optimizers, self.bucket_bytes
+        unfreezing.agree(unfrozen, self.engine, *given, opened=opened)
+        if not self.engine.awaits(unfrozen):  # else their weights were loaded, and may differ between ranks
+            broadcast_tensors(self.comm, list(unfrozen.values()), root=0)
+        self.contents.train(unfrozen)
+        self.memory.extend(extended(self.memory.plan, unfrozen, self.bucket_bytes, self.comm.size))
+        self.engine.extend()
+        self.watch.add(unfrozen, self.memory.names)
+        self._versions = WeightVersions(self._trained)
+        self._unused.begin_anew()
+        self.note_new_weights()
         self._lay_out()
 
     def close(self) -> None:
@@ -197,11 +216,12 @@ class TrainingSteps(Live):
 
     # What happens in a step, in this order ----------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise unless a training forward pass may begin; `join` counts it."""
+    def check(self, *, in_forward: bool = True) -> None:
+        """Raise unless a training forward pass may begin; `join` counts it. Collective after unfreezing."""
         checks.check_open(self.stage is Stage.CLOSED)
         checks.check_backward_ended(self.watch.unfinished)
-        checks.check_unchanged(self.contents)
+        if unfrozen := checks.check_unchanged(self.contents):
+            self._begin_to_train(unfrozen, late=not in_forward)
         self._reclaim()
         self.memory.check()
         if self.watch.strays and not self.optimizers and self._averages_gradients:
@@ -259,7 +279,7 @@ class TrainingSteps(Live):
         self.opens_late = False
         if further and self.engine.payload == "weight":
             return  # weights are exchanged once in a step, and gradients stay on this rank
-        self.check()
+        self.check(in_forward=False)
         self.buffers.due |= self.contents.module.training  # checkpoints run parts of the module once more
         if self.stage is not Stage.TOLD:
             if not further:

@@ -41,6 +41,11 @@ class UnusedParameters:
         self._now: set[str] = set()
         """The same in this pass, as far as it has come."""
 
+    def begin_anew(self) -> None:
+        """More parameters are trained from now on: the next step of a static graph is its first one."""
+        self._unused.clear()
+        self._first.clear()
+
     def forget(self, fresh: Sequence[str], number: int, *, static: bool, inner: bool) -> None:
         """Take away the zero gradients of parameters that had none before, on any rank.
 

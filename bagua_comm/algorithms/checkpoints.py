@@ -381,6 +381,14 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
             raise ArrayError(f"load_state: {path!r} has shape {piece.shape}, expected {value.shape}")
 
 
+def copy_numbers(state: Any, other: Any) -> None:
+    """Give `state` the numbers that `other` keeps, which are the same for all buckets: counts of steps, say."""
+    numbers = {entry.path: entry.value for entry in _fields_of(other) if isinstance(entry.value, (int, float))}
+    for path, owner, field, value, _ in _fields_of(state):
+        if path in numbers and isinstance(value, (int, float)):
+            setattr(owner, field.name, numbers[path])
+
+
 def _moved(piece: Any, like: Array) -> Any:
     """`piece` on the host or on the device, as `like`; if it must be copied, the host waits."""
     if not hasattr(piece, "dtype") or arrays.library(piece) == arrays.library(like):

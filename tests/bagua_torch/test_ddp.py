@@ -592,20 +592,12 @@ def test_two_forward_passes_before_one_backward_pass_with_batch_norm():
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("change", ["unfreeze", "add"])
-def test_parameters_that_would_not_be_averaged_are_refused(change):
+def test_parameters_that_would_not_be_averaged_are_refused():
     def body(comm):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+        model = nn.Sequential(nn.Linear(2, 2))
         ddp = DistributedDataParallel(model, comm=comm)
-        if change == "add":
-            model.append(nn.Linear(2, 2))
-        else:
-            model[1].requires_grad_(True)
-        message = {
-            "unfreeze": "'1.weight' was frozen when .* freeze it afterwards",
-            "add": "'2.weight' was added",
-        }
-        with pytest.raises(ArrayError, match=message[change]):
+        model.append(nn.Linear(2, 2))
+        with pytest.raises(ArrayError, match=r"'1.weight' was added"):
             ddp(torch.ones(1, 2))
         ddp.close()
         with pytest.raises(CommError, match="closed"):

@@ -216,21 +216,6 @@ def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen(algorithm, froz
     assert torch.equal(first, second)
 
 
-def test_a_parameter_that_is_unfrozen_for_the_first_time_is_refused_on_all_ranks_with_what_to_do():
-    def body(comm):
-        model = make_model()
-        freeze(model[0], True)
-        ddp = DistributedDataParallel(model, comm=comm)
-        freeze(model[0], False)
-        with pytest.raises(ArrayError, match="wrap the module while it has requires_grad=True, and freeze it"):
-            loss_of(ddp, batch(comm.rank, 0))
-        freeze(model[0], True)
-        loss_of(ddp, batch(comm.rank, 0)).backward()
-        ddp.close()
-
-    run_ranks(2, body, timeout_s=5)
-
-
 def test_freezing_under_an_algorithm_that_averages_momenta_is_refused():
     def body(comm):
         model = make_model()

@@ -247,7 +247,7 @@ def test_a_traceback_is_shown_though_the_hook_of_torch_distributed_keeps_what_is
 )
 def test_real_programs_train_as_with_lightnings_own_strategy(launcher, ranks, package):
     start = {"mpirun": run_python, "torchrun": torchrun}[launcher]
-    programs = ["equal", "resume", "weights", "norms", "failing", "fabric"]
+    programs = ["equal", "resume", "weights", "norms", "unfreezing", "failing", "fabric"]
     process = start(ranks, PROGRAMS, package, *programs, timeout_s=900)
     assert process.returncode == 0, process.stdout + process.stderr
     assert [line.rpartition(" ")[2] for line in process.stdout.splitlines() if "as expected" in line] == programs

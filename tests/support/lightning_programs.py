@@ -283,6 +283,65 @@ def norms():
     check(model.module, tolerance=1e-6)  # Fabric gives outputs in float32
 
 
+class Backbone(Digits):
+    """Its backbone is frozen before it is wrapped; the optimizer gets the head alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.head = self.net[:-1], self.net[-1]
+
+    def configure_optimizers(self):
+        return torch.optim.Adam((p for p in self.parameters() if p.requires_grad), lr=self.lr)
+
+
+class Finetuning(callbacks.BackboneFinetuning):
+    def __init__(self):
+        super().__init__(1, lambda epoch: 1.0, backbone_initial_lr=0.005, should_align=False)
+
+    def on_train_start(self, trainer, module):
+        """Lightning's own leaves the backbone frozen where a fit goes on from after it was unfrozen."""
+        if len(trainer.optimizers[0].param_groups) > 1:
+            module.backbone.requires_grad_(True)
+
+
+def unfreezing():
+    """BackboneFinetuning unfreezes on all ranks what was frozen on wrapping, as in one process; resuming, too."""
+    L.seed_everything(3, verbose=False)
+    module, reference = Backbone().double(), Backbone().double()
+    reference.load_state_dict(module.state_dict())
+    sampler = DistributedSampler(TRAINING, comm.size, comm.rank, shuffle=False)
+    trainer = L.Trainer(
+        strategy=BaguaStrategy(),
+        accelerator="cpu",
+        max_epochs=3,
+        precision="64-true",
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=[Finetuning()],
+        **QUIET,
+    )
+    trainer.fit(module, DataLoader(TRAINING, 16, sampler=sampler))
+    optimizer = torch.optim.Adam(reference.head.parameters(), lr=0.01)
+    for epoch in range(3):
+        if epoch == 1:
+            optimizer.add_param_group({"params": reference.backbone.parameters(), "lr": 0.005})
+        for x, y in DataLoader(TRAINING, 16 * comm.size):
+            reference.zero_grad()
+            cross_entropy(reference.net(x.double()), y).backward()
+            optimizer.step()
+    comm.check_consistency(bagua_torch.as_array(flat(module)))
+    assert torch.allclose(flat(module), flat(reference), rtol=0, atol=1e-9)
+    for algorithm in ALGORITHMS[2:]:
+        place = folder()
+        saving = callbacks.ModelCheckpoint(dirpath=place, filename="{epoch}", save_top_k=-1)
+        given = {"epochs": 3, "enable_checkpointing": True}
+        _, module = fit(BaguaStrategy(algorithm), Backbone, callbacks=[Finetuning(), saving], **given)
+        for epoch in (0, 1):  # the first checkpoint is from before, the other from after
+            path = os.path.join(place, f"epoch={epoch}.ckpt")
+            _, again = fit(BaguaStrategy(algorithm), Backbone, epochs=3, callbacks=[Finetuning()], ckpt_path=path)
+            assert torch.equal(flat(module), flat(again)), (algorithm, epoch)
+
+
 def failing():
     """An error on all ranks ends the fit, and the next one works."""
 
