@@ -151,7 +151,8 @@ def check_optimizers(
 ) -> None:
     """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm.
 
-    Raises `UnsupportedError` if one of them is sharded over the ranks, and does not fit.
+    Raises `UnsupportedError` if one of them is sharded over the ranks, or takes sparse gradients alone, and does
+    not fit.
     """
     check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
     owned: set[int] = set()
@@ -168,6 +169,14 @@ def check_optimizers(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
                 "parameters that are averaged. If it steps experts or ignored parameters alone, leave it out of "
                 "the list; else, was the module copied after the optimizer was made?"
+            )
+        if isinstance(optimizer, torch.optim.SparseAdam) and any(
+            p.payload == "grad" for p in phases_of(algorithm)
+        ):
+            raise UnsupportedError(
+                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes sparse "
+                f"gradients alone, but {algorithm} makes those that it averages dense; give torch.optim.Adam, or an "
+                "algorithm that exchanges weights alone, such as Decentralized or DiLoCo"
             )
         owned |= mine
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]

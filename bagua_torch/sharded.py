@@ -8,19 +8,14 @@ Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bagua_comm import Algorithm, UnsupportedError
 from bagua_comm.algorithms.base import exchanges_weights
-from bagua_comm.checkpoint.optimizers import Restore, load_in_place, update_groups
+from bagua_comm.checkpoint.optimizers import Restore, is_sharded, load_in_place, update_groups
 
-
-def is_sharded(optimizer: object) -> bool:
-    """Whether it is a ZeroRedundancyOptimizer."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
+__all__ = ["check_join", "check_sharded", "is_sharded", "load_state", "state_of"]
 
 
 def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:

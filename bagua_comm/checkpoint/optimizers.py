@@ -7,6 +7,7 @@ dtype of their parameter, though an optimizer may keep float32 for a parameter i
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -20,6 +21,12 @@ Restore: TypeAlias = Callable[[Any, Any], Any]
 def is_optimizer(value: object) -> bool:
     """Whether it has groups of parameters, as PyTorch's optimizers and wrappers of them have."""
     return isinstance(getattr(value, "param_groups", None), list) and hasattr(value, "load_state_dict")
+
+
+def is_sharded(value: object) -> bool:
+    """Whether it is PyTorch's ZeroRedundancyOptimizer, of which each rank holds the states of its share alone."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)
 
 
 def with_dtype(loaded: Any, saved: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import arrays
 from ..arrays import Array
-from ..checkpoint.optimizers import is_optimizer, load_in_place, with_dtype
+from ..checkpoint.optimizers import is_optimizer, is_sharded, load_in_place, with_dtype
 from ..checkpoint.trees import Own, Packed, as_tagged, from_tagged, pack
 from ..errors import ArrayError, UnsupportedError
 
@@ -52,7 +52,8 @@ class Part:
 
     Raises:
         ArrayError: It is an `Own` without a rule.
-        UnsupportedError: It cannot be saved; the message says where.
+        UnsupportedError: It cannot be saved; the message says where. Or it is an optimizer that is sharded over
+            the ranks.
     """
 
     def __init__(self, name: str, given: Any) -> None:
@@ -64,6 +65,13 @@ class Part:
         self.name = name
         self._own = given if isinstance(given, Own) else None
         self.value: Any = given.value if isinstance(given, Own) else given
+        if is_sharded(self.value):
+            raise UnsupportedError(
+                f"State: {name} is a {type(self.value).__name__}, of which each rank holds the states of its "
+                "share alone: when a rank dies, they are lost, and on another number of ranks the shares are others. "
+                "Give a plain optimizer, which every rank has as a whole; or train without elastic.run, and save "
+                "this one by bagua_torch.Checkpoints"
+            )
         self.is_object = _is_object(name, self.value)
         self.is_array = not self.is_object and _is_array(self.value)
         try:

@@ -33,6 +33,7 @@ from bagua_comm import (
     DiLoCo,
     GradientAllReduce,
     QAdam,
+    UnsupportedError,
     after,
     every,
 )
@@ -224,6 +225,25 @@ def test_sparse_gradients_are_made_dense_and_averaged(ranks, accumulated):
 
     for actual in run_ranks(ranks, body):
         torch.testing.assert_close(actual, weights(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_where_they_are_made_dense():
+    def body(comm):
+        model = Lookup()
+        rest = [parameter for parameter in model.parameters() if parameter is not model.table.weight]
+        optimizers = [torch.optim.SGD(rest, lr=0.1), torch.optim.SparseAdam([model.table.weight])]
+        for algorithm in (ByteGrad(), after(1, Decentralized(), ByteGrad())):
+            with pytest.raises(
+                UnsupportedError, match=r"optimizer 1 \(SparseAdam\) takes sparse gradients alone"
+            ):
+                DistributedDataParallel(model, optimizers, algorithm, comm=comm)
+        ddp = DistributedDataParallel(model, optimizers, Decentralized(), comm=comm)
+        ddp(words(comm.rank, 0)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        ddp.close()
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("algorithm", [Decentralized(), DiLoCo(local_steps=2)], ids=repr)

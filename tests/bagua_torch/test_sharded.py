@@ -9,7 +9,8 @@ import torch.distributed as dist
 from support.launch import TESTS, torchrun
 from support.torch_training import assert_same_on_all_ranks, batch, make_model, train_step, weights
 
-from bagua_comm import DiLoCo, GradientAllReduce, UnsupportedError
+from bagua_comm import DiLoCo, GradientAllReduce, Own, UnsupportedError
+from bagua_comm.elastic import State
 from bagua_comm.testing import run_ranks
 from bagua_torch import Checkpoints, DistributedDataParallel
 
@@ -95,6 +96,15 @@ def test_where_it_does_not_fit_it_is_refused_on_all_ranks(alone):
         ddp.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("given", [lambda optimizer: optimizer, lambda optimizer: Own(optimizer, "drop")])
+def test_an_elastic_state_refuses_it_by_name(alone, given):
+    optimizer = sharded(make_model())
+    with pytest.raises(
+        UnsupportedError, match=r"State: optimizer is a ZeroRedundancyOptimizer.* a plain optimizer"
+    ):
+        State(step=0, optimizer=given(optimizer))
 
 
 @pytest.mark.slow
