@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, get_args
@@ -67,6 +67,7 @@ class _Fails(Protocol):
 
 
 F = TypeVar("F", bound=_Fails)
+T = TypeVar("T")
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
 """What carries device arrays; see `connect`."""
@@ -496,12 +497,15 @@ def _mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list
     from .transports.mpi import MPITransport
     from .transports.mpi.world import first_beside
 
+    def gather_ranks() -> tuple[MPITransport, list[tuple[int, str, str]]]:
+        duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
+        first = first_beside(duplicate)
+        transport = MPITransport(duplicate, timeout_s=timeout_s)
+        facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
+        return transport, facts
+
     try:
-        with ending.limit(Wait(roll, timeout_s + LOOK_S)):
-            duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(roll, timeout_s))
-            first = first_beside(duplicate)
-            transport = MPITransport(duplicate, timeout_s=timeout_s)
-            facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), _new_name()))
+        transport, facts = ending.limit(Wait(roll, timeout_s + LOOK_S), gather_ranks)
     except CommTimeout:
         raise
     except (MPI.Exception, CommError) as exc:
@@ -531,12 +535,11 @@ def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
         RankFailed: A process died before the others could go on without it.
     """
     ending, roll = _start_mpi(timeout_s, None)
-    # A newcomer waits for as long as the others train; see `elastic.recruits`.
-    with nullcontext() if job().recruiter else ending.limit(Wait(roll, timeout_s + LOOK_S)):
-        try:
-            fleet = first()
-        except CommError as exc:
-            raise _lost_at_the_start(roll, exc) from exc
+    try:
+        # A newcomer waits for as long as the others train; see `elastic.recruits`.
+        fleet = first() if job().recruiter else ending.limit(Wait(roll, timeout_s + LOOK_S), first)
+    except CommError as exc:
+        raise _lost_at_the_start(roll, exc) from exc
     ending.tell_failure = fleet.fail
     return fleet
 
@@ -721,10 +724,14 @@ class _Ending:
 
         self._mpi = MPI
         if not MPI.Is_initialized():
-            with self.limit(Wait(roll, timeout_s)):
+
+            def begin_mpi() -> Any:
                 library = _initialize(MPI)
                 if _number_of_links() > 1 and _ranks_elsewhere():
                     links.open_in_order(MPI.COMM_WORLD, _number_of_links(), _NAP_S)
+                return library
+
+            library = self.limit(Wait(roll, timeout_s), begin_mpi)
             self._library = library if ours else None
         if not self._hooked_in:
             self._job.prepare()
@@ -733,9 +740,9 @@ class _Ending:
             self._job.record("start", rank=self._rank, size=MPI.COMM_WORLD.Get_size(), shared=shared)
         self._hook_in()
 
-    def limit(self, wait: Wait) -> Limit:
-        """In the body of `with`, end all ranks with a message once `wait` has lasted too long."""
-        return Limit(wait.complaint, self.give_up)
+    def limit(self, wait: Wait, body: Callable[[], T]) -> T:
+        """Return `body()`; meanwhile, end all ranks with a message once `wait` has lasted too long."""
+        return Limit(wait.complaint, self.give_up).run(body)
 
     def give_up(self, message: str) -> None:
         """Print a message, unless another rank has, and end all ranks."""
@@ -945,7 +952,7 @@ class _Ending:
         deadline_s = time.monotonic() + limit_s
         limit = Limit(lambda: message if time.monotonic() > deadline_s else None, self.give_up)
         try:
-            limit.__enter__()
+            limit.start()
         except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
             faulthandler.dump_traceback_later(limit_s, exit=True)
         library.MPI_Finalize()

@@ -12,10 +12,12 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from .launchers import SRUN, SRUN_PMIX, find
 from .processes import ProcessId, sees_starter, started_with, state_of
+
+R = TypeVar("R")
 
 LATE_S, START_S = 3.0, 30.0
 """How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
@@ -27,28 +29,41 @@ LOOK_S = 0.5
 
 
 class Limit:
-    """While the body of `with` runs, another thread polls `is_over`.
+    """While `run` runs a function, another thread polls `is_over`.
 
-    Once that returns a message, it calls `act` with it, which ends the process.
+    Once that returns a message, it calls `act` with it, which ends the process. An exception from a signal handler
+    ends the limit, wherever it comes: nothing is called between the function's end and the limit's.
     """
 
     def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
         self._is_over, self._act = is_over, act
-        self._done, self._acts = threading.Event(), threading.Lock()
+        self._done, self._acts = False, threading.Lock()
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
+        """Begin to poll, for as long as the process lives.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
         threading.Thread(target=self._watch, name="limit", daemon=True).start()
 
-    def __exit__(self, *error: object) -> None:
-        with self._acts:
-            self._done.set()
+    def run(self, body: Callable[[], R]) -> R:
+        """Poll while `body()` runs; returns what it returns."""
+        try:
+            self.start()
+            return body()
+        finally:
+            self._done = True
+            with self._acts:  # if the limit acts now, it is to end the process
+                pass
 
     def _watch(self) -> None:
-        while not self._done.wait(LOOK_S / 10):
-            message = self._is_over()
+        while not self._done:
+            time.sleep(LOOK_S / 10)
+            message = None if self._done else self._is_over()
             if message is not None:
                 with self._acts:
-                    if not self._done.is_set():
+                    if not self._done:
                         self._act(message)
 
 

@@ -20,6 +20,7 @@ from bagua_comm import (
     reproducible_allreduce,
 )
 from bagua_comm.flight import FlightRecorder
+from bagua_comm.roll import Limit
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.notices import LEFT, Notice, Notices
@@ -245,6 +246,24 @@ def test_a_thread_that_writes_for_long_does_not_keep_a_flight_recorder_from_givi
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     with recorder._writing:
         assert recorder.write() is None
+
+
+def test_a_limit_that_was_interrupted_ends_no_process(monkeypatch):
+    polls = []
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: polls.append(thread._target))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    done = []
+
+    def fail(message):
+        raise AssertionError(message)
+
+    def check():
+        for poll in polls:
+            poll()
+        polls.clear()
+
+    assert interrupted_everywhere(lambda: Limit(lambda: "too long", fail).run(lambda: done.append(1)), check) > 3
+    assert done
 
 
 def test_a_second_thread_is_refused_and_the_first_goes_on():

@@ -63,8 +63,8 @@ def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
     # Nobody waits for a newcomer yet: so what takes long the first time happens now.
     kernels.on_host()
     bootstrap.open_world(LocalTransport(), [0]).close()
-    with Limit(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up):
-        return bootstrap.start_fleet(timeout_s, gather)
+    limit = Limit(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up)
+    return limit.run(lambda: bootstrap.start_fleet(timeout_s, gather))
 
 
 def _give_up(why: str) -> None:
