@@ -13,8 +13,8 @@ import math
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args, overload
@@ -25,7 +25,6 @@ import numpy.typing as npt
 from . import arrays, objects, trace
 from .agreement import Messages, agree_on_split, compare_calls, compare_counts
 from .arrays import A, AnyArray, Array, Elements, Op, OpOrder, S, as_real, parts
-from .bucket import Bucket
 from .call import (
     NOTHING,
     Call,
@@ -1389,15 +1388,6 @@ class Communicator(Shared):
         """Give up, on all ranks: under MPI all processes end with `exit_code`."""
         for transport in self.transports:
             transport.abort(exit_code)
-
-    @contextmanager
-    def within(self, bucket: Bucket, step: int) -> Iterator[None]:
-        """In the body of `with`, calls are made for `bucket`, in training step `step`."""
-        self.work.bucket, self.work.place = bucket, (bucket.index, step)
-        try:
-            yield
-        finally:
-            self.work.bucket = self.work.place = None
 
     def number_of(self, kind: str) -> int:
         """The next number, from 1 on, of something that all ranks make in the same order: a layer, a call."""

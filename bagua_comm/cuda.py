@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from threading import get_ident
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -192,10 +193,15 @@ class SideStream:
         self._callers[caller.ptr] = caller
         return SideFuture(record_event())
 
-    def after(self, event: Any) -> UseStream:
-        """In the body of `with`, this stream is current; what it does there comes after `event`."""
+    def run_after(self, event: Any, task: Callable[[], None]) -> None:
+        """Run a task while this stream is current; what it does there comes after `event`."""
         self._stream.wait_event(event)
-        return UseStream(self._stream)
+        before = self._cuda.get_current_stream()
+        try:
+            self._stream.use()
+            task()
+        finally:
+            before.use()  # of C: no signal handler can raise before it is done
 
     def join(self) -> None:
         """Make the current stream wait for all tasks that were run, and the streams on which they were submitted.
@@ -333,12 +339,18 @@ class UseStream:
 
     CuPy's own `with stream:` will not do: at its end it restores the stream of the `with` around it, and so
     forgets a stream that `Stream.use` has made current.
+
+    A signal handler may raise just before the end. Then the stream is current until that exception is forgotten.
     """
+
+    _before: Any = None
+    """The stream to go back to, in the body of `with`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
+        self._thread = get_ident()
         self._before = _cuda().get_current_stream()
         self._stream.use()
 
@@ -349,6 +361,13 @@ class UseStream:
         traceback: TracebackType | None,
     ) -> None:
         self._before.use()
+        self._before = None
+
+    def __del__(self) -> None:
+        if self._before is None or self._thread != get_ident():
+            return
+        if _cuda().get_current_stream().ptr == self._stream.ptr:
+            self._before.use()
 
 
 def use_address(address: int) -> AbstractContextManager[None]:

@@ -194,13 +194,18 @@ class Lane(Live, ABC):
         """Run a task on the side stream, after what the caller's stream held when the task was submitted."""
         name = getattr(task, "__name__", type(task).__name__).strip("_")
         self._note = {}
+        result = None
+
+        def run() -> None:
+            nonlocal result
+            span = DeviceSpan(self.tracer, side.clock, name, f"device: {self.name}")
+            try:
+                result = self._run(task, args, kwargs)
+            finally:
+                future.end = side.end = span.end(**self._note) or record_event()
+
         try:
-            with side.after(future.submitted):
-                span = DeviceSpan(self.tracer, side.clock, name, f"device: {self.name}")
-                try:
-                    result = self._run(task, args, kwargs)
-                finally:
-                    future.end = side.end = span.end(**self._note) or record_event()
+            side.run_after(future.submitted, run)
         except BaseException as exc:
             future.set_exception(exc)
             if not isinstance(exc, Exception):

@@ -69,8 +69,13 @@ class Exchanges:
         before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
         self.lane.note(**detail)
-        with comm.within(bucket, self.began + bucket.step), self.tracer.span("exchange", **detail):
-            algorithm.exchange(bucket, comm, state)
+        work = comm.work
+        try:
+            work.bucket, work.place = bucket, (bucket.index, self.began + bucket.step)
+            with self.tracer.span("exchange", **detail):
+                algorithm.exchange(bucket, comm, state)
+        finally:  # nothing is called before it is done, as at the end of a turn
+            work.bucket = work.place = None
         after = comm.counters.total()
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began

@@ -31,8 +31,8 @@ LOOK_S = 0.5
 class Limit:
     """While `run` runs a function, another thread polls `is_over`.
 
-    Once that returns a message, it calls `act` with it, which ends the process. An exception from a signal handler
-    ends the limit, wherever it comes: nothing is called between the function's end and the limit's.
+    Once that returns a message, it calls `act` with it, which ends the process. An exception from a signal
+    handler ends the limit, wherever it comes: nothing is called between the function's end and the limit's.
     """
 
     def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:

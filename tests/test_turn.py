@@ -1,14 +1,17 @@
 """Exceptions that signal handlers raise, such as KeyboardInterrupt, at any moment of any call."""
 
+import functools
+import operator
 import random
 import signal
-import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.interrupts import Interrupt, interrupted_everywhere
 
 from bagua_comm import (
     CommAborted,
@@ -16,12 +19,16 @@ from bagua_comm import (
     CommTimeout,
     Communicator,
     MinMaxUInt8,
+    cuda,
     quantized_allreduce,
     reproducible_allreduce,
 )
+from bagua_comm.bucket import Plan, TensorSpec, make_buckets
 from bagua_comm.flight import FlightRecorder
+from bagua_comm.pace import Exchanges
 from bagua_comm.roll import Limit
 from bagua_comm.testing import run_ranks
+from bagua_comm.trace import NULL
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.notices import LEFT, Notice, Notices
 
@@ -65,41 +72,6 @@ def with_a_hook(comm):
         comm.allreduce(X)
     finally:
         hook.remove()
-
-
-class Interrupt(BaseException):
-    """What the signal handlers of this module raise."""
-
-
-def interrupted_everywhere(call, check):
-    """Raise at each place in `call()` where Python may run signal handlers, one after the other.
-
-    It runs them where a function begins, and where one of C has returned. `check()` is called after each. Returns
-    how many places there are.
-    """
-    places = 0
-    while True:
-        left = places
-
-        def look(frame, event, _):
-            nonlocal left
-            if event in ("call", "c_return"):
-                left -= 1
-                if left < 0:
-                    sys.setprofile(None)
-                    raise Interrupt
-
-        try:
-            sys.setprofile(look)
-            call()
-        except Interrupt:
-            pass
-        finally:
-            sys.setprofile(None)
-        if left >= 0:
-            return places
-        places += 1
-        check()
 
 
 def on_another_thread(call):
@@ -214,7 +186,15 @@ def test_a_call_that_was_not_ended_is_ended_by_the_next():
 def test_notices_that_were_interrupted_while_they_listened_listen_again():
     notice, post = Notice(LEFT, "", "", {}), []
     arriving = []
-    notices = Notices(lambda rank, message: post.append(message), lambda: arriving.pop() if arriving else None)
+
+    def take(hear):
+        if not arriving:
+            return False
+        hear(*arriving[-1])
+        arriving.pop()
+        return True
+
+    notices = Notices(lambda rank, message: post.append(message), take)
     notices.tell([1], notice)
 
     def check():
@@ -246,6 +226,61 @@ def test_a_thread_that_writes_for_long_does_not_keep_a_flight_recorder_from_givi
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     with recorder._writing:
         assert recorder.write() is None
+
+
+@pytest.mark.parametrize("way", ["with", "a task beside"])
+def test_a_stream_that_was_made_current_is_so_no_longer_after_an_interrupt(monkeypatch, way):
+    current = []
+
+    class Stream:
+        def __init__(self, ptr):
+            self.ptr = ptr
+            self.use = functools.partial(operator.setitem, current, 0, self)  # of C, as CuPy's is
+
+    caller, other = Stream(1), Stream(2)
+    current.append(caller)
+    library = types.SimpleNamespace(get_current_stream=functools.partial(operator.getitem, current, 0))
+    monkeypatch.setattr(cuda, "_cuda", lambda: library)
+    side = cuda.SideStream.__new__(cuda.SideStream)
+    other.wait_event, side._stream, side._cuda = len, other, library
+    seen = []
+
+    def work():
+        assert current == [other]
+        seen.append(1)
+
+    def call():
+        if way == "with":
+            with cuda.UseStream(other):
+                work()
+        else:
+            side.run_after("", work)
+
+    def check():
+        assert current == [caller]
+
+    call()
+    check()
+    assert interrupted_everywhere(call, check) > 3
+
+
+def test_a_call_after_an_interrupted_exchange_is_not_made_for_its_bucket():
+    comm, seen = Communicator([LocalTransport()]), []
+    plan = Plan.pack([TensorSpec("w", (3,), "float32")])
+    (bucket,) = make_buckets(plan, [np.ones(3, np.float32)])
+
+    class Noting:
+        def exchange(self, *_):
+            seen.append(comm.work.place)
+
+    lane = types.SimpleNamespace(comm=comm, note=lambda **_: None)
+    exchanges = Exchanges(lane, NULL)
+
+    def check():
+        assert (comm.work.bucket, comm.work.place) == (None, None)
+
+    assert interrupted_everywhere(lambda: exchanges._exchange(Noting(), bucket, None), check) > 3
+    assert seen[-1] == (0, bucket.step)
 
 
 def test_a_limit_that_was_interrupted_ends_no_process(monkeypatch):

@@ -50,10 +50,13 @@ class Notices:
 
     Args:
         post: Sends bytes to a rank without waiting until they are received.
-        take: Returns the next message that has arrived, after the rank that sent it; None if there is none.
+        take: Gives the next message that has arrived to the function that it gets, after the rank that sent it,
+            and then forgets it; returns whether there was one. After an exception it may give it again.
     """
 
-    def __init__(self, post: Callable[[int, bytes], None], take: Callable[[], tuple[int, bytes] | None]) -> None:
+    def __init__(
+        self, post: Callable[[int, bytes], None], take: Callable[[Callable[[int, bytes], None]], bool]
+    ) -> None:
         self._post, self._take = post, take
         self._listening = threading.Lock()
         self._heard: dict[int, list[tuple[Notice, float]]] = {}
@@ -69,14 +72,16 @@ class Notices:
         if self._listening.locked():
             return  # another thread is listening
         with self._listening:
-            while (arrived := self._take()) is not None:
-                rank, message = arrived
-                notice = Notice(**json.loads(message))
-                heard, now = self._heard.setdefault(rank, []), (notice, time.monotonic())
-                if heard and heard[-1][0] == notice:  # it is repeated
-                    heard[-1] = now
-                else:
-                    heard.append(now)
+            while self._take(self._hear):
+                pass
+
+    def _hear(self, rank: int, message: bytes) -> None:
+        notice = Notice(**json.loads(message))
+        heard, now = self._heard.setdefault(rank, []), (notice, time.monotonic())
+        if heard and heard[-1][0] == notice:  # it is repeated
+            heard[-1] = now
+        else:
+            heard.append(now)
 
     def from_rank(self, rank: int) -> list[tuple[Notice, float]]:
         """The notices heard from this rank so far, and when each was heard last, by `time.monotonic`."""

@@ -98,8 +98,9 @@ class ProcessGroupTransport(FramedTransport):
 
     When `exchange` returns, a short message is on its way: `close` waits for it, but the end of the process does
     not. A long message is received by then. After an error the transport cannot be used. A timeout closes its
-    connections, and so does `abort`: peers that wait for this rank fail at once. They also fail at once when its
-    process ends. Where ranks make different collective calls, all of them raise the same `CommMismatch`.
+    connections, and so do `abort` and an exception from a signal handler in a call: peers that wait for this rank
+    fail at once. They also fail at once when its process ends. Where ranks make different collective calls, all
+    of them raise the same `CommMismatch`.
 
     Args:
         group: The process group; the default one if None.

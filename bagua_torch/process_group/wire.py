@@ -253,7 +253,7 @@ class FramedTransport(Transport):
         return error
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
-        """See `Transport.interrupted`. The peers that wait for this rank lose it, and raise at once."""
+        """See `Transport.interrupted`. Closes the connections: gloo would go on to send what is in `arrays`."""
         super().interrupted(error, arrays)
         self._hang_up()
 

@@ -722,26 +722,38 @@ def test_a_call_of_many_waits_has_one_deadline():
     assert run_threads(2, body, timeout_s=0.5)[0] is CommTimeout
 
 
-def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
-    known = threading.Barrier(3)  # no rank leaves before
+def test_an_interrupted_call_closes_the_connections_so_that_the_peer_learns_at_once_and_gloo_sends_no_more():
+    entered, left = threading.Event(), threading.Event()
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    class Interrupt(BaseException):
+        pass
 
     def body(transport):
-        comm = Communicator([transport])
-        comm.barrier()
+        comm, x = Communicator([transport]), np.ones(1 << 22)
         if comm.rank == 0:
-            transport.allreduce = interrupt
-            with pytest.raises(KeyboardInterrupt):
-                comm.allreduce(np.ones(3))
-        else:
-            start = time.monotonic()
-            with pytest.raises(RankFailed, match="rank 0: it died, left, or gave up after an error"):
-                comm.allreduce(np.ones(3))
-            assert time.monotonic() - start < 10
-        known.wait(timeout=30)
-        with pytest.raises(CommAborted):
-            comm.barrier()
+            wait = transport._wait
 
-    run_threads(3, body, timeout_s=20)
+            def interrupted(peer, work):
+                if not entered.is_set():
+                    entered.set()
+                    raise Interrupt
+                wait(peer, work)
+
+            transport._wait = interrupted
+            with pytest.raises(Interrupt):
+                comm.send(x, dest=1)
+            with pytest.raises(CommAborted, match="interrupted"):
+                comm.send(x, dest=1)
+            assert left.wait(20)
+        else:
+            try:
+                with pytest.raises(RankFailed, match="rank 1 lost rank 0"):
+                    comm.recv(x, source=0)
+                with pytest.raises(CommError):
+                    comm.recv(x, source=0)
+            finally:
+                left.set()
+
+    began = time.monotonic()
+    run_threads(2, body, timeout_s=60)
+    assert time.monotonic() - began < 30

@@ -1,7 +1,9 @@
 """What ranks raise when others come late, leave, give up or call something else. Run by tests/test_mpirun.py."""
 
+import itertools
 import random
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -13,7 +15,11 @@ from mpi4py import MPI
 import bagua_comm
 from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm.testing import reduced
+from bagua_comm.transports import notices
 from bagua_comm.transports.mpi import transport as mpi_transport
+from bagua_comm.transports.mpi import world as mpi_world
+from bagua_comm.transports.mpi.world import World
+from bagua_comm.transports.notices import LEFT, Notice
 
 pytestmark = pytest.mark.mpi
 
@@ -443,3 +449,49 @@ def test_random_interrupts_leave_a_communicator_usable_or_given_up_on_all_ranks(
                 comm.barrier()
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_notice_is_heard_wherever_a_signal_handler_raises():
+    world = World(MPI.COMM_SELF.Dup(), [], frozenset())
+    files = {module.__file__ for module in (mpi_world, notices)}
+
+    class Interrupt(BaseException):
+        pass
+
+    def raise_at(left):
+        """A trace function that raises before one of the instructions of the modules."""
+
+        def look(frame, event, _):
+            nonlocal left
+            if frame.f_code.co_filename not in files:
+                return None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupt
+            return look
+
+        return look
+
+    def was_heard(notice):
+        return notice in [each for each, _ in world.notices.from_rank(0)]
+
+    for left in itertools.count():
+        notice = Notice(LEFT, "", str(left), {})
+        world.notices.tell([0], notice)
+        try:
+            sys.settrace(raise_at(left))
+            world.notices.listen()
+        except Interrupt:
+            pass
+        else:
+            sys.settrace(None)
+            break
+        finally:
+            sys.settrace(None)
+        until = time.monotonic() + 20
+        while not was_heard(notice) and time.monotonic() < until:
+            world.notices.listen()
+        assert was_heard(notice), left
+    assert left > 50

@@ -1,9 +1,11 @@
 """NCCL: exceptions in the middle of calls, and devices that cannot be used. All ranks learn the reason soon."""
 
 import threading
+import types
 
 import pytest
 from support.device_ranks import over, run_over_nccl
+from support.interrupts import interrupted_everywhere
 from transports.test_nccl import call_once_it_fails, call_until_it_fails, in_time, run_hosts
 
 from bagua_comm import CommAborted, CommError
@@ -121,3 +123,24 @@ def test_a_device_that_one_rank_cannot_use_is_an_error_of_all_that_names_both(de
         assert type(result) is CommError  # and no CommTimeout
         assert f"rank {guilty} of 3: CUDA failed: " in str(result)
         assert "all CUDA-capable devices are busy" in str(result)
+
+
+@one_policy
+def test_a_call_that_is_interrupted_anywhere_is_over_for_the_thread_that_ends_a_communicator(device, monkeypatch):
+    from bagua_comm.transports.nccl import transport, watchdog
+
+    watch, inside = watchdog.Watch.__new__(watchdog.Watch), []
+    watch._failure, watch._closed, watch.inside = None, False, False
+    capturing = types.SimpleNamespace(is_capturing=lambda: True, ptr=1)
+    current = types.SimpleNamespace(get_current_stream=lambda: capturing)
+    monkeypatch.setattr(transport, "cupy", types.SimpleNamespace(cuda=current))
+    rank = types.SimpleNamespace(_watch=watch, _give_up=lambda *_: None)
+
+    def call():
+        transport.NcclTransport._enqueue(rank, "allreduce", 4, lambda _: inside.append(watch.inside))
+
+    def check():
+        assert not watch.inside
+
+    assert interrupted_everywhere(call, check) > 3
+    assert inside[-1]

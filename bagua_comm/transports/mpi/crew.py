@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from ...errors import CommAborted, CommError, RankFailed
 from ..notices import Notice
-from .world import Place, World
+from .world import Arriving, Place, World
 
 if TYPE_CHECKING:
     from .transport import MPITransport
@@ -75,7 +75,7 @@ class Crew(World):
         Collective. The one before is kept for ever: messages may be under way there.
         """
         self._left.append((self.comm, self._under_way, self._arriving))
-        self._under_way, self._arriving = [], None
+        self._under_way, self._arriving = [], Arriving()
         self.completed.clear()
         self._be_in(comm, numbers)
 
@@ -96,9 +96,8 @@ class Crew(World):
     def _post(self, rank: int, message: bytes) -> None:
         super()._post(self.rank_of(rank), message)
 
-    def _take(self) -> tuple[int, bytes] | None:
-        taken = super()._take()
-        return None if taken is None else (self.numbers[taken[0]], taken[1])
+    def _take(self, hear: Callable[[int, bytes], None]) -> bool:
+        return super()._take(lambda rank, message: hear(self.numbers[rank], message))
 
     # Channels ---------------------------------------------------------------------------------------
 

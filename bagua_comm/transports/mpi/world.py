@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from weakref import WeakSet
@@ -48,6 +48,36 @@ def first_beside(comm: MPI.Comm) -> int:
     return int(first)
 
 
+class Arriving:
+    """A notice that is being received.
+
+    A signal handler may raise after any call, before its result is kept. `extend` and `map` call and keep it in
+    one, so that no message is lost which MPI has given out, and no array freed into which it writes.
+    """
+
+    def __init__(self) -> None:
+        self._status = MPI.Status()
+        self._messages: list[MPI.Message | None] = []
+        self._requests: list[MPI.Request] = []
+        self.data: Array = np.empty(0, np.uint8)
+        self.source = MPI.ANY_SOURCE
+        """Who sent it."""
+
+    def look(self, comm: MPI.Comm, tag: int) -> bool:
+        """Go on receiving; returns whether it is there, in `data`."""
+        if not self._messages:
+            self._messages.extend(map(comm.Improbe, (MPI.ANY_SOURCE,), (tag,), (self._status,)))
+        message = self._messages[0]
+        if message is None:
+            self._messages.clear()
+            return False
+        if not self._requests:
+            self.source = self._status.Get_source()
+            self.data = np.empty(self._status.Get_count(MPI.BYTE), np.uint8)
+            self._requests.extend(map(message.Irecv, ([self.data, MPI.BYTE],)))
+        return self._requests[0].Test()
+
+
 class World:
     """What a transport shares with those that are derived from it by `split` and `dup`."""
 
@@ -68,8 +98,7 @@ class World:
         self.is_quiet = True
         """Whether no notice can be under way."""
         self._under_way: list[tuple[MPI.Request, Array]] = []
-        self._arriving: tuple[MPI.Request, Array, int] | None = None
-        """A notice that is being received, and who sent it."""
+        self._arriving = Arriving()
 
     def latest_groups(self) -> list[str]:
         """The groups that were made last, as many as fit into a short message."""
@@ -87,25 +116,19 @@ class World:
         data = np.frombuffer(message, np.uint8)
         with suppress(MPI.Exception):  # a rank that has died needs no notice
             # Kept as long as this world: nobody waits until it is received.
-            self._under_way.append((self.comm.Isend([data, MPI.BYTE], rank, self.notices_tag), data))
+            requests = map(self.comm.Isend, ([data, MPI.BYTE],), (rank,), (self.notices_tag,))
+            self._under_way.extend(zip(requests, (data,), strict=True))  # as in `Arriving`
 
-    def _take(self) -> tuple[int, bytes] | None:
+    def _take(self, hear: Callable[[int, bytes], None]) -> bool:
         try:
-            if self._arriving is None:
-                status = MPI.Status()
-                message = self.comm.Improbe(MPI.ANY_SOURCE, self.notices_tag, status)
-                if message is None:
-                    return None
-                data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                self._arriving = message.Irecv([data, MPI.BYTE]), data, status.Get_source()
-            request, data, source = self._arriving
-            if not request.Test():
-                return None
+            if not self._arriving.look(self.comm, self.notices_tag):
+                return False
         except MPI.Exception:
-            self._arriving = None
-            return None  # a rank has died: the calls that wait for it will say so
-        self._arriving = None
-        return source, data.tobytes()
+            self._arriving = Arriving()
+            return False  # a rank has died: the calls that wait for it will say so
+        hear(self._arriving.source, self._arriving.data.tobytes())
+        self._arriving = Arriving()
+        return True
 
     def revoke(self, dead: Collection[int]) -> None:
         """Wake all ranks that are in a call with a dead one; `dead` are ranks of this world."""

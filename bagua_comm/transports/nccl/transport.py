@@ -276,8 +276,12 @@ class NcclTransport(Transport):
             call = None
             if not stream.is_capturing():  # in a CUDA graph, the call is not made now
                 call = self._watch.begin(name, nbytes, self._limit_s or self._timeout_s)
-            with self._watch:
+            try:
+                self._watch.inside = True
+                self._watch.check_usable()
                 start(stream.ptr)
+            finally:
+                self._watch.inside = False
             if call is not None:
                 events = self._watch.spare_events
                 event = events.pop() if events else cupy.cuda.Event(disable_timing=True)

@@ -70,7 +70,9 @@ class Watch:
         self.spare_events: list[Any] = []
         self.stuck = False
         """Whether a thread hangs inside the library: to free what it works on would end the process."""
-        self._inside = False  # whether a thread is inside the library now
+        self.inside = False
+        """Whether a thread is inside the library now. Set it, then call `check_usable` (see `_end`); set it back
+        by an assignment in `finally`, since a signal handler may raise before a call there."""
         self._failure: tuple[type[CommError], str] | None = None
         self._told = self._closed = False
         self._looking = threading.Lock()
@@ -86,16 +88,6 @@ class Watch:
         self._calls.append(call)
         self._watchdog.wake()
         return call
-
-    def __enter__(self) -> None:
-        """Enter the library; raises if it has failed."""
-        self._inside = True  # before the check: see `_end`
-        if self._failure is not None or self._closed:
-            self._inside = False
-            self.check_usable()
-
-    def __exit__(self, *exception: object) -> None:
-        self._inside = False
 
     def look(self) -> bool:
         """Forget the calls that have ended, fail if one takes too long, and return whether any is left."""
@@ -194,7 +186,7 @@ class Watch:
         self._over.wait()
         # A thread that is inside the library is about to leave it, unless it hangs there.
         deadline = time.monotonic() + 1
-        while self._inside and time.monotonic() < deadline:
+        while self.inside and time.monotonic() < deadline:
             time.sleep(0.001)
         with self._looking:  # nobody may look from now on
             free = self._destroy if self._failure is None else self._abort
