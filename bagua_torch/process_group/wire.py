@@ -42,6 +42,9 @@ from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
 UNSENT_FRAMES = 64
 """How many short messages one rank may leave unreceived before `send` waits."""
 
+_HANG_UP_S = 2.0
+"""How long to try to close connections."""
+
 _REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
 """Frames have our tags, 0 to 3; the rest of a message that goes one way has its tag plus 4."""
 
@@ -74,6 +77,7 @@ class FramedTransport(Transport):
         self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be on their way
         self._free: list[Frame] = []
         self._own: dict[int, deque[Array]] = {}  # by tag: messages to oneself
+        self._interrupted: object = None  # arrays that gloo may use for as long as a connection is open
 
     def _round(self, send: Callable[[int], Array], receive: Callable[[int], Array], *, first: bool) -> None:
         """Send an array to each of the other ranks, and receive one from each.
@@ -255,16 +259,22 @@ class FramedTransport(Transport):
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """See `Transport.interrupted`. Closes the connections: gloo would go on to send what is in `arrays`."""
         super().interrupted(error, arrays)
+        self._interrupted = arrays
         self._hang_up()
 
     def _hang_up(self) -> None:
         """Close all connections."""
-        gloo = self._gloo
+        gloo, until = self._gloo, time.monotonic() + _HANG_UP_S
         for peer in self.others() if gloo is not None else ():
-            with contextlib.suppress(RuntimeError):  # this transport's is closed already
-                # Gloo closes all connections at once only after a wait in vain.
+            # Gloo closes all connections only after a wait in vain, and then none on which it is just sending.
+            while time.monotonic() < until:
                 tensor = torch.empty(1, dtype=torch.uint8)
-                gloo.recv([tensor], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+                try:
+                    work = gloo.recv([tensor], peer, _ABORT_TAG)
+                except RuntimeError:  # this connection is closed
+                    break
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
 
     def _start(self, peer: int | None, call: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -722,38 +722,29 @@ def test_a_call_of_many_waits_has_one_deadline():
     assert run_threads(2, body, timeout_s=0.5)[0] is CommTimeout
 
 
-def test_an_interrupted_call_closes_the_connections_so_that_the_peer_learns_at_once_and_gloo_sends_no_more():
-    entered, left = threading.Event(), threading.Event()
+def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_and_the_peer_learns_of_it():
+    interrupted = threading.Event()
 
     class Interrupt(BaseException):
         pass
 
+    def interrupt(*_):
+        raise Interrupt
+
     def body(transport):
-        comm, x = Communicator([transport]), np.ones(1 << 22)
+        comm, x = Communicator([transport]), np.ones(1 << 20)
         if comm.rank == 0:
-            wait = transport._wait
-
-            def interrupted(peer, work):
-                if not entered.is_set():
-                    entered.set()
-                    raise Interrupt
-                wait(peer, work)
-
-            transport._wait = interrupted
+            transport._wait = interrupt
             with pytest.raises(Interrupt):
                 comm.send(x, dest=1)
+            del transport._wait
+            interrupted.set()
+            x[:] = 2
             with pytest.raises(CommAborted, match="interrupted"):
                 comm.send(x, dest=1)
-            assert left.wait(20)
         else:
-            try:
-                with pytest.raises(RankFailed, match="rank 1 lost rank 0"):
-                    comm.recv(x, source=0)
-                with pytest.raises(CommError):
-                    comm.recv(x, source=0)
-            finally:
-                left.set()
+            assert interrupted.wait(20)
+            with pytest.raises(RankFailed, match="rank 1 lost rank 0"):
+                comm.recv(x, source=0)
 
-    began = time.monotonic()
-    run_threads(2, body, timeout_s=60)
-    assert time.monotonic() - began < 30
+    run_threads(2, body, timeout_s=20)
