@@ -111,9 +111,9 @@ def write_at_once(path: Path, content: bytes, mode: int = 0o666, *, durable: boo
         OSError: The file cannot be written; the old one is unchanged.
     """
     unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
-    number = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), mode)
     try:
-        with open(number, "wb") as file:
+        # An opener of C: a signal handler could raise between `os.open` and `open`, and leak the descriptor.
+        with open(unfinished, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
             if durable:
                 file.flush()

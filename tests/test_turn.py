@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 import random
 import signal
 import threading
@@ -24,6 +25,7 @@ from bagua_comm import (
     reproducible_allreduce,
 )
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
+from bagua_comm.files import write_at_once
 from bagua_comm.flight import FlightRecorder
 from bagua_comm.pace import Exchanges
 from bagua_comm.roll import Limit
@@ -218,6 +220,16 @@ def test_a_flight_recorder_that_was_interrupted_while_it_wrote_writes_again(tmp_
         assert recorder.write() == tmp_path
 
     assert interrupted_everywhere(recorder.write, check) > 3
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_file_that_was_interrupted_while_it_was_written_leaves_no_descriptor_and_no_other_file(tmp_path):
+    def check():
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert {path.name for path in tmp_path.iterdir()} <= {"file"}
+
+    before = len(os.listdir("/proc/self/fd"))
+    assert interrupted_everywhere(lambda: write_at_once(tmp_path / "file", b"content"), check) > 3
 
 
 def test_a_thread_that_writes_for_long_does_not_keep_a_flight_recorder_from_giving_up(tmp_path, monkeypatch):

@@ -85,8 +85,7 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     crcs = [0] * len(named)
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o666)
-    with open(number, "wb", buffering=0) as file:
+    with open(path, "xb", buffering=0) as file:
         _write_all(file, memoryview(head))
         for n in order:
             data = memoryview(arrays.as_bytes(named[n][1]))

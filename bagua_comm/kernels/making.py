@@ -194,12 +194,11 @@ class _Lease:
             OSError: It cannot be written.
         """
         try:
-            number = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with open(self.path, "x", opener=functools.partial(os.open, mode=0o600)) as file:
+                file.write(self.token)
         except FileExistsError:
             self._take_away_if_stale()
             return False
-        with open(number, "w") as file:
-            file.write(self.token)
         return True
 
     def _take_away_if_stale(self) -> None:
