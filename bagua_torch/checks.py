@@ -175,8 +175,8 @@ def check_optimizers(
         ):
             raise UnsupportedError(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes sparse "
-                f"gradients alone, but {algorithm} makes those that it averages dense; give torch.optim.Adam, or an "
-                "algorithm that exchanges weights alone, such as Decentralized or DiLoCo"
+                f"gradients alone, but {algorithm} makes those that it averages dense; give torch.optim.Adam, or "
+                "an algorithm that exchanges weights alone, such as Decentralized or DiLoCo"
             )
         owned |= mine
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]

@@ -68,7 +68,7 @@ class Part:
         if is_sharded(self.value):
             raise UnsupportedError(
                 f"State: {name} is a {type(self.value).__name__}, of which each rank holds the states of its "
-                "share alone: when a rank dies, they are lost, and on another number of ranks the shares are others. "
+                "share alone: when a rank dies, they are lost, and on another number of ranks the shares differ. "
                 "Give a plain optimizer, which every rank has as a whole; or train without elastic.run, and save "
                 "this one by bagua_torch.Checkpoints"
             )

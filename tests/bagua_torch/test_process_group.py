@@ -722,6 +722,31 @@ def test_a_call_of_many_waits_has_one_deadline():
     assert run_threads(2, body, timeout_s=0.5)[0] is CommTimeout
 
 
+def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
+    known = threading.Barrier(3)  # no rank leaves before
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    def body(transport):
+        comm = Communicator([transport])
+        comm.barrier()
+        if comm.rank == 0:
+            transport.allreduce = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                comm.allreduce(np.ones(3))
+        else:
+            start = time.monotonic()
+            with pytest.raises(RankFailed, match="rank 0: it died, left, or gave up after an error"):
+                comm.allreduce(np.ones(3))
+            assert time.monotonic() - start < 10
+        known.wait(timeout=30)
+        with pytest.raises(CommAborted):
+            comm.barrier()
+
+    run_threads(3, body, timeout_s=20)
+
+
 def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_and_the_peer_learns_of_it():
     interrupted = threading.Event()
 
