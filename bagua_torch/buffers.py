@@ -10,6 +10,7 @@ import torch
 from bagua_comm import CommMismatch, Communicator
 
 from .broadcast import broadcast_values
+from .contents import Contents
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -20,16 +21,16 @@ class SharedBuffers:
     """Gives this rank another one's buffers when a backward pass has ended, and its own to a further one.
 
     A backward pass needs the buffers as its forward pass left them, and another pass through the same graph may
-    follow. So `fetch`, which is collective, changes no buffer; `put`, which is not, does so when the pass has
+    follow. So `fetch_if`, which is collective, changes no buffer; `put`, which is not, does so when the pass has
     ended, and `give_back` undoes it for a further pass. Autograd need not know: no graph sees other values.
 
     Args:
         comm: The ranks.
-        buffers: The buffers as they are when the module is wrapped.
+        contents: The module that has them, as it is when it is wrapped.
     """
 
-    def __init__(self, comm: Communicator, buffers: Mapping[str, torch.Tensor]) -> None:
-        self._comm, self._at_first = comm, _shapes_of(buffers)
+    def __init__(self, comm: Communicator, contents: Contents) -> None:
+        self._comm, self._contents, self._at_first = comm, contents, _shapes_of(contents.buffers())
         self._shapes: list[torch.Size] = []
         self._layout = torch.tensor(0)
         self.due = False
@@ -38,10 +39,18 @@ class SharedBuffers:
         self._own: list[tuple[_Fetched, torch.Tensor]] = []
         """What was put, and what the buffer held before."""
 
-    def fetch(self, buffers: Mapping[str, torch.Tensor], root: int) -> None:
-        """Get what `root`'s buffers hold.
+    def fetch_if(self, due: bool, root: int) -> None:
+        """If they are due, get what the buffers of `root` hold, at the end of a backward pass. Collective."""
+        if due and self._comm.size > 1:
+            self._fetch(self._contents.buffers(of_step=True), root)
 
-        Collective.
+    def copy(self) -> None:
+        """Give all ranks the buffers of rank 0 at once. Collective."""
+        self._fetch(self._contents.buffers(), root=0)
+        self.put()
+
+    def _fetch(self, buffers: Mapping[str, torch.Tensor], root: int) -> None:
+        """Get what `root`'s buffers hold. Collective.
 
         Raises:
             CommMismatch: The ranks' buffers differ in their shapes or dtypes.
@@ -52,10 +61,12 @@ class SharedBuffers:
         shapes = [tensor.shape for tensor in mine]
         if shapes != self._shapes:
             self._shapes, self._layout = shapes, torch.tensor(crc32(repr(shapes).encode()))
+        # A number for all shapes goes along, since other shapes may have as many elements: on the host, which
+        # need not wait for a device.
+        numbers = [] if mine[0].is_cuda else [self._layout]
         try:
-            # A number for all shapes goes along: other shapes may have as many elements.
-            *theirs, layout = broadcast_values(self._comm, [*mine, self._layout], root=root)
-            if not torch.equal(layout, self._layout):
+            theirs = list(broadcast_values(self._comm, [*mine, *numbers], root=root))
+            if numbers and not torch.equal(theirs.pop(), self._layout):
                 raise CommMismatch(f"rank {self._comm.rank} and rank {root} have buffers of other shapes")
         except CommMismatch as exc:
             raise CommMismatch(f"{exc}; {self._changes(_shapes_of(buffers))}") from exc

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import complete, core_of, exchanges_weights, phases_of
+from bagua_comm.algorithms.base import exchanges_weights, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -24,9 +24,9 @@ from .buffers import SharedBuffers
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine, average_tensors
 from .flats import lay_out_state
-from .fused import FusedOptimizer
 from .join import Join
 from .memory import BucketMemory, extended, pack
+from .optimizers import borrowers_of, lay_out, lend
 from .stage import Stage
 from .unused import UnusedParameters, keeps_zeros
 from .versions import WeightVersions
@@ -72,7 +72,7 @@ class TrainingSteps(Live):
         self.find_unused, self.static = find_unused, static
         self.copies_buffers = True
         """Whether buffers are to be alike on all ranks."""
-        self.buffers = SharedBuffers(comm, contents.buffers())
+        self.buffers = SharedBuffers(comm, contents)
         self._stepped: set[int] = set()  # optimizers that stepped since the last backward pass
         self.opens_late = False
         """Whether the latest forward pass ran in evaluation mode, and so told no other rank of itself."""
@@ -342,16 +342,16 @@ class TrainingSteps(Live):
 
         Collective.
         """
-        due = self.join.copies if self.join is not None else self.buffers.due
-        if due and self.copies_buffers and self.comm.size > 1 and self.engine.communicates:
-            root = self.join.active[0] if self.join is not None else 0
-            self.buffers.fetch(self.contents.buffers(of_step=True), root)
+        if self.copies_buffers and self.engine.communicates:
+            if self.join is None:
+                self.buffers.fetch_if(self.buffers.due, root=0)
+            else:
+                self.buffers.fetch_if(self.join.copies, root=self.join.active[0])
 
     def copy_buffers(self) -> None:
         """Give all ranks the buffers of rank 0, if they are to be alike. Collective."""
         if self.copies_buffers:
-            self.buffers.fetch(self.contents.buffers(), root=0)
-            self.buffers.put()
+            self.buffers.copy()
 
     def share_buffers(self) -> None:
         """Do so where an algorithm may have left them apart. Collective.
@@ -512,31 +512,10 @@ class TrainingSteps(Live):
 
     def lend(self) -> None:
         """Let optimizers use what the algorithm lends; from now on, or again after they have loaded a state."""
-        lent = "" if self.stage is Stage.CLOSED else complete(self.engine.phase).lends
-        tensors = {self._trained[name]: tensor for name, tensor in self.engine.lent().items()} if lent else {}
-        for optimizer in self._borrowers():
-            if optimizer.borrows == lent:
-                step = self.engine.buckets[0].step
-                optimizer.borrow(self._trained.values(), tensors, lender=core_of(self.engine.phase), step=step)
-            else:
-                optimizer.give_back(self._trained.values())
-
-    def _borrowers(self) -> list[Any]:
-        return [optimizer for optimizer in self.optimizers if getattr(optimizer, "borrows", "")]
+        lend(self.optimizers, self._trained, None if self.stage is Stage.CLOSED else self.engine)
 
     def _lay_out(self) -> None:
-        """Let fused optimizers move parameters now, so that all forward passes find them at the same places.
-
-        A matrix product on the CPU may round by the address of a weight. A rank that joins in the middle of a
-        training must compute what the others compute.
-        """
-        fused = [optimizer for optimizer in self.optimizers if isinstance(optimizer, FusedOptimizer)]
-        if fused:
-            fresh = self.memory.attach_all()
-            for optimizer in fused:
-                optimizer.lay_out()
-            for name in fresh:
-                self._trained[name].grad = None
+        lay_out(self.optimizers, self._trained, self.memory)
 
     def attach_to(self, wrapper: Any) -> None:
         """Hang on `wrapper` the hooks that its module does not take: it settles before it saves or loads."""
@@ -565,7 +544,7 @@ class TrainingSteps(Live):
         else:
             self.watch.leaves = True  # which outputs are the wrapper's cannot be told from those of others
         # What must be undone once nobody holds the wrapper, whenever that happens on this rank.
-        borrowers = [weakref.ref(optimizer) for optimizer in self._borrowers()]
+        borrowers = [weakref.ref(optimizer) for optimizer in borrowers_of(self.optimizers)]
         parameters = [weakref.ref(parameter) for parameter in self._trained.values()]
         self._release = weakref.finalize(self, release, self.watch, borrowers, parameters)
         self._release.atexit = False
