@@ -182,6 +182,42 @@ def test_new_buckets_are_filled_in_the_order_of_pytorchs_stream(on_host, played,
     assert [values for _, values in run_on_devices(played.device, 2, kind, body)] == on_host
 
 
+def trained_with_a_layer_that_is_unfrozen_later(comm, algorithm, wait=lambda *_: None):
+    module = make_model()
+    module[0].requires_grad_(False)
+    optimizer = optimizer_for(algorithm, module.parameters())
+    module.register_forward_pre_hook(wait)
+    optimizer.register_step_pre_hook(wait)
+    ddp = DistributedDataParallel(module, optimizer, algorithm, comm=comm, bucket_bytes=64)
+    for step in range(5):
+        module[0].requires_grad_(step > 1)
+        train_step(ddp, optimizer, batch(comm.rank, step))
+    ddp.average_weights()
+    wait()
+    values = weights(module).tolist()
+    ddp.close()
+    return values
+
+
+@pytest.fixture
+def unfrozen_on_host(algorithm):
+    return run_ranks(2, lambda comm: trained_with_a_layer_that_is_unfrozen_later(comm, algorithm))
+
+
+@pytest.mark.slow
+@policies_in_turn(
+    ("algorithm", "kind"),
+    [(algorithm, kind) for algorithm in (GradientAllReduce(), Decentralized()) for kind, _ in KINDS],
+)
+def test_layers_that_are_unfrozen_later_train_with_the_bytes_of_the_host(
+    unfrozen_on_host, played, algorithm, kind
+):
+    def body(comm):
+        return trained_with_a_layer_that_is_unfrozen_later(comm, algorithm, played.wait)
+
+    assert run_on_devices(played.device, 2, kind, body) == unfrozen_on_host
+
+
 @policies_in_turn(
     ("algorithm",), [(algorithm,) for algorithm in (GradientAllReduce(), ByteGrad(), Decentralized())]
 )
