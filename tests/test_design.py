@@ -143,6 +143,42 @@ def test_no_lock_is_acquired_but_by_with_which_no_signal_handler_can_part_from_i
                 raise AssertionError(f"{path}:{node.lineno}: write `with {ast.unparse(node.value)}:`")
 
 
+def test_each_holder_of_locks_is_over_before_a_call_that_a_signal_handler_can_come_before():
+    found, files = 0, [path for path in FILES if "= Holder()" in path.read_text()]
+    for path in files:
+        for body in bodies_of(ast.parse(path.read_text())):
+            for i, made in enumerate(body):
+                if isinstance(made, ast.Assign) and ast.unparse(made.value) == "Holder()":
+                    work = body[i + 1]
+                    assert isinstance(work, ast.Try), f"{path}:{work.lineno}"
+                    (name,) = made.targets
+                    assert ast.unparse(work.finalbody[0]) == f"{ast.unparse(name)}.is_over = True"
+                    found += 1
+    assert found == sum(path.read_text().count("= Holder()") for path in files) - 1  # one in a docstring
+
+
+EXITS = {
+    **dict.fromkeys(
+        ["Cache", "Cached", "Checkpoints", "Communicator", "Engine", "Lane", "Reader", "Store"], "close"
+    ),
+    "SpanContext": "a span is not written",
+    "Barrier": "does nothing",
+    "_Signals": "until the process ends, which follows",
+    "UseStream": "its __del__ does it",
+}
+"""Classes whose `__exit__` is of Python, and what happens where a signal handler raises before it has begun."""
+
+
+def test_what_has_to_end_does_not_end_in_an_exit_that_a_signal_handler_can_come_before():
+    """An assignment in `finally`, or an `__exit__` of C as that of a lock, cannot be parted from the body."""
+    for path in FILES:
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)) if "def __exit__" in source else ():
+            if isinstance(node, ast.ClassDef):
+                methods = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                assert "__exit__" not in methods or node.name in EXITS, f"{path}:{node.lineno}: see EXITS"
+
+
 def test_a_turn_begins_and_ends_without_a_call_of_a_function_in_between():
     """See `turn.Turn`: signal handlers run after calls, and an exception of theirs would keep the turn."""
     found = 0

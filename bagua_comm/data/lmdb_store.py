@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import StoreError
 from ..files import is_private
-from .locks import locks_in
+from .locks import Holder, locks_in
 from .stores import Store
 
 _READERS = 1024
@@ -128,14 +128,18 @@ class LMDBStore(Store):
         """Call `body(transaction)`, when nobody else writes: LMDB itself would wait for ever."""
         try:
             locks = locks_in(Path(self.path) / "writer.lock")
-            if not locks.wait(_WRITER, self.timeout_s):
-                raise StoreError(f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s")
         except OSError as exc:
             raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
+        writer = Holder()
         try:
+            if not locks.wait(_WRITER, self.timeout_s, writer):
+                raise StoreError(f"LMDBStore: {self.path}: another process has written for {self.timeout_s:g} s")
             self._do(body, write=True)
+        except OSError as exc:
+            raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
         finally:
-            locks.give(_WRITER)
+            writer.is_over = True
+            locks.tidy()
 
     def open_to_others(self) -> str | None:
         """See `Store.open_to_others`."""

@@ -12,7 +12,6 @@ import functools
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +29,27 @@ def locks_in(path: Path) -> Locks:
     return Locks(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o600))
 
 
+class Holder:
+    """Who has some of the locks, and waits for one: one piece of work of one thread.
+
+        holder = Holder()
+        try:
+            ... locks.take(number, holder) ...
+        finally:
+            holder.is_over = True  # before a call here, a signal handler could raise
+            locks.tidy()
+
+    If one raises after that, the next use of the locks in this process gives back what the holder had.
+    """
+
+    __slots__ = ("is_over", "numbers", "thread", "waits_for")
+
+    def __init__(self) -> None:
+        self.thread, self.is_over = threading.get_ident(), False
+        self.numbers: set[int] = set()
+        self.waits_for: int | None = None
+
+
 class Locks:
     """Byte 2 n of a file is held by who has lock n, and byte 2 n + 1 is shared by those who wait for it."""
 
@@ -40,67 +60,95 @@ class Locks:
     def _renew(self) -> None:
         self._pid = os.getpid()
         self._mutex = threading.Lock()
-        self._held: dict[int, int] = {}
-        self._waiting: Counter[int] = Counter()
+        self._holders: set[Holder] = set()
 
     def _own(self) -> threading.Lock:
         if self._pid != os.getpid():  # a forked child inherits the file, and no lock
             self._renew()
         return self._mutex
 
-    def take(self, number: int) -> bool:
+    def tidy(self) -> None:
+        """Give back the locks of holders that are over."""
+        with self._own():
+            self._tidy()
+
+    def _tidy(self) -> None:
+        for holder in [each for each in self._holders if each.is_over]:
+            for number in tuple(holder.numbers):
+                self._unlock(2 * number)
+                holder.numbers.discard(number)
+            self._end_wait(holder)
+            self._holders.discard(holder)
+
+    def _end_wait(self, holder: Holder) -> None:
+        number = holder.waits_for
+        if number is not None:
+            if not any(each.waits_for == number for each in self._holders if each is not holder):
+                self._unlock(2 * number + 1)
+            holder.waits_for = None
+
+    def take(self, number: int, holder: Holder) -> bool:
         """Take a lock, if nobody has it.
 
         Raises:
             OSError: The file system has no locks.
         """
         with self._own():
-            if number in self._held or not self._try(2 * number, fcntl.LOCK_EX):
+            self._tidy()
+            if any(number in each.numbers for each in self._holders):
                 return False
-            self._held[number] = threading.get_ident()
-            return True
+            self._holders.add(holder)
+            holder.numbers.add(number)  # first: so it is given back, wherever this ends
+            if self._try(2 * number, fcntl.LOCK_EX):
+                return True
+            holder.numbers.discard(number)
+            return False
 
-    def give(self, number: int) -> None:
+    def give(self, number: int, holder: Holder) -> None:
         """Give a lock back."""
         with self._own():
-            del self._held[number]
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * number)
+            self._unlock(2 * number)
+            holder.numbers.discard(number)
 
     def mine(self, number: int) -> bool:
         """Whether this very thread has the lock."""
+        me = threading.get_ident()
         with self._own():
-            return self._held.get(number) == threading.get_ident()
+            self._tidy()
+            return any(number in each.numbers and each.thread == me for each in self._holders)
 
     def wanted(self, number: int) -> bool:
         """Whether somebody waits for a lock."""
         with self._own():
-            if self._waiting[number]:
+            self._tidy()
+            if any(each.waits_for == number for each in self._holders):
                 return True
             free = self._try(2 * number + 1, fcntl.LOCK_EX)
             if free:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * number + 1)
+                self._unlock(2 * number + 1)
             return not free
 
-    def wait(self, number: int, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> bool:
+    def wait(
+        self, number: int, timeout_s: float, holder: Holder, give_up: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Take a lock, if it comes free within this time; meanwhile it is `wanted`."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
         with self._own():
-            self._waiting[number] += 1
-        try:
-            while not self.take(number):
-                with self._own():
-                    self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail for the instant in which it is asked for
-                if time.monotonic() >= deadline or give_up():
-                    return False
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.05)
-            return True
-        finally:
+            self._holders.add(holder)
+            holder.waits_for = number
+        while not self.take(number, holder):
             with self._own():
-                self._waiting[number] -= 1
-                if not self._waiting[number]:
-                    del self._waiting[number]
-                    fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 2 * number + 1)
+                self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail for the instant in which it is asked for
+            if time.monotonic() >= deadline or give_up():
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+        with self._own():
+            self._end_wait(holder)
+        return number in holder.numbers
+
+    def _unlock(self, byte: int) -> None:
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, byte)
 
     def _try(self, byte: int, kind: int) -> bool:
         try:

@@ -13,7 +13,7 @@ from ..errors import StoreError
 from ..files import cache_folder
 from ..processes import ProcessId
 from .counters import Counts
-from .locks import NUMBERS, Locks, locks_in
+from .locks import NUMBERS, Holder, Locks, locks_in
 from .stores import Store
 from .values import DamagedError, Form, checksum, decode, encode
 
@@ -117,19 +117,21 @@ class Worker:
     def _load(self, missing: dict[bytes, Any], load: Callable[[Any], Any]) -> dict[bytes, Value]:
         """Load what is missing; what others load comes last, so that nobody waits while he holds a lock."""
         loaded: dict[bytes, Value] = {}
-        taken = [full for full in missing if self._take(full)]
+        locks = self._locks
+        holder = Holder()
         try:
-            loaded |= self.find(
-                taken, again=True
-            )  # another worker may have written it between our look and our lock
-            for full in tuple(taken):
+            taken = [full for full in missing if locks is None or locks.take(self._number(full), holder)]
+            # Another worker may have written it between our look and our lock.
+            loaded |= self.find(taken, again=True)
+            for full in taken:
                 if full not in loaded:
                     loaded[full] = self._load_one(full, missing[full], load)
-                taken.remove(full)
-                self._give(full)
+                if locks is not None:
+                    locks.give(self._number(full), holder)
         finally:
-            for full in taken:
-                self._give(full)
+            holder.is_over = True
+            if locks is not None:
+                locks.tidy()
         for full in missing:
             if full not in loaded:
                 loaded[full] = self._wait(full, missing[full], load)
@@ -137,12 +139,13 @@ class Worker:
 
     def _wait(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
         """Let another worker load, if it is one."""
-        number = self._number(full)
-        if self._locks is None or self._locks.mine(number):  # loading one sample needs another of the same batch
+        number, locks = self._number(full), self._locks
+        if locks is None or locks.mine(number):  # loading one sample needs another of the same batch
             return self._load_one(full, key, load)
         self._met = _MET
-        came = self._locks.wait(number, self._wait_s)
+        holder = Holder()
         try:
+            came = locks.wait(number, self._wait_s, holder)
             found = self.find([full], again=True, waited=True)
             if full in found:
                 return found[full]
@@ -151,8 +154,8 @@ class Worker:
                 self._warn("wait", f"a worker has loaded one sample for {self._wait_s:g} s; loaded here, too")
             return self._load_one(full, key, load)
         finally:
-            if came:
-                self._locks.give(number)
+            holder.is_over = True
+            locks.tidy()
 
     def _load_one(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
         value = load(key)
@@ -225,13 +228,6 @@ class Worker:
 
     def _number(self, full: bytes) -> int:
         return checksum(self._place, full) % NUMBERS
-
-    def _take(self, full: bytes) -> bool:
-        return self._locks is None or self._locks.take(self._number(full))
-
-    def _give(self, full: bytes) -> None:
-        if self._locks is not None:
-            self._locks.give(self._number(full))
 
     def _count(self, **counts: int) -> None:
         with self._mutex:

@@ -176,7 +176,8 @@ def test_a_writer_that_is_stopped_is_not_waited_for_without_end(tmp_path):
     store = LMDBStore(tmp_path, timeout_s=0.2)
     code = (
         "import sys, time; from pathlib import Path; from bagua_comm.data import locks\n"
-        "assert locks.locks_in(Path(sys.argv[1]) / 'writer.lock').take(0); print('taken', flush=True)\n"
+        "assert locks.locks_in(Path(sys.argv[1]) / 'writer.lock').take(0, locks.Holder())\n"
+        "print('taken', flush=True)\n"
         "time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as other:
