@@ -227,6 +227,7 @@ class Call:
                 comm.hooks.call("before", self._view())
                 self._start = time.perf_counter_ns()
             if comm.check and self._compared:
+                self._moving = True
                 self.compare()
                 self._start = time.perf_counter_ns()
             if trace.wanted():
@@ -274,7 +275,7 @@ class Call:
         if self._moving and self._record[flight.END] is None and not isinstance(error, BaguaError):
             self.transport.interrupted(error, (self.x, self.target))
         if outermost:
-            comm.turn.end()
+            comm.turn.end(made=self._moving)
         self._record[flight.END] = end = time.perf_counter_ns()
         if self._moving:
             self._count(end, error=type(error).__name__)

@@ -1204,19 +1204,19 @@ class Communicator(Shared):
                 `key` that is not an integer of 64 bits.
         """
 
-        def split() -> list[Transport]:
+        def split() -> Communicator:
             place = agree_on_split(self.host, color, self.rank if key is None else key)
-            return [transport.split(int(color), place) for transport in self.transports]
+            return self._derived([each.split(int(color), place) for each in self.transports], f":{color}")
 
-        return self._derived(Call.on_host(self, "split").run(split), f":{color}")
+        return Call.on_host(self, "split").run(split)
 
     def dup(self) -> Communicator:
         """Another communicator over the same ranks, whose messages never match this one's.
 
         Collective.
         """
-        parts = Call.on_host(self, "dup").run(lambda: [transport.dup() for transport in self.transports])
-        return self._derived(parts)
+        call = Call.on_host(self, "dup")
+        return call.run(lambda: self._derived([transport.dup() for transport in self.transports]))
 
     def by_node(self) -> Nodes:
         """Communicators inside this node, and across nodes among ranks of equal `local_rank`.

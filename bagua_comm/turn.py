@@ -105,10 +105,13 @@ class Turn:
         if timeout_s is not None:
             self._limit(timeout_s)
 
-    def end(self) -> None:
-        """End what `begin` began."""
+    def end(self, *, made: bool = True) -> None:
+        """End what `begin` began; unless `made`, before anything was moved."""
         for transport in self._transports:
-            transport.end_call()
+            if made:
+                transport.end_call()
+            else:
+                transport.cancel_call()
         if self.limit_s is not None:
             self._limit(None)
         self._is_open = False
@@ -122,7 +125,7 @@ class Turn:
             CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
         """
         self.check(name)
-        me = get_ident()
+        calls, me = self.calls, get_ident()
         if self.owner[0] != me:
             raise self.refusal(name)
         outermost, self.is_free = self.is_free, False
@@ -133,7 +136,7 @@ class Turn:
                 return body()
             finally:
                 if outermost:
-                    self.end()
+                    self.end(made=self.calls > calls)
         finally:
             if outermost:
                 self.is_free = True

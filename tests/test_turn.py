@@ -170,7 +170,7 @@ def test_a_rank_that_is_interrupted_in_a_call_ends_it_on_all_ranks_with_the_reas
 def test_a_call_that_was_not_ended_is_ended_by_the_next():
     """As if an exception had come at the very beginning of its end."""
     comm = Communicator([LocalTransport()])
-    end, comm.turn.end = comm.turn.end, lambda: None
+    end, comm.turn.end = comm.turn.end, lambda **_: None
     with pytest.raises(CommTimeout):
         comm.recv(X.copy(), source=0, timeout_s=0.01)
     comm.turn.end = end

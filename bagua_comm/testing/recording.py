@@ -68,6 +68,10 @@ class Recording(Transport):
         """See `Transport.end_call`."""
         self.inner.end_call()
 
+    def cancel_call(self) -> None:
+        """See `Transport.cancel_call`."""
+        self.inner.cancel_call()
+
     def limit_call(self, timeout_s: float | None) -> None:
         """See `Transport.limit_call`."""
         self.inner.limit_call(timeout_s)

@@ -89,6 +89,11 @@ class Transport(Live, ABC):
         """The call has ended. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False
 
+    def cancel_call(self) -> None:
+        """The call that has begun ends before it has moved anything: it does not count as made."""
+        self._in_collective = False
+        self.end_call()
+
     def interrupted(self, error: BaseException, arrays: object) -> None:
         """The call in progress ends by an exception that is no error of this library, such as KeyboardInterrupt.
 

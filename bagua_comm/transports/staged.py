@@ -76,6 +76,10 @@ class StagedTransport(Transport):
         """See `Transport.end_call`."""
         self._host.end_call()
 
+    def cancel_call(self) -> None:
+        """See `Transport.cancel_call`."""
+        self._host.cancel_call()
+
     def limit_call(self, timeout_s: float | None) -> None:
         """See `Transport.limit_call`."""
         self._host.limit_call(timeout_s)

@@ -495,3 +495,59 @@ def test_a_notice_is_heard_wherever_a_signal_handler_raises():
             world.notices.listen()
         assert was_heard(notice), left
     assert left > 50
+
+
+def interrupted_after(monkeypatch, owner, name, call):
+    """Make `call`, and interrupt it when it has come to the end of method `name` of `owner`."""
+    method = getattr(owner, name)
+
+    def interrupted(*arguments, **settings):
+        method(*arguments, **settings)
+        raise Interrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, interrupted)
+        with pytest.raises(Interrupt):
+            call()
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        pytest.param(lambda world: world.dup(), "_duplicate", id="dup"),
+        pytest.param(lambda world: world.dup(), "allgather", id="dup, in the new group", marks=slow),
+        pytest.param(lambda world: world.split(0), "_derived", id="split", marks=slow),
+        pytest.param(lambda world: world.lane(), "barrier", id="lane", marks=slow),
+    ],
+)
+def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, monkeypatch, make, place):
+    monkeypatch.setattr(mpi_transport, "_GRACE_S", 0.05)
+    with world_of(comm, timeout_s=30) as (world, last):
+        if comm.rank == last:
+            owner = mpi_transport.MPITransport if place == "allgather" else world.transports[0]
+            interrupted_after(monkeypatch, owner, place, lambda: make(world))
+        else:
+            start = time.monotonic()
+            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+                make(world).barrier()
+            assert time.monotonic() - start < 10
+
+
+def test_a_call_interrupted_before_it_moves_anything_can_be_made_again_and_interrupted(comm, monkeypatch):
+    monkeypatch.setattr(mpi_transport, "_GRACE_S", 0.05)
+    with world_of(comm, timeout_s=30) as (world, last):
+        world.barrier()
+        if comm.rank == last:
+            interrupted_after(monkeypatch, world.turn, "count", lambda: world.allgather(np.ones(3)))
+        world.allgather(np.ones(3))
+        if comm.rank == last:
+            interrupted_after(monkeypatch, world.turn, "count", world.barrier)
+            world.transports[0].interrupted(Interrupt("in the middle"), ())
+        else:
+            start = time.monotonic()
+            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+                world.barrier()
+            assert time.monotonic() - start < 10

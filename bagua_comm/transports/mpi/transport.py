@@ -225,6 +225,8 @@ class MPITransport(Transport):
         self._history: deque[str] = deque(maxlen=64)
         """Names of the latest collective calls."""
         self._groups_made = 0
+        self._making: list[str] = []
+        """The name of the group that the call in progress makes, if it makes one."""
         self._told = False
         self._window: SharedWindow | None = None
         self._shown_bytes = 0
@@ -287,6 +289,14 @@ class MPITransport(Transport):
         if self._in_collective and self._broken is None:
             self._completed[0] += 1
         self._call, self._in_collective = None, False
+        if self._making:
+            self._making = []
+
+    def cancel_call(self) -> None:
+        """See `Transport.cancel_call`."""
+        if self._in_collective:
+            self._history.pop()
+        super().cancel_call()
 
     def moves(self, x: Array) -> bool:
         """Host arrays."""
@@ -814,16 +824,25 @@ class MPITransport(Transport):
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
+        group = self._begin_group(f":{color}")
         self.barrier()  # if a rank is missing, it is named here
         left_s = max(self.deadline_s() - time.monotonic(), 0.0)
         comm = self._make(lambda: in_time(lambda: self._comm.Split(color, key), left_s, "MPI_Comm_split"))
         members = comm.Get_group()
-        return self._derived(comm, f":{color}", [self.members[rank] for rank in self._ranks_of(members)])
+        return self._derived(comm, group, [self.members[rank] for rank in self._ranks_of(members)])
 
     def dup(self) -> Transport:
         """See `Transport.dup`."""
+        group = self._begin_group()
         self.barrier()
-        return self._derived(self._make(self._duplicate), "", self.members)
+        return self._derived(self._make(self._duplicate), group, self.members)
+
+    def _begin_group(self, end: str = "") -> str:
+        """The name of a group that this call makes. To give up this communicator is to give it up as well."""
+        self._groups_made += 1
+        group = f"{self._group}.{self._groups_made}{end}"
+        self._making = [group]
+        return group
 
     def _duplicate(self) -> MPI.Comm:
         comm, request = self._comm.Idup()
@@ -851,9 +870,7 @@ class MPITransport(Transport):
         except BaseException as exc:
             raise self._give_up(exc, None) from exc
 
-    def _derived(self, comm: MPI.Comm, color: str, members: Sequence[int]) -> MPITransport:
-        self._groups_made += 1
-        group = f"{self._group}.{self._groups_made}{color}"
+    def _derived(self, comm: MPI.Comm, group: str, members: Sequence[int]) -> MPITransport:
         return MPITransport(comm, timeout_s=self.timeout_s, world=self._world, group=group, members=members)
 
     def shrink(self, host: Transport | None = None) -> Transport:
@@ -1124,7 +1141,7 @@ class MPITransport(Transport):
         number = self._completed[0] + self._in_collective  # of the last call in the history
         behind = number - begun
         if begun == 0:
-            return ", which has made no call yet"
+            return ", which has made no collective call yet"
         if not 0 <= behind < len(self._history):
             return f", whose last call was its collective number {begun}"
         return f", whose last call was {self._history[-1 - behind]}, its collective number {begun}"
@@ -1134,7 +1151,9 @@ class MPITransport(Transport):
         if self._told or self._world_is_new():
             return
         self._told = True
-        self._world.tell([self.members[rank] for rank in self.others()], GAVE_UP, error, [self._group])
+        self._world.tell(
+            [self.members[rank] for rank in self.others()], GAVE_UP, error, [self._group, *self._making]
+        )
 
     def _wait(self, done: Callable[[], bool]) -> None:
         """Wait for something that MPI does not see; asks MPI meanwhile, to raise if a rank died or gave up."""
