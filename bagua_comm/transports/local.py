@@ -41,6 +41,14 @@ class Hub:
         self.aborted: str | None = None
         self.given_up: dict[str, tuple[int, CommError]] = {}
         """By the name of a group (see `Transport.tell`): which rank has given it up, and why."""
+        self.broken: dict[int, CommError] = {}
+        """By rank: why it makes no more calls in this group."""
+
+    def give_up(self, rank: int, error: CommError) -> None:
+        """Wake the ranks that wait for `rank`, which makes no more calls because of `error`."""
+        with self.changed:
+            self.broken.setdefault(rank, error)
+            self.changed.notify_all()
 
     def abort(self, reason: str) -> None:
         """Wake all ranks that wait, here and in groups split off; they raise `CommAborted`."""
@@ -106,11 +114,16 @@ class LocalTransport(Transport):
                 self._receive(peer, out, tag, signature, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
-                    self._broken = str(exc)  # the next messages would be taken for those of this call
+                    self._give_up(exc, peer)  # the next messages would be taken for those of this call
                 raise
-            except CommTimeout as exc:
-                self._broken = str(exc)
+            except (CommTimeout, CommAborted) as exc:
+                self._give_up(exc, peer)
                 raise
+
+    def _give_up(self, error: CommError, peer: int) -> None:
+        """Make no more calls, and tell the others why: `error`, or that of `peer` if it came from there."""
+        self._broken = str(error)
+        self._hub.give_up(self.rank, self._hub.broken.get(peer, type(error)(str(error))))
 
     def _receive(self, peer: int, out: Array, tag: int, signature: str, deadline_s: float) -> None:
         hub = self._hub
@@ -118,6 +131,8 @@ class LocalTransport(Transport):
             box = hub.mail.setdefault((peer, self.rank, tag), deque())
             while not box:
                 self._check_alive()
+                if peer in hub.broken:
+                    raise self._deserted(peer, hub.broken[peer])
                 remaining = deadline_s - time.monotonic()
                 if remaining <= 0:
                     raise CommTimeout(
@@ -138,6 +153,12 @@ class LocalTransport(Transport):
             # If it were freed now, its memory could be reused in the sender's stream, which may be ahead of this
             # one.
             self._read.append((message, mark(message)))
+
+    def _deserted(self, peer: int, error: CommError) -> CommError:
+        """The error to raise if `peer` will send nothing more, because of its `error`."""
+        if isinstance(error, CommMismatch):
+            return CommMismatch(str(error))
+        return given_up(f"rank {self.rank} of {self.size}: rank {peer}", type(error).__name__, str(error))
 
     def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
         """See `Transport.shortcut`. Among one rank every collective is a copy."""

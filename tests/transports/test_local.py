@@ -205,3 +205,21 @@ def test_calls_that_differ_raise(call, text):
             call(comm)
 
     run_ranks(2, body, timeout_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("odd", "error", "match"),
+    [
+        (lambda comm: comm.scatter(None, np.ones(1), root=2), CommMismatch, "but rank"),
+        (lambda comm: comm.recv(np.ones(1), source=1, timeout_s=0.01), CommTimeout, "gave up, by CommTimeout"),
+    ],
+    ids=["a call that differs", "a timeout"],
+)
+def test_a_rank_that_gives_up_ends_the_waits_of_the_others(odd, error, match):
+    def body(comm):
+        start = time.monotonic()
+        with pytest.raises(error, match=match if comm.rank else None):
+            odd(comm) if comm.rank == 0 else comm.reduce_scatter(np.ones(3))
+        return time.monotonic() - start
+
+    assert max(run_ranks(3, body, timeout_s=20)) < 10
