@@ -317,6 +317,9 @@ class TrainingSteps(Live):
             for index, names in enumerate(self.memory.names):
                 if not complete.issuperset(names):
                     self._send(index)  # so that no rank waits for it
+        elif self.engine.payload == "weight":
+            for name in self._fresh - complete:  # zeros there would move it by momentum and decay
+                self._trained[name].grad = None
         self._fresh.clear()
         self.engine.at(Point.BACKWARD)
         if self.engine.payload == "grad":

@@ -14,6 +14,7 @@ from bagua_comm import (
     ErrorFeedback,
     GradientAllReduce,
     UnsupportedError,
+    after,
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel
@@ -261,3 +262,22 @@ def test_weights_that_are_exchanged_now_and_then_are_frozen_too():
 
     first, second = run_ranks(2, body, timeout_s=5)
     assert torch.equal(first, second)
+
+
+def test_a_frozen_layer_stays_as_it_is_while_weights_are_exchanged_before_gradients():
+    def body(comm):
+        model = make_model()
+        before = weights(model[0])
+        optimizer = adam(model.parameters())
+        algorithm = after(3, Decentralized(), GradientAllReduce())
+        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        freeze(model[0], True)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(ddp, batch(comm.rank, step)).backward()
+            assert model[0].weight.grad is None
+            optimizer.step()
+        ddp.close()
+        return torch.equal(weights(model[0]), before)
+
+    assert run_ranks(2, body, timeout_s=5) == [True, True]
