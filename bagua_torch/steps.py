@@ -121,6 +121,7 @@ class TrainingSteps(Live):
         Collective.
         """
         self._past += self.engine.counters
+        self.buffers.due = True  # ranks agree, however many steps each has made while stopped
         self.start(algorithm)
         self._lay_out()
 
@@ -201,6 +202,7 @@ class TrainingSteps(Live):
         if self.engine.stopped:
             self.finish()
             self.engine.resume()
+            self.buffers.due = True  # on all ranks, however many steps each has made
 
     def detach(self) -> None:
         """Leave the module and the optimizers to themselves; the other ranks hear nothing of it."""
@@ -475,6 +477,7 @@ class TrainingSteps(Live):
 
         self.complete()
         last = join.follow(self.engine, self.memory, copy_buffers=buffers, exchanged=exchanged)
+        self.buffers.due = True  # ranks agree, however many steps each has made
         self.note_new_weights()
         return last
 
