@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import exchanges_weights, phases_of
+from bagua_comm.algorithms.base import complete, exchanges_weights, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -320,8 +320,7 @@ class TrainingSteps(Live):
                 if not complete.issuperset(names):
                     self._send(index)  # so that no rank waits for it
         elif self.engine.payload == "weight":
-            for name in self._fresh - complete:  # zeros there would move it by momentum and decay
-                self._trained[name].grad = None
+            fresh = sorted(self._fresh - complete)
         self._fresh.clear()
         self.engine.at(Point.BACKWARD)
         if self.engine.payload == "grad":
@@ -373,11 +372,10 @@ class TrainingSteps(Live):
         self.memory.spread()
 
     def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
-        if self.engine.payload != "grad" or not (self.find_unused or self.static):
-            return
-        if self.engine.stopped:
-            self._unused.forget_all(fresh)
-        else:
+        if self.engine.stopped or self.engine.payload == "weight":
+            # As in a single process, which has none. Zeros would move a weight by momentum and decay.
+            self._unused.forget_all(() if complete(self.engine.phase).lends else fresh)
+        elif self.find_unused or self.static:
             self._unused.forget(fresh, self.passes, static=self.static, inner=inner)
 
     def _forget_frozen(self, fresh: Sequence[str]) -> None:
@@ -385,6 +383,8 @@ class TrainingSteps(Live):
         frozen = [name for name in fresh if not self._trained[name].requires_grad]
         if frozen:
             checks.check_may_freeze(frozen[0], self.engine.phase)
+        if self.engine.stopped or self.engine.payload == "weight":
+            return
         asks = self._asks_about_frozen(frozen)
         if asks:
             self._unused.forget(frozen, self.passes, static=False, inner=False)
