@@ -737,10 +737,11 @@ def test_an_interrupt_of_one_rank_ends_the_call_on_the_others_at_once():
                 comm.allreduce(np.ones(3))
         else:
             start = time.monotonic()
-            with pytest.raises(RankFailed, match="rank 0: it died, left, or gave up after an error"):
+            # Who hears of it through another one that has heard of it names that one.
+            with pytest.raises(RankFailed, match=r"rank [012]: it died, left, or gave up after an error"):
                 comm.allreduce(np.ones(3))
             assert time.monotonic() - start < 10
-        known.wait(timeout=30)
+        known.wait(timeout=15)
         with pytest.raises(CommAborted):
             comm.barrier()
 
