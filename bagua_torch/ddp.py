@@ -610,7 +610,7 @@ class DistributedDataParallel(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self) -> None:
         steps = self._steps
-        steps.find_unused, steps.static = self.find_unused_parameters, self.static_graph
+        steps.unused.find, steps.unused.static = self.find_unused_parameters, self.static_graph
         steps.copies_buffers = self.broadcast_buffers
         if self.module.training:
             steps.check()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua_comm import Algorithm, Communicator, Point
-from bagua_comm.algorithms.base import complete, exchanges_weights, phases_of
+from bagua_comm.algorithms.base import exchanges_weights, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -23,14 +23,13 @@ from .broadcast import broadcast_tensors
 from .buffers import SharedBuffers
 from .contents import Contents
 from .engine import BackwardSpan, TorchEngine, average_tensors
-from .flats import lay_out_state
 from .join import Join
 from .memory import BucketMemory, extended, pack
 from .optimizers import borrowers_of, lay_out, lend
 from .stage import Stage
-from .unused import UnusedParameters, keeps_zeros
+from .unused import UnusedParameters
 from .versions import WeightVersions
-from .wrapping import EagerWeakCall, WeakCall, release
+from .wrapping import Hooks, WeakCall, release_when_gone
 
 
 class TrainingSteps(Live):
@@ -69,7 +68,6 @@ class TrainingSteps(Live):
         """How many backward passes were averaged."""
         self.join: Join | None = None
         """Which ranks have data left, in `join`."""
-        self.find_unused, self.static = find_unused, static
         self.copies_buffers = True
         """Whether buffers are to be alike on all ranks."""
         self.buffers = SharedBuffers(comm, contents)
@@ -84,7 +82,7 @@ class TrainingSteps(Live):
         """Whether the module takes hooks; else the wrapper calls `settle` and `returned`."""
         self._fresh: set[str] = set()  # parameters without a gradient before the backward pass under way
         self._trained, self.bucket_bytes = contents.trained, bucket_bytes
-        self._unused = UnusedParameters(comm, self._trained)
+        self.unused = UnusedParameters(comm, self._trained, find=find_unused, static=static)
         plan = pack(self._trained, bucket_bytes, comm.size)
         self.memory = BucketMemory(self._trained, plan, in_buckets=in_buckets)
         self._past = ExchangeCounters()
@@ -101,7 +99,7 @@ class TrainingSteps(Live):
             came=self._come_by,
         )
         self._versions = WeightVersions(self._trained)
-        self._hooks: list[Any] = []
+        self._hooks = Hooks()
         self._attach()
         self._lay_out()
 
@@ -162,7 +160,7 @@ class TrainingSteps(Live):
         self.engine.extend()
         self.watch.add(unfrozen, self.memory.names)
         self._versions = WeightVersions(self._trained)
-        self._unused.begin_anew()
+        self.unused.begin_anew()
         self.note_new_weights()
         self._lay_out()
 
@@ -211,9 +209,7 @@ class TrainingSteps(Live):
         self.stage = Stage.CLOSED
         self._release.detach()
         self.watch.remove()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.remove()
         self.lend()
 
     # What happens in a step, in this order ----------------------------------------------------------------
@@ -335,10 +331,10 @@ class TrainingSteps(Live):
         if not inner:
             at_the_end_of_the_pass(self.buffers.put)
         checks.check_not_stepped(stepped)
-        self._forget_unused(fresh, inner=inner)
-        self._forget_frozen(fresh)
-        if self.static:
-            self._unused.compare(complete, self.passes, inner=inner)
+        freezes = None if self.join is None else self.join.freezes
+        self.unused.end_pass(fresh, self.passes, self.engine, freezes=freezes, inner=inner)
+        if self.unused.static:
+            self.unused.compare(complete, self.passes, inner=inner)
         self.passes += not inner
 
     def _fetch_buffers(self) -> None:
@@ -370,33 +366,6 @@ class TrainingSteps(Live):
         self.memory.collect()
         self.engine.hold()
         self.memory.spread()
-
-    def _forget_unused(self, fresh: Sequence[str], *, inner: bool = False) -> None:
-        if self.engine.stopped or self.engine.payload == "weight":
-            # As in a single process, which has none. Zeros would move a weight by momentum and decay.
-            self._unused.forget_all(() if complete(self.engine.phase).lends else fresh)
-        elif self.find_unused or self.static:
-            self._unused.forget(fresh, self.passes, static=self.static, inner=inner)
-
-    def _forget_frozen(self, fresh: Sequence[str]) -> None:
-        """Take away zero gradients of frozen parameters. Collective in a step with some, if averages round."""
-        frozen = [name for name in fresh if not self._trained[name].requires_grad]
-        if frozen:
-            checks.check_may_freeze(frozen[0], self.engine.phase)
-        if self.engine.stopped or self.engine.payload == "weight":
-            return
-        asks = self._asks_about_frozen(frozen)
-        if asks:
-            self._unused.forget(frozen, self.passes, static=False, inner=False)
-        agreed = asks or (self.engine.communicates and (self.find_unused or self.static))
-        self._unused.forget_frozen(frozen, agreed=agreed)
-
-    def _asks_about_frozen(self, frozen: Sequence[str]) -> bool:
-        """Whether ranks ask each other which parameters got a gradient, since values do not tell."""
-        some = self.join.freezes if self.join is not None else bool(frozen)
-        if not some or self.find_unused or self.static or not self._averages_gradients:
-            return False
-        return not keeps_zeros(self.engine.phase)
 
     @property
     def _averages_gradients(self) -> bool:
@@ -471,9 +440,7 @@ class TrainingSteps(Live):
         def exchanged() -> None:
             self.lend()
             self.passes = join.passes
-            self._forget_unused(list(self._trained))
-            if self._asks_about_frozen(()):
-                self._unused.forget(list(self._trained), self.passes, static=False, inner=False)
+            self.unused.follow_pass(self.passes, self.engine, freezes=join.freezes)
 
         self.complete()
         last = join.follow(self.engine, self.memory, copy_buffers=buffers, exchanged=exchanged)
@@ -531,26 +498,11 @@ class TrainingSteps(Live):
 
     def _attach(self) -> None:
         """Hang the hooks on the module and the optimizers."""
-
-        def hook(method: Any) -> WeakCall:
-            return WeakCall(method, self._hooks)
-
-        for optimizer in self.optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(hook(self._before_optimizer_step)))
-            self._hooks.append(optimizer.register_step_post_hook(hook(self._after_optimizer_step)))
-            self._hooks.append(optimizer.register_load_state_dict_post_hook(lay_out_state))
-        module: Any = self.contents.module  # torch leaves some of these methods untyped
+        before, after = self._before_optimizer_step, self._after_optimizer_step
+        self._hooks.on_optimizers(self.optimizers, before=before, after=after)
         if self.hooked:
-            self._hooks += [
-                module.register_forward_pre_hook(hook(self.settle)),
-                module.register_forward_hook(EagerWeakCall(self.returned, self._hooks)),
-                module.register_state_dict_pre_hook(hook(self.settle)),
-                module.register_load_state_dict_pre_hook(hook(self._before_loading)),
-            ]
+            methods = {"settle": self.settle, "returned": self.returned, "loading": self._before_loading}
+            self._hooks.on_module(self.contents.module, **methods)
         else:
             self.watch.leaves = True  # which outputs are the wrapper's cannot be told from those of others
-        # What must be undone once nobody holds the wrapper, whenever that happens on this rank.
-        borrowers = [weakref.ref(optimizer) for optimizer in borrowers_of(self.optimizers)]
-        parameters = [weakref.ref(parameter) for parameter in self._trained.values()]
-        self._release = weakref.finalize(self, release, self.watch, borrowers, parameters)
-        self._release.atexit = False
+        self._release = release_when_gone(self, self.watch, borrowers_of(self.optimizers), self._trained.values())

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
+from bagua_comm.algorithms.base import complete
 
+from .checks import check_may_freeze
+from .engine import TorchEngine
 from .errors import MismatchError, MisuseError
 
 
@@ -29,10 +32,15 @@ class UnusedParameters:
     Args:
         comm: The ranks.
         parameters: The parameters that are trained, by name.
+        find: Whether ranks agree on those that none has used, and take away their gradients.
+        static: Whether the same parameters get a gradient in every step.
     """
 
-    def __init__(self, comm: Communicator, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, comm: Communicator, parameters: Mapping[str, nn.Parameter], *, find: bool, static: bool
+    ) -> None:
         self._comm, self._parameters = comm, parameters
+        self.find, self.static = find, static
         self._unused: dict[int, set[str]] = {}
         """In a static graph, by the number of the pass in its step: the parameters without a gradient on any
         rank."""
@@ -46,16 +54,57 @@ class UnusedParameters:
         self._unused.clear()
         self._first.clear()
 
-    def forget(self, fresh: Sequence[str], number: int, *, static: bool, inner: bool) -> None:
-        """Take away the zero gradients of parameters that had none before, on any rank.
+    def end_pass(
+        self, fresh: Sequence[str], number: int, engine: TorchEngine, *, freezes: bool | None, inner: bool
+    ) -> None:
+        """Take away zero gradients that no rank has computed, or whose parameters are frozen.
 
-        Collective.
+        Collective, if unused parameters are to be found, or some are frozen and averages round.
 
         Args:
             fresh: The parameters that had no gradient before on this rank.
             number: How many backward passes of the same step came before.
-            static: Whether the ranks ask each other in the first step only.
+            engine: What has exchanged the gradients.
+            freezes: Whether ranks know that some have frozen parameters in this step; None if each knows of its
+                own alone, which all have frozen alike.
             inner: Whether another backward pass started this one and goes on.
+        """
+        frozen = [name for name in fresh if not self._parameters[name].requires_grad]
+        if frozen:
+            check_may_freeze(frozen[0], engine.phase)
+        if engine.stopped or engine.payload == "weight":
+            # As in a single process, which has none. Zeros would move a weight by momentum and decay.
+            self._forget_all(() if complete(engine.phase).lends else fresh)
+            return
+        if self.find or self.static:
+            self._forget(fresh, number, static=self.static, inner=inner)
+        asks = self._asks(engine, freezes=bool(frozen) if freezes is None else freezes)
+        if asks:
+            self._forget(frozen, number, static=False, inner=False)
+        agreed = asks or (engine.communicates and (self.find or self.static))
+        self._forget_frozen(frozen, agreed=agreed)
+
+    def follow_pass(self, number: int, engine: TorchEngine, *, freezes: bool) -> None:
+        """Take part in what other ranks ask at the end of a backward pass, on a rank that has no data left.
+
+        Collective, as `end_pass`.
+        """
+        every = list(self._parameters)
+        if engine.payload == "grad" and (self.find or self.static):
+            self._forget(every, number, static=self.static, inner=False)
+        if self._asks(engine, freezes=freezes):
+            self._forget(every, number, static=False, inner=False)
+
+    def _asks(self, engine: TorchEngine, *, freezes: bool) -> bool:
+        """Whether ranks ask each other which frozen parameters got a gradient, since values do not tell."""
+        if not freezes or self.find or self.static or self._comm.size == 1:
+            return False
+        return engine.payload == "grad" and engine.communicates and not keeps_zeros(engine.phase)
+
+    def _forget(self, fresh: Sequence[str], number: int, *, static: bool, inner: bool) -> None:
+        """Take away the zero gradients of parameters that had none before, on any rank. Collective.
+
+        With `static`, the ranks ask each other in the first step only.
         """
         unused = self._unused.get(number)
         if unused is None:
@@ -64,14 +113,14 @@ class UnusedParameters:
             unused = {name for name, used in zip(self._parameters, somewhere, strict=True) if not used}
             if static and not inner:
                 self._unused[number] = unused
-        self.forget_all(unused.intersection(fresh))
+        self._forget_all(unused.intersection(fresh))
 
-    def forget_all(self, names: Iterable[str]) -> None:
+    def _forget_all(self, names: Iterable[str]) -> None:
         """Take away the gradients of these parameters."""
         for name in names:
             self._parameters[name].grad = None
 
-    def forget_frozen(self, frozen: Sequence[str], *, agreed: bool) -> None:
+    def _forget_frozen(self, frozen: Sequence[str], *, agreed: bool) -> None:
         """Take away the zero gradients of frozen parameters, so that no optimizer steps them.
 
         Args:
@@ -91,7 +140,7 @@ class UnusedParameters:
                 f"DistributedDataParallel: {computed[0]!r} is frozen on rank {self._comm.rank}, but another rank "
                 "has computed a gradient of it; freeze and unfreeze it on all ranks in the same steps"
             )
-        self.forget_all(frozen)
+        self._forget_all(frozen)
 
     def compare(self, complete: set[str], number: int, *, inner: bool) -> None:
         """Compare a step with the first one on this rank. The exchange is over, so no rank waits.

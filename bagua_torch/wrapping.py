@@ -16,6 +16,7 @@ from torch import nn
 from bagua_comm import CommError, Communicator
 
 from .backward import BackwardWatch, watches_of
+from .flats import lay_out_state
 
 
 class WeakCall:
@@ -53,6 +54,50 @@ class EagerWeakCall(WeakCall):
     def __call__(self, *given: Any) -> Any:
         """Call the method, if its object is there."""
         return None if torch.compiler.is_compiling() else super().__call__(*given)
+
+
+class Hooks:
+    """The hooks of a wrapper on its module and optimizers: its methods, held weakly."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def on_optimizers(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+    ) -> None:
+        """Call `before` and `after` each step; states that are loaded lie as their parameters."""
+        for optimizer in optimizers:
+            self._handles += [
+                optimizer.register_step_pre_hook(WeakCall(before, self._handles)),
+                optimizer.register_step_post_hook(WeakCall(after, self._handles)),
+                optimizer.register_load_state_dict_post_hook(lay_out_state),
+            ]
+
+    def on_module(
+        self,
+        module: Any,  # torch leaves some of these methods untyped
+        *,
+        settle: Callable[..., Any],
+        returned: Callable[..., Any],
+        loading: Callable[..., Any],
+    ) -> None:
+        """Call `settle` before the module runs or saves, `loading` before it loads, `returned` after it ran."""
+        self._handles += [
+            module.register_forward_pre_hook(WeakCall(settle, self._handles)),
+            module.register_forward_hook(EagerWeakCall(returned, self._handles)),
+            module.register_state_dict_pre_hook(WeakCall(settle, self._handles)),
+            module.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)),
+        ]
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def remove_dead_hooks(module: nn.Module) -> None:
@@ -97,6 +142,19 @@ def _older(module: nn.Module) -> dict[str, Any]:
             if theirs is module or {id(p) for p in theirs.parameters()} == parameters:
                 older[name] = steps
     return older
+
+
+def release_when_gone(
+    owner: object,
+    watch: BackwardWatch,
+    borrowers: Iterable[torch.optim.Optimizer],
+    parameters: Iterable[torch.Tensor],
+) -> weakref.finalize[..., Any]:
+    """Have `release` called once nobody holds `owner`, whenever that happens on this rank."""
+    optimizers, own = list(map(weakref.ref, borrowers)), list(map(weakref.ref, parameters))
+    finalizer = weakref.finalize(owner, release, watch, optimizers, own)
+    finalizer.atexit = False
+    return finalizer
 
 
 def release(
