@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from bagua_torch.drawing import forked
@@ -11,6 +12,7 @@ PROGRAM = """
 import gc
 import threading
 
+import pytest
 import torch
 from bagua_torch.drawing import forked
 
@@ -36,6 +38,7 @@ print("all are done")
 """
 
 
+@pytest.mark.slow
 def test_threads_never_wait_for_each_other_for_ever():
     """In a process of its own: threads that do would keep the interpreter's lock, and the test with it."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)

@@ -247,7 +247,7 @@ def test_this_fleet_starts_no_processes():
     fleet.end()
 
 
-@pytest.mark.parametrize("end", ["fleet.end()", ""])
+@pytest.mark.parametrize("end", [pytest.param("fleet.end()", marks=pytest.mark.slow), ""])
 def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
     """A thread that is in the store when Python ends would abort the process: "terminate called ..."."""
     code = f"""

@@ -50,7 +50,7 @@ def elsewhere(tmp_path_factory):
     return building.compile_to(next(building.compilers()), folder / "elsewhere.so", ["-include", str(header)])
 
 
-@pytest.fixture(params=["library", "elsewhere"])
+@pytest.fixture(params=["library", pytest.param("elsewhere", marks=pytest.mark.slow)])
 def door(request):
     """A plugin that listens: with a handle and a listener."""
     plugin = Plugin(request.getfixturevalue(request.param))
@@ -199,6 +199,7 @@ def test_frames_that_overlap_are_refused(peer, frames):
     assert caught.value.code == binding.INTERNAL_ERROR
 
 
+@pytest.mark.slow
 def test_helpers_go_on_when_the_time_of_day_is_set_back(elsewhere):
     """A neglected connection moves on by the helper thread, whose sleep ends by a clock that nobody sets."""
     plugin = Plugin(elsewhere)
