@@ -26,7 +26,7 @@ nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Meeting", "Order", "Steps"),
     *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "Keeper", "Session", "Wrapper"),
-    *("Encoding", "Failure", "Hooks"),
+    *("Encoding", "Failure", "Hooks", "Momentum"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [
