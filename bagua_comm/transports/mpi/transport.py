@@ -1169,7 +1169,8 @@ class MPITransport(Transport):
         self, exc: BaseException, in_flight: object, statuses: Sequence[MPI.Status] = ()
     ) -> BaseException:
         """Give up this communicator after `exc`, raised in the middle of a call; returns the error to raise."""
-        if self._window is not None:
+        # Ranks may still be at the end of the collective before a message that does not fit: its bytes are right.
+        if self._window is not None and (self._in_collective or not isinstance(exc, CommMismatch)):
             self._window.give_up()
         # MPI may write to the arrays of an unfinished call, and peers read them, until the process ends: never
         # free them.
