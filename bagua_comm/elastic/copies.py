@@ -174,6 +174,13 @@ class Side:
         found = [slot.read() for slot in (self.own, *self.guarded)]
         return [copy_in(each) for each in found if each is not None]
 
+    def confirm(self, version: int, run: str) -> None:
+        """Mark what was prepared for a commit as committed: a rank has committed it, so all had prepared it."""
+        for slot in (self.own, *self.guarded):
+            written = slot.read()
+            if written is not None and (written.version, written.header["run"]) == (version, run):
+                slot.commit()
+
     def version(self) -> int:
         """The version of the own copy, if it is committed; else -1."""
         found = self.own.read()

@@ -106,6 +106,8 @@ class Session:
             members: Their places among all, by rank.
             hosts: The hosts of all.
         """
+        for side in self._sides:  # first: those who have committed it may die while it is restored
+            side.confirm(sources.version, sources.run)
         content = restore(everyone, sources, copies, members, hosts)
         self._newest = next((side for side in self._sides if self._holds(side, sources)), None)
         if content is None:

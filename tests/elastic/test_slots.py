@@ -136,3 +136,15 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
     assert kept(again) == kept(side)
     again.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_prepared_for_a_commit_that_another_rank_has_made_is_committed():
+    side = Side("a", None, 0)
+    for slot, rank in [(side.own, 0), *((slot, 1) for slot in side.guard(1))]:
+        slot.begin(0)
+        slot.finish(5, {"run": "this", "rank": rank}, 0)
+    for version, run in [(4, "this"), (5, "another")]:
+        side.confirm(version, run)
+        assert {slot.read().mark for slot in (side.own, *side.guarded)} == {PREPARED}
+    side.confirm(5, "this")
+    assert {slot.read().mark for slot in (side.own, *side.guarded)} == {COMMITTED}
