@@ -25,6 +25,7 @@ from .algorithms import (
     every,
 )
 from .averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized, quantized_allreduce
+from .averages.reproducible import Reproducible, reproducible_allreduce
 from .bootstrap import connect, default
 from .bucket import Bucket, BucketSpec, Plan, TensorSpec
 from .checkpoint import Checkpoints, Own
@@ -47,7 +48,6 @@ from .errors import (
 from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
-from .reproducible import Reproducible, reproducible_allreduce
 
 __version__ = "0.2.0"
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .commands import completion, diagnose, doctor, info, net, run
-from .commands.base import CommandError, program_name
 from .errors import ArrayError
+from .launch.cli import CommandError, program_name
 from .planning import advise
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."

@@ -30,7 +30,7 @@ from bagua_comm import (
     Window,
 )
 from bagua_comm.algorithms.base import TRANSIENT, check_average, check_average_argument
-from bagua_comm.algorithms.checkpoints import load_state, save_state
+from bagua_comm.algorithms.state import load_state, save_state
 from bagua_comm.averages import InPlace
 
 from .arrays import as_array, as_tensor, cupy_stream, dtype_name, torch_stream

@@ -35,7 +35,7 @@ from bagua_comm import (
     UnsupportedError,
 )
 from bagua_comm.algorithms.base import HOLDS, exchanges_weights
-from bagua_comm.algorithms.checkpoints import keeps
+from bagua_comm.algorithms.state import keeps
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit

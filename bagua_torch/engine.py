@@ -20,10 +20,10 @@ from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
 from bagua_comm.algorithms.base import Payload, complete
-from bagua_comm.algorithms.checkpoints import WHOLE, Saved, check_state, copy_numbers, load_state
+from bagua_comm.algorithms.state import WHOLE, Saved, check_state, copy_numbers, load_state
 from bagua_comm.arrays import Array
-from bagua_comm.changes import compared, prepare_codecs
 from bagua_comm.cuda import DeviceClock, DeviceSpan
+from bagua_comm.engine.changes import compared, prepare_codecs
 from bagua_comm.trace import Tracer
 
 from .arrays import as_array, as_tensor, torch_stream

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
-from bagua_comm.agreement import compare_calls
 from bagua_comm.arrays import LinearOp, empty
-from bagua_comm.call import NOTHING
 from bagua_comm.codecs.base import check_codec_argument
+from bagua_comm.comm.agreement import compare_calls
+from bagua_comm.comm.call import NOTHING
 
 from .arrays import as_array, dtype_name, torch_stream
 

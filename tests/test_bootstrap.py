@@ -19,8 +19,9 @@ from support.device_ranks import HostOnly
 from support.launch import run_python
 
 import bagua_comm
-from bagua_comm import BootstrapError, bootstrap
-from bagua_comm.gpu_facts import GpuFacts, nccl_obstacle
+from bagua_comm import BootstrapError
+from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap.gpu_facts import GpuFacts, nccl_obstacle
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.local import Hub
 

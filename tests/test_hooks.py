@@ -17,8 +17,8 @@ from bagua_comm import (
     Plan,
     Point,
     TensorSpec,
-    bootstrap,
 )
+from bagua_comm.bootstrap import connection as bootstrap
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 

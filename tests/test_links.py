@@ -6,7 +6,7 @@ import socket
 import pytest
 from support.launch import run_python
 
-from bagua_comm import links
+from bagua_comm.bootstrap import tcp_links as links
 
 RANKS, LINKS = 3, 5
 

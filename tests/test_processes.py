@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from bagua_comm import processes
+from bagua_comm.bootstrap.rendezvous import Roll
 from bagua_comm.processes import ProcessId, namespace_number, pid_namespace, sees_starter, start_of
-from bagua_comm.roll import Roll
 
 TELLS = f"""
 import importlib.util, sys
@@ -103,7 +103,7 @@ def test_a_rank_of_another_container_is_not_said_to_have_ended_before_connect(tm
     }
     rolls = [Roll(variables | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(2)]
     if container:
-        monkeypatch.setattr("bagua_comm.roll.sees_starter", lambda name: False)
+        monkeypatch.setattr("bagua_comm.bootstrap.rendezvous.sees_starter", lambda name: False)
     rolls[0].sign()
     missing = rolls[0].missing()
     assert missing.gone == ([] if container else ["rank 1 ended without calling connect"])

@@ -24,7 +24,7 @@ from bagua_comm import (
     reproducible_allreduce,
 )
 from bagua_comm.arrays import dtype_named
-from bagua_comm.reproducible import MOST_ADDENDS
+from bagua_comm.averages.reproducible import MOST_ADDENDS
 from bagua_comm.testing import check_algorithm, run_ranks, whole_range
 from bagua_comm.topology import share
 

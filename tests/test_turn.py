@@ -24,11 +24,11 @@ from bagua_comm import (
     quantized_allreduce,
     reproducible_allreduce,
 )
+from bagua_comm.bootstrap.rendezvous import Limit
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
+from bagua_comm.engine.schedule import Exchanges
 from bagua_comm.files import write_at_once
 from bagua_comm.flight import FlightRecorder
-from bagua_comm.pace import Exchanges
-from bagua_comm.roll import Limit
 from bagua_comm.testing import run_ranks
 from bagua_comm.trace import NULL
 from bagua_comm.transports import LocalTransport

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ..averages.reproducible import Reproducible
 from ..codecs import BFloat16, Codec, Float16, MinMaxUInt8
 from ..errors import ArrayError, BaguaError, shown
-from ..reproducible import Reproducible
 from .async_average import AsyncModelAverage
 from .base import Algorithm
 from .by_node import by_node

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..algorithms.checkpoints import WHOLE, Facts, resealed
+from ..algorithms.state import WHOLE, Facts, resealed
 from ..engine import Engine
 from ..errors import ArrayError
 from .trees import Own, Rule

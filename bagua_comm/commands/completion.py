@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-from .base import CommandError
+from ..launch.cli import CommandError
 
 SUMMARY = "print what a shell needs to complete these arguments"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..flight import FlightError, diagnose, read_folder
 from ..flight.pytorch import write_dumps
-from .base import CommandError
+from ..launch.cli import CommandError
 
 SUMMARY = "explain why a call failed or hung, from the records of all ranks"
 

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, bootstrap, cuda, gpu_facts, kernels, net
+from .. import __version__, arrays, cuda, kernels, net
+from ..bootstrap import connection as bootstrap
+from ..bootstrap import gpu_facts
+from ..launch.cli import cores
+from ..launch.mpirun import find_mpirun
 from ..net import building, choosing
-from .base import cores
-from .mpirun import find_mpirun
 
 SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and what can be carried"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import net
 from ..errors import BaguaError
-from .base import CommandError
+from ..launch.cli import CommandError
 
 SUMMARY = "build and try the plugin that gives NCCL many TCP flows"
 

@@ -19,15 +19,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from .. import bootstrap
-from ..job import Job
+from ..bootstrap import connection as bootstrap
+from ..bootstrap.job import Job
+from ..launch import cli as base
+from ..launch import job_scripts as write
+from ..launch import measure_links as links
+from ..launch.cli import CommandError, count, natural, parse_variable, positive, program_name
+from ..launch.hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
+from ..launch.mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
+from ..launch.supervisor import Place, supervise
 from ..net import choosing
 from ..net.choosing import Net
-from . import base, links, write
-from .base import CommandError, count, natural, parse_variable, positive, program_name
-from .hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
-from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
-from .supervise import Place, supervise
 
 SUMMARY = "start a Python script on several ranks"
 

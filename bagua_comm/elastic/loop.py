@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
-from .. import bootstrap
 from ..arrays import OpOrder
+from ..bootstrap import connection as bootstrap
 from ..comm import Communicator
 from ..errors import (
     ArrayError,
@@ -27,11 +27,11 @@ from ..errors import (
 from ..logs import tell
 from . import start
 from .changes import Change, History, names_of
-from .copies import Copy, Held
 from .fleet import Death, Fleet, Meeting, Process
-from .members import choose
-from .restoring import newest
+from .roles import choose
 from .session import FIRST, Session
+from .snapshot.restore import newest
+from .snapshot.snapshots import Copy, Held
 from .state import State
 
 T = TypeVar("T")

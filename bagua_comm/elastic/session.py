@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
+from ..bootstrap.job import Job
 from ..checkpoint.engines import keep_engine, take_engine
 from ..checkpoint.trees import Packed
 from ..comm import Communicator
 from ..engine import Engine
 from ..errors import ArrayError, BaguaError, CommAborted
 from ..flight import FlightRecorder
-from ..job import Job
-from . import parts
-from .committing import commit
-from .copies import Copy, Layout, Side, left_in
-from .members import buddies
-from .restoring import Sources, restore
-from .slots import checksum
+from .roles import buddies
+from .snapshot import parts
+from .snapshot.commit import commit
+from .snapshot.restore import Sources, restore
+from .snapshot.slot import checksum
+from .snapshot.snapshots import Copy, Layout, Side, left_in
 from .state import State
 
 _log = logging.getLogger(__name__)

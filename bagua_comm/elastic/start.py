@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Callable
 
-from .. import bootstrap, kernels
+from .. import kernels
+from ..bootstrap import connection as bootstrap
+from ..bootstrap.rendezvous import Limit
 from ..errors import BootstrapError
-from ..roll import Limit
 from ..transports import LocalTransport
 from .fixed import FixedFleet
 from .fleet import Fleet
-from .origin import Origin
+from .mpi.parent import Origin
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
         return FixedFleet(bootstrap.connect(timeout_s=timeout_s))
 
     def gather() -> Fleet:
-        from . import mpi  # this needs MPI to have started
+        from .mpi import fleet as mpi  # this needs MPI to have started
 
         return mpi.gather(timeout_s)
 

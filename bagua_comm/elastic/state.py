@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArrayError, CommError
 from .changes import Callback, Change, History
-from .parts import Part
+from .snapshot.parts import Part
 
 if TYPE_CHECKING:
     from .session import Session

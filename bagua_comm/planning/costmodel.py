@@ -50,10 +50,10 @@ from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import Every
 from ..arrays import FLOATS, dtype_named
 from ..averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ..averages.reproducible import Reproducible
 from ..bucket import DEFAULT_BUCKET_BYTES
 from ..codecs import BFloat16, Codec, Float16
 from ..errors import ArrayError, UnsupportedError, shown
-from ..reproducible import Reproducible
 from .models import Blocking, Layer
 
 MOST_RANKS, MOST_BUCKETS, MOST_FLOWS = 2**20, 100_000, 1000

@@ -14,12 +14,9 @@ import torch
 import torch.distributed as dist
 
 import bagua_comm
-from bagua_comm import (
-    BootstrapError,
-    Communicator,
-    bootstrap,
-)
+from bagua_comm import BootstrapError, Communicator
 from bagua_comm.arrays import OpOrder
+from bagua_comm.bootstrap import connection as bootstrap
 from bagua_comm.net.choosing import Net
 from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport

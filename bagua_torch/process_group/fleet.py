@@ -37,8 +37,8 @@ from bagua_comm import (
     Communicator,
     RankFailed,
     UnsupportedError,
-    bootstrap,
 )
+from bagua_comm.bootstrap import connection as bootstrap
 from bagua_comm.elastic.fleet import Death, Fleet, Meeting, Process
 from bagua_comm.transports import Transport
 

@@ -21,7 +21,7 @@ from typing import IO
 
 from bagua_comm import Communicator
 from bagua_comm.bootstrap import GPU
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 
 from ..bench import ROOT
 

@@ -49,8 +49,8 @@ from bagua_comm import (
 )
 from bagua_comm.algorithms import from_name
 from bagua_comm.cuda import DeviceClock, SideStream, UseStream
+from bagua_comm.engine.schedule import Exchanges, PerStep
 from bagua_comm.lane import StreamLane, ThreadLane
-from bagua_comm.pace import Exchanges, PerStep
 from bagua_comm.testing import run_ranks
 from bagua_torch import DistributedDataParallel, checks, torch_stream
 from bagua_torch.engine import TorchEngine

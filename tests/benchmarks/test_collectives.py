@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from support import needs
 
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 from bagua_comm.testing import run_ranks
 from benchmarks import bench
 from benchmarks.bench import ROOT, arguments, checking, named, record, report, table, timing

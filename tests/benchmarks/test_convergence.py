@@ -7,7 +7,7 @@ import pytest
 from support import needs
 from support.launch import run_python
 
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 from benchmarks.convergence import methods, report, run, tasks
 
 NAMES = ["torch", "exact", "low-precision-one-peer"]

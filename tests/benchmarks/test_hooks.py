@@ -5,7 +5,7 @@ import json
 import pytest
 from support.launch import run_python
 
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 from benchmarks import hooks
 
 ARGUMENTS = ["-t", "6", "-e", "3", "-n", "2", "-s", "2", "-w", "1"]

@@ -8,7 +8,7 @@ import torch
 from support import needs
 from support.launch import run_python
 
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 from benchmarks.bench.timing import Processors
 from benchmarks.training import models, report, run
 

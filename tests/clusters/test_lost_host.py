@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from bagua_comm.job import entries
+from bagua_comm.bootstrap.job import entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

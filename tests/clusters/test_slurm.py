@@ -9,7 +9,7 @@ import pytest
 from support import slurm as slurm_of_two_nodes
 from support.launch import run_python, torchrun
 
-from bagua_comm.commands.mpirun import find_mpirun
+from bagua_comm.launch.mpirun import find_mpirun
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

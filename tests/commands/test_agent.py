@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from bagua_comm.commands import agent
-from bagua_comm.commands.agent import Agent, Pulse, find_agent
+from bagua_comm.launch import agent
+from bagua_comm.launch.agent import Agent, Pulse, find_agent
 
 SHELL = Agent(("sh", "-c", 'case $0 in dead) exit 255;; slow) sleep 60;; esac; eval "$1"'))
 

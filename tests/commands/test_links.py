@@ -8,9 +8,10 @@ import pytest
 from support.launch import run_python
 
 from bagua_comm import __main__ as cli
-from bagua_comm.commands import links, run
-from bagua_comm.commands.base import CommandError
-from bagua_comm.commands.mpirun import Mpirun
+from bagua_comm.commands import run
+from bagua_comm.launch import measure_links as links
+from bagua_comm.launch.cli import CommandError
+from bagua_comm.launch.mpirun import Mpirun
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
 
@@ -99,7 +100,7 @@ def test_a_trial_takes_over_how_the_job_runs_and_not_what():
     assert "--mca btl_tcp_links 5" in text
     assert "btl_tcp_if_include eth0" in text
     assert made.variables["A"] == "b"
-    assert text.endswith("-m bagua_comm.commands.links")
+    assert text.endswith("-m bagua_comm.launch.measure_links")
     assert "--with-ft" not in text
     assert asked.links == "auto"
 

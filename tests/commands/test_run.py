@@ -13,9 +13,10 @@ import pytest
 from support.launch import run_python
 
 from bagua_comm import __main__ as cli
-from bagua_comm.commands import base, run
-from bagua_comm.commands.hosts import Host, first_allocated
-from bagua_comm.commands.mpirun import PER_RANK, Mpirun, recognise
+from bagua_comm.commands import run
+from bagua_comm.launch import cli as base
+from bagua_comm.launch.hosts import Host, first_allocated
+from bagua_comm.launch.mpirun import PER_RANK, Mpirun, recognise
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
 MPICH = Mpirun("/opt/mpich/bin/mpirun", "MPICH", "5.0.2")

@@ -16,11 +16,13 @@ from support.launch import run_python, with_packages
 
 from bagua_comm import __main__ as cli
 from bagua_comm import processes
-from bagua_comm.commands import job_folder, run, supervise
-from bagua_comm.commands.mpirun import Mpirun
-from bagua_comm.commands.verdict import deaths, judge, time_lost_s
+from bagua_comm.bootstrap.job import Job, entries
+from bagua_comm.commands import run
 from bagua_comm.errors import BootstrapError
-from bagua_comm.job import Job, entries
+from bagua_comm.launch import job_folder
+from bagua_comm.launch import supervisor as supervise
+from bagua_comm.launch.mpirun import Mpirun
+from bagua_comm.launch.verdict import deaths, judge, time_lost_s
 
 MPIRUN = """\
 #!/bin/sh

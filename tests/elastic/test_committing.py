@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bagua_comm import ArrayError, Own
-from bagua_comm.elastic import State, run, slots
+from bagua_comm.elastic import State, run
+from bagua_comm.elastic.snapshot import slot as slots
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 OWN, COPY = "slot-1-[ab]-own", "slot-1-[ab]-for-0"

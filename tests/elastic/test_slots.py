@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from bagua_comm.elastic.copies import Side
-from bagua_comm.elastic.slots import COMMITTED, PREPARED, Kind, Slot, checksum, copy_into, offsets, views
+from bagua_comm.elastic.snapshot.slot import COMMITTED, PREPARED, Kind, Slot, checksum, copy_into, offsets, views
+from bagua_comm.elastic.snapshot.snapshots import Side
 
 ARRAYS = [
     np.arange(5, dtype=np.float32),

@@ -8,8 +8,8 @@ import pytest
 
 from bagua_comm import ArrayError, CommError, Own, UnsupportedError
 from bagua_comm.elastic import State, run
-from bagua_comm.elastic.copies import Side
 from bagua_comm.elastic.session import Session
+from bagua_comm.elastic.snapshot.snapshots import Side
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 

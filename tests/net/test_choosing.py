@@ -7,7 +7,8 @@ import pytest
 from support.device_ranks import connect_all
 from support.launch import run_python
 
-from bagua_comm import BootstrapError, bootstrap, net
+from bagua_comm import BootstrapError, net
+from bagua_comm.bootstrap import connection as bootstrap
 from bagua_comm.net import choosing
 from bagua_comm.net.choosing import Facts, agree, decide
 

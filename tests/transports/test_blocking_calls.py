@@ -18,19 +18,22 @@ is used in such places alone may wait as well."""
 ACCEPTED = {
     ("transports/mpi/transport.py", "everyone.Free"): "of a group, which is this process' own",
     ("transports/mpi/transport.py", "members.Free"): "of a group, which is this process' own",
-    ("transports/mpi/crew.py", "group.Free"): "of a group, which is this process' own",
+    ("elastic/mpi/processes.py", "group.Free"): "of a group, which is this process' own",
     ("transports/mpi/world.py", "comm.Split_type"): "whoever calls first_beside ends the wait",
     ("transports/mpi/world.py", "each.Free"): "the same",
-    ("bootstrap.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left",
-    ("bootstrap.py", "library.MPI_Finalize"): "at exit, while another thread watches",
-    ("elastic/recruits.py", "MPI.Info.Create"): "it is local",
-    ("elastic/recruits.py", "MPI.COMM_SELF.Spawn"): "on a thread that nobody waits for; Group.trouble watches it",
-    ("elastic/recruits.py", "between.Merge"): "the same; where others take part, they are ready",
-    ("elastic/recruits.py", "between.Disconnect"): "the same",
-    ("elastic/recruits.py", "pair.recv"): "the same, or it has arrived",
-    ("elastic/recruits.py", "self.pair.send"): "it is short, and waits for nobody",
-    ("elastic/recruits.py", "everyone.Free"): "of a group, which is this process' own",
-    ("elastic/recruits.py", "group.Free"): "of a group, which is this process' own",
+    ("bootstrap/connection.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left",
+    ("bootstrap/connection.py", "library.MPI_Finalize"): "at exit, while another thread watches",
+    ("elastic/mpi/spawn.py", "MPI.Info.Create"): "it is local",
+    (
+        "elastic/mpi/spawn.py",
+        "MPI.COMM_SELF.Spawn",
+    ): "on a thread of its own; Group.trouble watches it",
+    ("elastic/mpi/spawn.py", "between.Merge"): "the same; where others take part, they are ready",
+    ("elastic/mpi/spawn.py", "between.Disconnect"): "the same",
+    ("elastic/mpi/spawn.py", "pair.recv"): "the same, or it has arrived",
+    ("elastic/mpi/spawn.py", "self.pair.send"): "it is short, and waits for nobody",
+    ("elastic/mpi/spawn.py", "everyone.Free"): "of a group, which is this process' own",
+    ("elastic/mpi/spawn.py", "group.Free"): "of a group, which is this process' own",
 }
 """What may block elsewhere, and why."""
 
@@ -193,7 +196,7 @@ FILES = [
 
 def test_the_modules_that_use_mpi_are_found():
     found = {path.relative_to(PACKAGE).as_posix() for path in FILES}
-    assert {"bootstrap.py", "transports/mpi/transport.py"} <= found
+    assert {"bootstrap/connection.py", "transports/mpi/transport.py"} <= found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -4,7 +4,7 @@ import pytest
 from mpi4py import MPI
 
 from bagua_comm import CommError
-from bagua_comm.transports.mpi.channel import FIRST_TAG, KINDS, Channel, ChannelTransport, check_channel
+from bagua_comm.elastic.mpi.channel import FIRST_TAG, KINDS, Channel, ChannelTransport, check_channel
 
 LAST = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) - FIRST_TAG + 1) // KINDS - 1
 """The number of the last channel for which MPI has tags."""

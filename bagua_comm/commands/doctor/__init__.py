@@ -18,10 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import bootstrap, gpu_facts
+from ...bootstrap import connection as bootstrap
+from ...bootstrap import gpu_facts
 from ...comm import Communicator
 from ...errors import BaguaError, CommTimeout
-from ..base import CommandError, program_name
+from ...launch.cli import CommandError, program_name
 from . import facts, report
 from .findings import Finding, World, examine
 from .measure import measure_clocks, measure_pairs

@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, bootstrap, cuda, net
+from ... import __version__, cuda, net
+from ...bootstrap import connection as bootstrap
+from ...launch.cli import cores
+from ...launch.mpirun import OPEN_MPI
 from ...net import choosing
 from ...processes import this_host
-from ..base import cores
 from ..info import installed, mpi_facts, plugin_facts
-from ..mpirun import OPEN_MPI
 
 LIMITS = {
     "memlock": resource.RLIMIT_MEMLOCK,

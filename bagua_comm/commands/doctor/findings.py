@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..mpirun import OPEN_MPI, SEGMENT_BYTES
+from ...launch.mpirun import OPEN_MPI, SEGMENT_BYTES
 from .measure import Pair
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64

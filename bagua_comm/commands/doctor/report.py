@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base import CommandError
+from ...launch.cli import CommandError
 from .findings import Finding, World, ranks_text
 from .measure import Pair
 

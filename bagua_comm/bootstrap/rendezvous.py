@@ -1,0 +1,245 @@
+"""Who has come to `connect`, as far as that can be known before MPI has started, and how long to wait for others.
+
+`Roll` tells who is missing, `Wait` when that has lasted too long. `Limit` ends a process that waits inside MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ..processes import ProcessId, sees_starter, started_with, state_of
+from .launchers import SRUN, SRUN_PMIX, find
+
+R = TypeVar("R")
+
+LATE_S, START_S = 3.0, 30.0
+"""How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
+it, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a second
+to start, and more on a busy machine."""
+
+LOOK_S = 0.5
+"""How often a rank whose time is over checks again who is missing."""
+
+
+class Limit:
+    """While `run` runs a function, another thread polls `is_over`.
+
+    Once that returns a message, it calls `act` with it, which ends the process. An exception from a signal
+    handler ends the limit, wherever it comes: nothing is called between the function's end and the limit's.
+    """
+
+    def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
+        self._is_over, self._act = is_over, act
+        self._done, self._acts = False, threading.Lock()
+
+    def start(self) -> None:
+        """Begin to poll, for as long as the process lives.
+
+        Raises:
+            RuntimeError: No thread can be started.
+        """
+        threading.Thread(target=self._watch, name="limit", daemon=True).start()
+
+    def run(self, body: Callable[[], R]) -> R:
+        """Poll while `body()` runs; returns what it returns."""
+        try:
+            self.start()
+            return body()
+        finally:
+            self._done = True
+            with self._acts:  # if the limit acts now, it is to end the process
+                pass
+
+    def _watch(self) -> None:
+        while not self._done:
+            time.sleep(LOOK_S / 10)
+            message = None if self._done else self._is_over()
+            if message is not None:
+                with self._acts:
+                    if not self._done:
+                        self._act(message)
+
+
+class Wait:
+    """A wait in `connect`, which begins now, and tells who is missing once it has lasted too long."""
+
+    def __init__(self, roll: Roll, timeout_s: float) -> None:
+        self._roll, self._timeout_s = roll, timeout_s
+        self._start_s = time.monotonic()
+        self._look_s = self._start_s + timeout_s
+
+    def complaint(self) -> str | None:
+        """The message if this has lasted too long; None if not."""
+        now = time.monotonic()
+        if now < self._look_s:
+            return None
+        self._look_s = now + LOOK_S
+        late_s = now - self._start_s - self._timeout_s
+        missing = self._roll.missing()
+        if missing.gone or (missing.late and late_s > LATE_S) or late_s > START_S:
+            return (
+                f"connect: {self._roll.me()} waited {now - self._start_s:.0f} s for the other ranks: {missing}. "
+                "Give a longer timeout_s if they are only late"
+            )
+        return None
+
+
+class Missing(NamedTuple):
+    """The ranks that have not come to `connect`."""
+
+    gone: list[str]
+    """Sentences about those that have ended, or are stopped."""
+    late: list[str]
+    """About those that run, but have not called it."""
+    unseen: list[str]
+    """About those of whom nothing is known."""
+
+    def __str__(self) -> str:
+        found = "; ".join([*self.gone, *self.late, *self.unseen])
+        return found or "all of them have called connect"
+
+
+class Roll:
+    """Which ranks have called `connect`, as far as this host can tell before MPI has started.
+
+    mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
+    its `ProcessId` to a file of its own. /proc tells what the processes of other ranks do.
+
+    Args:
+        variables: The environment variables of this process.
+        members: The ranks that connect; None if all do.
+    """
+
+    def __init__(self, variables: Mapping[str, str], members: Sequence[int] | None = None) -> None:
+        def number(*names: str) -> int | None:
+            """The number in the first of these variables that holds one."""
+            return next((int(text) for name in names if (text := variables.get(name, "")).isdecimal()), None)
+
+        self.rank = number("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK") or 0
+        self.size = number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        launch = find(variables)
+        if launch is not None and launch.launcher in (SRUN, SRUN_PMIX):
+            self.rank, self.size = launch.rank or 0, launch.size
+        self._members = members
+        self._local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+        self._job = variables.get("PMIX_NAMESPACE", "")
+        self._folder = self._find_folder(variables.get("PMIX_SERVER_TMPDIR"))
+        # Each group of ranks has its own signatures, since its ranks may have connected in other groups.
+        self._group = "" if members is None else f"-of-{zlib.crc32(repr(list(members)).encode()):x}"
+        self._times = 0
+
+    def _find_folder(self, name: str | None) -> Path | None:
+        """The folder of this job, if it is this user's alone."""
+        if not name or not self._job:
+            return None
+        try:
+            status = os.stat(name)
+        except OSError:
+            return None
+        return Path(name) if status.st_uid == os.geteuid() and not status.st_mode & 0o022 else None
+
+    def _file(self, name: str) -> str:
+        return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
+
+    def sign(self) -> None:
+        """Sign, once more, that this rank has called `connect`."""
+        if self._folder is None:
+            return
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            file = os.open(self._file(f"{self.rank}{self._group}"), flags, 0o600)
+            try:
+                os.write(file, f"{ProcessId.mine().text()}\n".encode())
+            finally:
+                os.close(file)
+        except OSError:
+            self._folder = None
+            return
+        self._times = len(self._signatures(self.rank))
+
+    def may_speak(self) -> bool:
+        """Whether this rank is the first on this host that asks to report an error, as far as that is known."""
+        if self._folder is None:
+            return True
+        try:
+            os.close(os.open(self._file("error"), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def remark(self, timeout_s: float) -> str:
+        """The message of a rank that has ended but goes on waiting for others: which of them still run here."""
+        processes = sorted(self.processes().items()) if self._job else []
+        others = [f"rank {rank} (process {pid}, {state_of(pid)})" for rank, pid in processes if rank != self.rank]
+        return (
+            f"{self.me()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it goes on "
+            f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
+        )
+
+    def name(self) -> str:
+        """This rank, as its launcher counts."""
+        return f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
+
+    def me(self) -> str:
+        """This rank, and where it is."""
+        return f"{self.name()} on {socket.gethostname()}"
+
+    def missing(self) -> Missing:
+        """The ranks that have not called `connect`."""
+        missing = Missing([], [], [])
+        if self._folder is None or self.size is None:
+            missing.unseen.append("this launcher does not show which of them have not called connect")
+            return missing
+        processes, unseen = self.processes(), []
+        for rank in range(self.size) if self._members is None else self._members:
+            signatures = self._signatures(rank)
+            process = signatures[-1].pid if signatures else processes.get(rank)
+            if rank == self.rank:
+                continue
+            state = signatures[-1].state() if signatures else state_of(process or 0)
+            if process is None or (not state and 0 < len(signatures) < self._times):
+                unseen.append(rank)
+            elif state not in ("running", ""):
+                missing.gone.append(
+                    f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
+                )
+            elif len(signatures) < self._times:
+                missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
+        if unseen and self._local_size == self.size and sees_starter("PMIX_NAMESPACE"):
+            missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
+        elif unseen:
+            missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
+        return missing
+
+    def _signatures(self, rank: int) -> list[ProcessId]:
+        """The processes that have signed as this rank, one for each time that it connected."""
+        try:
+            return list(map(ProcessId.parse, Path(self._file(f"{rank}{self._group}")).read_text().splitlines()))
+        except (OSError, ValueError):
+            return []
+
+    def processes(self) -> dict[int, int]:
+        """The process of each rank that runs on this host."""
+        found: dict[int, list[int]] = {}
+        for process, variables in started_with("PMIX_NAMESPACE", self._job).items():
+            rank = variables.get("PMIX_RANK", "")
+            if rank.isdecimal():
+                found.setdefault(int(rank), []).append(process)
+        # A rank's children have the same variables: take a process that is stopped, if any, else the oldest.
+        return {
+            rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
+            for rank, same in found.items()
+        }
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"

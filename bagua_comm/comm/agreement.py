@@ -1,0 +1,170 @@
+"""What `connect(check=True)` compares before a call moves a byte.
+
+All comparisons go over the transport of host arrays. In a collective call, each rank tells all others what it is
+about to do. A message from one rank to another is preceded by its description, which the receiver compares with
+what it expects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import Array, dtype_name, dtype_named, library
+from ..errors import ArrayError, CommError, CommMismatch
+from ..transports.base import DESCRIPTION, Transport
+
+TEXT_BYTES = 256
+"""The size of the description of a call or a message."""
+
+_DIGEST = 16
+
+
+def compare_calls(host: Transport, call: str) -> None:
+    """Raise `CommMismatch` on all ranks unless all give the same `call`.
+
+    Collective.
+    """
+    table = np.empty((host.size, TEXT_BYTES), np.uint8)
+    try:
+        host.allgather(_packed(call), table)
+    except CommError as exc:
+        exc.args = (f"{call}: ranks were comparing their calls: {exc}",)
+        raise
+    calls = [_unpacked(row) for row in table]
+    for rank, other in enumerate(calls):
+        if other != calls[0]:
+            raise CommMismatch(f"rank 0 called {calls[0]}, but rank {rank} called {other}")
+
+
+def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) -> None:
+    """Raise `CommMismatch` on all ranks unless each sends to each other as many elements as that one expects.
+
+    Collective.
+
+    Args:
+        host: Moves host arrays.
+        sends: How many elements this rank sends to each rank, (p,).
+        recvs: How many it expects from each, (p,).
+    """
+    table = np.empty((host.size, 2, host.size), np.int64)
+    host.allgather(np.array([sends, recvs], np.int64), table)
+    sent, expected = table[:, 0], table[:, 1].T  # (p, p): from row to column
+    for source, dest in np.argwhere(sent != expected).tolist():
+        raise CommMismatch(
+            f"rank {source} sends {sent[source, dest]} elements to rank {dest}, "
+            f"which expects {expected[source, dest]}"
+        )
+
+
+def agree_on_split(host: Transport, color: object, key: object) -> int:
+    """The place of this rank among those that give the same `color`, ordered by (`key`, rank).
+
+    Collective. Places are small where keys may not be, since libraries have keys of 32 bits.
+
+    Raises:
+        ArrayError: The color or the key of a rank is not an integer in its range; on all ranks alike.
+    """
+    problem = _not_in("color", color, 0, 2**31) or _not_in("key", key, -(2**63), 2**63)
+    table = np.empty((host.size, 3), np.int64)
+    host.allgather(np.array([1, 0, 0] if problem else [0, color, key], np.int64), table)
+    wrong = np.flatnonzero(table[:, 0])
+    if wrong.size:
+        texts = np.empty((host.size, TEXT_BYTES), np.uint8)
+        host.allgather(_packed(problem), texts)
+        raise ArrayError(f"split: {_unpacked(texts[wrong[0]])}, on rank {wrong[0]}")
+    _, colors, keys = table.T.tolist()
+    alike = sorted((keys[rank], rank) for rank in range(host.size) if colors[rank] == colors[host.rank])
+    return alike.index((keys[host.rank], host.rank))
+
+
+def _not_in(name: str, value: object, first: int, end: int) -> str:
+    """What is wrong with an argument that must be an integer from `first` to `end` - 1; empty if nothing is."""
+    if isinstance(value, (int, np.integer)) and first <= value < end:
+        return ""
+    return f"{name} is {value!r}, expected an integer from {first} to {end - 1}"
+
+
+class Unfit(NamedTuple):
+    """A message that is not what its receiver expects."""
+
+    error: CommMismatch
+    kind: str
+    """The library of its array, or "object"."""
+    nbytes: int
+
+
+class Messages:
+    """Describes, counts and compares the messages between this rank and each other one."""
+
+    def __init__(self) -> None:
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+
+    def compare(
+        self,
+        host: Transport,
+        call: str,
+        sends: Sequence[tuple[int, Array | None]],
+        recvs: Sequence[tuple[int, Array | None]],
+    ) -> list[Unfit | None]:
+        """Describe the messages about to be sent, and compare those about to come with what is expected.
+
+        Args:
+            host: Moves host arrays.
+            call: The call that this rank makes.
+            sends: Peers, and the arrays that go to them; None in place of an object.
+            recvs: Peers, and the arrays to fill; None where an object is expected.
+
+        Returns:
+            For each of `recvs`, what is wrong with its message; None if it fits.
+        """
+        outgoing = [(peer, _packed(self._describe(call, self._sent, peer, x))) for peer, x in sends]
+        incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
+        host.exchange(outgoing, incoming, tag=DESCRIPTION)
+        return [
+            _misfit(host.rank, peer, self._describe(call, self._received, peer, x), _unpacked(text))
+            for (peer, x), (_, text) in zip(recvs, incoming, strict=True)
+        ]
+
+    def _describe(self, call: str, count: Counter[int], peer: int, x: Array | None) -> str:
+        """Number, library, dtype, size, and call with shape, as text; all but the call must match."""
+        count[peer] += 1
+        if x is None:
+            return f"{count[peer]} object object 0 {call}"
+        name = dtype_name(x.dtype)
+        return f"{count[peer]} {library(x)} {name} {x.size} {call} of {name}{list(x.shape)}"
+
+
+def _misfit(rank: int, peer: int, expected: str, found: str) -> Unfit | None:
+    *wanted, my_call = expected.split(" ", 4)
+    *came, its_call = found.split(" ", 4)
+    if wanted == came:
+        return None
+    number, kind, dtype, count = came
+    reason = "" if wanted[1] == kind else f" ({kind}, where {wanted[1]} is expected)"
+    numbers = f"message {number}" if number == wanted[0] else f"message {number}, instead of message {wanted[0]},"
+    return Unfit(
+        CommMismatch(f"{numbers} from rank {peer} is its {its_call}, but rank {rank} called {my_call}{reason}"),
+        kind,
+        0 if kind == "object" else int(count) * dtype_named(dtype).itemsize,
+    )
+
+
+def _packed(text: str) -> Array:
+    """`text` as bytes; a long text becomes its beginning and a digest of the whole."""
+    data = text.encode()
+    if len(data) > TEXT_BYTES:
+        digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()
+        data = data[: TEXT_BYTES - _DIGEST - 4] + b"... " + digest
+    out = np.zeros(TEXT_BYTES, np.uint8)
+    out[: len(data)] = np.frombuffer(data, np.uint8)
+    return out
+
+
+def _unpacked(row: Array) -> str:
+    return str(row.tobytes().rstrip(b"\0").decode(errors="replace"))

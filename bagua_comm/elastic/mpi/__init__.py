@@ -1,0 +1,1 @@
+"""The processes of an elastic job over MPI."""

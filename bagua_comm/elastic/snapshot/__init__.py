@@ -1,0 +1,1 @@
+"""Snapshots of the training state in the memory of the ranks and their buddies."""

@@ -1,0 +1,260 @@
+"""`bagua run --write KIND FILE`: the same job as a script for Slurm, or as an MPIJob for Kubernetes.
+
+What is written calls `run` again, on the hosts that Slurm or the MPI Operator gives it, so all of `run`'s
+arguments have the same meaning there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .cli import CommandError, parse_variable
+from .hosts import Ranks, named_hosts, ranks_of
+
+KINDS = ("slurm", "sbatch-array", "k8s")
+
+HOSTFILE = "/etc/mpi/hostfile"
+"""Where the MPI Operator puts the list of workers."""
+
+SLURM = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks={ranks}{per_node}
+#SBATCH --cpus-per-task=1           # cores, and threads, of a rank
+#SBATCH --time=01:00:00
+#SBATCH --output=%x-{number}.out{array}
+# For GPUs, one to a rank, remove the first "# " of the next line.
+# #SBATCH --gpus-per-node={slots}
+#
+# Submit it by: sbatch {file}
+# All nodes must see {python} and {place}.
+
+set -euo pipefail
+cd {folder}
+export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
+# torch.distributed meets on the first node, where rank 0 is, at a port that other jobs do not choose.
+export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
+export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
+
+{command}
+"""
+
+ARRAY = """
+#SBATCH --array=0-3                 # as many jobs like this; 0-3%1 runs them one after another
+# The program finds the number of its job in SLURM_ARRAY_TASK_ID."""
+
+K8S = """\
+# For the MPI Operator (https://github.com/kubeflow/mpi-operator).
+# Start it by: kubectl apply -f {file}
+# The image needs: python with bagua-comm[mpi]; the program; ssh, with StrictHostKeyChecking no; and sshd, with
+# host keys (ssh-keygen -A), the folder /run/sshd, and StrictModes no.
+apiVersion: kubeflow.org/v2beta1
+kind: MPIJob
+metadata:
+  name: {name}
+spec:
+  slotsPerWorker: {slots}
+  mpiImplementation: OpenMPI
+  launcherCreationPolicy: WaitForWorkersReady
+  runPolicy:
+    cleanPodPolicy: Running
+  mpiReplicaSpecs:
+    Launcher:
+      replicas: 1
+      template:
+        spec:
+          containers:
+          - name: launcher
+            image: {image}
+            command:
+{command}
+    Worker:
+      replicas: {nodes}
+      template:
+        spec:
+          containers:
+          - name: worker
+            image: {image}
+            command: ["/usr/sbin/sshd", "-De"]
+            resources:
+              requests:
+                cpu: {slots}
+              # limits:
+              #   nvidia.com/gpu: {slots}     # one GPU to a rank
+            volumeMounts:
+            - name: shm
+              mountPath: /dev/shm
+          volumes:
+          - name: shm  # ranks of a pod talk through it; a container's own has 64 MB
+            emptyDir:
+              medium: Memory
+"""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How many ranks a job has, and on how many hosts."""
+
+    of: Ranks
+    nodes: int
+    even: bool
+    """Whether all hosts have as many."""
+
+    @property
+    def ranks(self) -> int:
+        """How many are started."""
+        return self.of.started
+
+    @property
+    def slots(self) -> int:
+        """The ranks of the fullest host."""
+        return -(-self.ranks // self.nodes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run` that write files."""
+    parser.add_argument(
+        "--write",
+        nargs=2,
+        metavar=("KIND", "FILE"),
+        help=f"write the same job for a cluster instead; KIND is one of {', '.join(KINDS)}, and FILE may be -",
+    )
+    parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
+    parser.add_argument("--force", action="store_true", help="let --write replace a file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the file.
+
+    Raises:
+        CommandError: The arguments do not go together, or the file is there already or cannot be written.
+    """
+    kind, file = options.write
+    if kind not in KINDS:
+        raise CommandError(f"--write {kind}: expected one of {', '.join(KINDS)}, and a file")
+    text = k8s(options, file) if kind == "k8s" else slurm(options, file, array=kind == "sbatch-array")
+    if file == "-":
+        sys.stdout.write(text)
+        return 0
+    try:
+        with open(file, "w" if options.force else "x", encoding="utf-8", errors="surrogateescape") as out:
+            out.write(text)
+    except FileExistsError:
+        raise CommandError(f"--write: {file} is there already; --force replaces it") from None
+    except OSError as exc:
+        raise CommandError(f"--write {file}: {exc}") from exc
+    return 0
+
+
+def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
+    """A script for sbatch; with `array`, one for several such jobs."""
+    shape = _shape(options)
+    variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
+    given = {parse_variable(text)[0] for text in options.env}
+    forwarded = [word for name in variables if name not in given for word in ("--env", name)]
+    # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts as many ranks, spares included.
+    spares = shape.of.spares
+    number_of_ranks = f"$((SLURM_NTASKS - {spares}))" if spares else "$SLURM_NTASKS"
+    start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "{number_of_ranks}"'
+    command = f"{start} {shlex.join([*forwarded, *_arguments(options)])}"
+    return SLURM.format(
+        name=_name(options.script),
+        nodes=shape.nodes,
+        ranks=shape.ranks,
+        per_node=f"\n#SBATCH --ntasks-per-node={shape.slots}" if shape.even else "",
+        number="%A_%a" if array else "%j",
+        array=ARRAY if array else "",
+        slots=shape.slots,
+        file="FILE" if file == "-" else _remark(file),
+        python=_remark(sys.executable),
+        place=_remark(os.getcwd()),
+        folder=shlex.quote(os.getcwd()),
+        command=command,
+    )
+
+
+def k8s(options: argparse.Namespace, file: str) -> str:
+    """An MPIJob for Kubernetes' MPI Operator."""
+    for text in options.env:
+        if parse_variable(text)[1] is None:
+            raise CommandError(
+                f"--env {text}: a pod has no variable to take over; give --env {text}=VALUE, or add it to the "
+                "launcher in the file, from a Secret, and --env to its command"
+            )
+    shape = _shape(options)
+    start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.of.training), "--hostfile", HOSTFILE]
+    return K8S.format(
+        file="FILE" if file == "-" else _remark(file),
+        name=_name(options.script),
+        slots=shape.slots,
+        nodes=shape.nodes,
+        image=_quoted(options.image or f"{_name(options.script)}:latest"),
+        command=_items([*start, *_arguments(options)], indent=12),
+    )
+
+
+def _shape(options: argparse.Namespace) -> _Shape:
+    hosts = named_hosts(options)
+    ranks = ranks_of(options, hosts)
+    nodes = max(1, len(hosts))
+    return _Shape(ranks, nodes, even=ranks.started % nodes == 0 and len({host.slots for host in hosts}) <= 1)
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    """The arguments of `run` that are the same there."""
+    words = [word for text in options.env for word in ("--env", text)]
+    words += ["--interface", options.interface] if options.interface else []
+    words += ["--links", str(options.links)] if options.links else []
+    words += ["--net", options.net] if options.net else []
+    words += [f"--mpirun={text}" for text in options.mpirun]
+    words += ["--ulfm"] if options.ulfm else []
+    for name in ("spares", "restarts", "min_ranks", "record"):
+        value = getattr(options, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    words += ["-m"] if options.module else []
+    return [*words, options.script, *options.args]
+
+
+def _items(words: Iterable[str], indent: int) -> str:
+    """The lines of a YAML list. Kubernetes replaces "$(NAME)", and makes one "$" of two."""
+    return "\n".join(f"{' ' * indent}- {_quoted(word.replace('$', '$$'))}" for word in words)
+
+
+def _quoted(text: str) -> str:
+    r"""A string of YAML, in ASCII: as JSON has it, but for characters beyond U+FFFF, which JSON writes as two.
+
+    Raises:
+        CommandError: It has bytes that are no text.
+
+    >>> print(_quoted('"' + chr(0x1F600)))
+    "\"\U0001F600"
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CommandError(f"--write k8s: {text!r} is no text in UTF-8, and YAML holds nothing else") from None
+    return '"' + "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08X}" for c in text) + '"'
+
+
+def _remark(text: str) -> str:
+    """A word of the shell for a comment: on one line, whatever it holds."""
+    return shlex.quote(text) if text.isprintable() else json.dumps(text)
+
+
+def _name(script: str) -> str:
+    """A name for the job that Slurm and Kubernetes accept.
+
+    It begins with a letter, and there is room for "-worker-12345" in 63 characters.
+    """
+    stem = script.rpartition(".")[2] if "/" not in script and not script.endswith(".py") else Path(script).stem
+    words = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return ("job-" * (not words[:1].isalpha()) + words)[:50].strip("-")

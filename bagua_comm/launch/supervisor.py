@@ -1,0 +1,468 @@
+"""`bagua run --restarts N`: starts mpirun, and starts it again when ranks or hosts are lost.
+
+An attempt is one start of mpirun. After it the supervisor gathers what the ranks have recorded, ends what they
+left behind, judges how the attempt ended (`verdict`), and starts the next one on the hosts that answer. What
+ranks keep in the folder of the job outlives mpirun, so training goes on from memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
+from ..processes import pid_namespace, state_of
+from . import job_folder
+from .agent import LIMIT_S, Agent, Pulse, find_agent
+from .cli import CommandError, count, program_name
+from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
+from .verdict import Verdict, deaths, judge, time_lost_s, without_end
+
+LOOK_S = 0.1
+"""How often the supervisor looks at mpirun and the record."""
+
+END_S = 15.0
+"""How long mpirun has to end its ranks after a signal; then it is killed."""
+
+OVER_S = 3.0
+"""How often the supervisor looks whether all ranks have ended; an mpirun that goes on after two looks hangs."""
+
+LOST_END_S = 1.0
+"""The same, where it may wait for a host that is gone."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that end the job."""
+
+
+SEGMENTS = "/dev/shm/sm_segment."
+"""How the names begin of the files by which ranks of Open MPI share memory."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attempt runs, and with how many ranks."""
+
+    ranks: Ranks
+    hosts: tuple[Host, ...] = ()
+    """Empty if the user named none."""
+    left_out: tuple[str, ...] = ()
+    """The hosts that do not answer."""
+
+
+class Command(Protocol):
+    """What starts mpirun."""
+
+    @property
+    def command(self) -> list[str]:
+        """mpirun and all of its arguments."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that it gets beside those that are there."""
+
+
+def supervise(options: argparse.Namespace, plan: Callable[[Place, Job], Command]) -> int:
+    """Run a job to its end; returns the exit code.
+
+    Args:
+        options: Those of `run`.
+        plan: Makes the command of an attempt.
+
+    Raises:
+        CommandError: The arguments do not go together, or there is no place for the folder of the job.
+    """
+    hosts = named_hosts(options)
+    first = Place(ranks_of(options, hosts), hosts)
+    others = [host.name for host in hosts if not is_here(host.name)]
+    agent = find_agent(options.mpirun)
+    clean_up(limit_s=LIMIT_S)
+    try:
+        folder = job_folder.make({"hosts": others, "agent": agent.words})
+    except OSError as exc:
+        raise CommandError(f"there is no place for the folder of the job: {exc}") from exc
+    job = Job(folder.name, folder.path, first.ranks.spares, options.min_ranks)
+    supervisor = _Supervisor(options, plan, job, first, others, agent)
+    try:
+        with _Signals() as signals:
+            return supervisor.run(signals)
+    finally:
+        left = [host for host in supervisor.others if host not in supervisor.gone]
+        agent.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
+        if options.record:
+            supervisor.copy_record(options.record)
+        folder.remove()
+
+
+def clean_up(*, limit_s: float) -> None:
+    """Remove what supervisors have left that were killed, here and on their other hosts."""
+    for folder, facts in job_folder.stale():
+        job_folder.end_leftovers(folder.name.removeprefix(job_folder.PREFIX))
+        hosts, words = facts.get("hosts"), facts.get("agent")
+        if hosts and words:
+            Agent(tuple(words)).ask(hosts, f"rm -rf {shlex.quote(str(folder))}", limit_s=limit_s)
+
+
+@dataclass
+class _Supervisor:
+    options: argparse.Namespace
+    plan: Callable[[Place, Job], Command]
+    job: Job
+    first: Place
+    others: list[str]
+    """The hosts that only the launch agent reaches."""
+    agent: Agent
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """What the record tells of all attempts that have ended."""
+    dead: int = 0
+    """How many processes have died."""
+    gone: set[str] = field(default_factory=set)
+    """The hosts that did not answer when they were asked last."""
+    commits: list[int] = field(default_factory=list)
+    """The numbers of the last commits that other hosts know of."""
+    told: set[tuple[Any, ...]] = field(default_factory=set)
+    """What several ranks record, and the user was told."""
+    told_to: int = 0
+    """Up to which byte of the record."""
+
+    def run(self, signals: _Signals) -> int:
+        program = Program.of(self.options)
+        ranks, restarts = self.first.ranks, self.options.restarts or 0
+        self._ask_others()
+        command = [program.name, *self.options.args]
+        hosts = [str(host) for host in self.first.hosts]
+        facts = {"ranks": ranks.training, "spares": ranks.spares, "min_ranks": ranks.least, "hosts": hosts}
+        self.job.record("job", command=command, **facts)
+        place, verdict = self.first, Verdict("stopped", 1, "nothing was started")
+        for attempt in range(restarts + 1):
+            self.job = replace(self.job, attempt=attempt, spares=place.ranks.spares)
+            verdict = self._attempt(place, signals)
+            if verdict.ended != "lost":
+                break
+            left = restarts - attempt
+            self.say(f"attempt {attempt + 1} is lost: {verdict.why}; {count(left, 'restart')} left")
+            if not left:
+                break
+            try:
+                place = self._next_place()
+                program.must_be_the_same()
+            except CommandError as exc:
+                verdict = replace(verdict, why=f"{verdict.why}; {exc}")
+                break
+            if signals.first is not None:
+                verdict = _stopped(signals.first)
+                break
+        self._conclude(verdict)
+        return verdict.code
+
+    def _ask_others(self) -> None:
+        """Watch the hosts that the launch agent reaches; mpirun may have another way to start ranks there."""
+        answers = self.agent.ask(self.others, "true")
+        self.others = [host for host in self.others if answers[host] is not None]
+        if silent := [host for host in answers if answers[host] is None]:
+            how = shlex.join(self.agent.words)
+            self.say(f"{', '.join(silent)}: does not answer `{how}` within {LIMIT_S:g} s, so nobody watches it")
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+        print(f"{program_name()} run: {text}", file=sys.stderr, flush=True)
+
+    def copy_record(self, file: str) -> None:
+        """Copy the record to where the user wants it."""
+        try:
+            shutil.copyfile(self.record, file)
+        except OSError as exc:
+            self.say(f"--record {file}: {exc}")
+
+    def segments(self, host: str | None = None) -> list[str]:
+        """The files by which ranks shared memory, which those that are killed leave behind."""
+        starts = [entry for entry in self.entries if entry["kind"] == "start" and host in (None, entry["host"])]
+        shared = {file for entry in starts for file in entry.get("shared", ())}
+        return sorted(file for file in shared if file.startswith(SEGMENTS))
+
+    # An attempt -------------------------------------------------------------------------------------
+
+    def _attempt(self, place: Place, signals: _Signals) -> Verdict:
+        ranks, hosts = place.ranks, [str(host) for host in place.hosts]
+        facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": place.left_out}
+        self.job.record("attempt", **facts)
+        code, lost = self._run(self.plan(place, self.job), place, signals)
+        hard = signals.count > 1
+        job_folder.end_leftovers(self.job.name, grace_s=0.0 if hard else job_folder.GRACE_S)
+        there = [host.name for host in place.hosts if host.name not in lost]
+        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else LIMIT_S)]
+        self.gone = set(gone)
+        self._tell_news()
+        self.job.record("end", code=code)
+        mine = self._entries_of_attempt()
+        self.entries += mine
+        for file in self.segments(socket.gethostname()):
+            Path(file).unlink(missing_ok=True)
+        if signals.first is not None:
+            return _stopped(signals.first)
+        verdict = judge(mine, code, gone=gone)
+        self.dead += len(deaths(mine)) or (len(without_end(mine)) if verdict.ended == "lost" else 0)
+        return verdict
+
+    def _run(self, plan: Command, place: Place, signals: _Signals) -> tuple[int, list[str]]:
+        """Run mpirun; returns its exit code, below 0 if a signal ended it, and the hosts that were lost."""
+        environment = {**os.environ, **plan.variables}
+        with signals.held():
+            process = subprocess.Popen(
+                plan.command, env=environment, start_new_session=True, preexec_fn=_die_with_supervisor()
+            )
+            signals.process = process
+        pulse = Pulse(self.agent, [host.name for host in place.hosts if host.name in self.others])
+        lost: list[str] = []
+        deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK_S)
+                self._tell_news()
+                if process.returncode is not None:
+                    return process.returncode, lost
+                if not lost and (lost := pulse.lost()):
+                    self.say(f"{', '.join(lost)} does not answer any more, so this attempt ends")
+                    process.terminate()
+                if lost or signals.first is not None:
+                    deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
+                if not place.hosts and time.monotonic() > look_s:
+                    look_s = time.monotonic() + OVER_S
+                    over_before, over = over, self._all_have_ended()
+                    if over and over_before:
+                        deadline = look_s - OVER_S  # mpirun hangs
+                if time.monotonic() > deadline:
+                    process.kill()
+        finally:
+            signals.process = None
+            pulse.close()
+            remove_session(process.pid)
+
+    def _all_have_ended(self) -> bool:
+        """Whether all ranks of this attempt have started and ended, as far as can be seen from here."""
+        here = pid_namespace()
+        starts = [entry for entry in self._entries_of_attempt() if entry["kind"] == "start"]
+        return (
+            bool(starts)
+            and len(starts) >= starts[0].get("size", 1)
+            and all(entry.get("namespace") == here and state_of(entry["pid"]) == "ended" for entry in starts)
+        )
+
+    def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:
+        """Take the records of other hosts, and end what is left there; returns those that do not answer."""
+        folder = shlex.quote(str(self.job.folder))
+        mark = f"BAGUA_JOB={self.job.name}"
+        find = f"grep -lazxF {mark} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3"
+        commit = '{"kind": "commit", "number": %d}\\n'
+        script = (
+            f"for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
+            f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
+        )
+        answers = self.agent.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
+        known = set(self._lines())  # emulated hosts share their memory, and so the record
+        news = [line for answer in answers.values() for line in (answer or "").splitlines() if line not in known]
+        self.commits += [entry["number"] for entry in entries(news) if entry["kind"] == "commit"]
+        add_lines(self.record, [line for line in news if '"kind": "commit"' not in line])
+        return [host for host, answer in answers.items() if answer is None]
+
+    @property
+    def record(self) -> Path:
+        """The file of the record on this host."""
+        assert self.job.folder is not None
+        return self.job.folder / RECORD
+
+    def _lines(self) -> list[str]:
+        """The record so far; empty if it could not be written."""
+        return self.record.read_text().splitlines() if self.record.exists() else []
+
+    def _entries_of_attempt(self) -> list[dict[str, Any]]:
+        return [entry for entry in entries(self._lines()) if entry.get("attempt") == self.job.attempt]
+
+    # Between attempts -------------------------------------------------------------------------------
+
+    def _next_place(self) -> Place:
+        """The hosts that answer, and as many ranks as they take.
+
+        Raises:
+            CommandError: They take too few.
+        """
+        hosts, ranks = self.first.hosts, self.first.ranks
+        answers = self.agent.ask([host for host in self.others if host not in self.gone], "true")
+        answers |= dict.fromkeys(self.gone)  # those were asked a moment ago
+        gone = [host for host in hosts if host.name in answers and answers[host.name] is None]
+        self.gone = {host.name for host in gone}
+        if not gone:
+            return self.first
+        self.say(f"{', '.join(host.name for host in gone)} did not answer within {LIMIT_S:g} s, and is left out")
+        share = -(-ranks.started // len(hosts))
+        left = tuple(Host(host.name, host.slots or share) for host in hosts if host not in gone)
+        started = min(ranks.started, sum(host.slots or 0 for host in left))
+        training = min(ranks.training, started)
+        if training < ranks.least:
+            raise CommandError(
+                f"the hosts that answer take {count(training, 'rank')}, and --min-ranks asks for {ranks.least}"
+            )
+        spares = started - training
+        return Place(Ranks(training, spares, ranks.least), left, tuple(host.name for host in gone))
+
+    # What the user sees -----------------------------------------------------------------------------
+
+    def _tell_news(self) -> None:
+        """With `-v`, tell what has come to the record since the last time."""
+        if not self.options.verbose or not self.record.exists():
+            return
+        with open(self.record, "rb") as file:
+            file.seek(self.told_to)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.told_to += len(whole)
+        for entry in entries(whole.decode(errors="replace").splitlines()):
+            key = (entry["kind"], entry.get("attempt"), entry.get("meeting"), str(entry.get("dead")))
+            if entry["kind"] not in ("death", "recovery") or key not in self.told:  # several ranks tell these
+                self.told.add(key)
+                self._tell(entry)
+
+    def _tell(self, entry: dict[str, Any]) -> None:
+        who = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
+        dead, recovery_s = entry.get("dead") or {}, float(entry.get("seconds") or 0)
+        words = {
+            "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} ranks train, "
+            f"{entry.get('spares')} stand by",
+            "start": f"{who} has started",
+            "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
+            f"{entry.get('reason')}",
+            "recovery": f"training goes on with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
+            "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",
+            "error": f"{who} ends with {entry.get('error')}: {entry.get('text')}",
+            "exit": f"{who} has come to the end of its program",
+        }
+        if entry["kind"] in words:
+            self.say(words[entry["kind"]])
+
+    def _conclude(self, verdict: Verdict) -> None:
+        here = self.job.last_commit()
+        if commits := [*self.commits, *([] if here is None else [here])]:
+            self.job.record("commit", number=max(commits))
+        self.job.record("verdict", well=verdict.ended == "well", code=verdict.code, why=verdict.why)
+        facts = [count(self.job.attempt + 1, "attempt"), count(self.dead, "death")]
+        if (lost_s := time_lost_s(self.entries)) > 0:
+            facts.append(f"{lost_s:.1f} s lost")
+        how = "the job ended well" if verdict.ended == "well" else f"the job did not end well: {verdict.why}"
+        self.say(f"{how} ({', '.join(facts)})")
+
+
+@dataclass(frozen=True)
+class Program:
+    """The program of a job, which must be the same in each attempt."""
+
+    name: str
+    file: Path | None
+    digest: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Program:
+        """The program that `run` is to start."""
+        file = _file_of_module(options.script) if options.module else Path(options.script)
+        return cls(options.script, file, _digest(file))
+
+    def must_be_the_same(self) -> None:
+        """Raise `CommandError` if the file of the program has changed: what ranks kept is that of another one."""
+        if _digest(self.file) != self.digest:
+            raise CommandError(f"{self.file} has changed since the job was started, so it is not started again")
+
+
+def remove_session(pid: int) -> None:
+    """Remove what an mpirun that was killed has left in the folder of temporary files."""
+    for name in ("ompi", "prte"):
+        shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{pid}"), ignore_errors=True)
+
+
+def _file_of_module(name: str) -> Path | None:
+    """Where a module lies, found without importing anything."""
+    path: Sequence[str] | None = [os.getcwd(), *sys.path]
+    for part in name.split("."):
+        spec = importlib.machinery.PathFinder.find_spec(part, path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec and spec.origin else None
+
+
+def _digest(file: Path | None) -> str:
+    with contextlib.suppress(OSError):
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file else ""
+    return ""
+
+
+def _stopped(number: signal.Signals) -> Verdict:
+    return Verdict("stopped", 128 + number, f"{number.name} has ended this job")
+
+
+class _Signals:
+    """While the body of `with` runs, signals that end the job go to mpirun; a second one kills it."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.count = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants SIGHUP to be
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While the body of `with` runs, signals wait."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.count += 1
+        self.first = self.first or signal.Signals(number)
+        if self.process is None:
+            return
+        if self.count > 1:
+            self.process.kill()
+        else:
+            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+def _die_with_supervisor() -> Callable[[], None] | None:
+    """What makes a child end when this process is killed; None where the system cannot do that."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    parent_death_signal = 1  # PR_SET_PDEATHSIG
+
+    def prepare() -> None:
+        prctl(parent_death_signal, int(signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask - set(SIGNALS))
+
+    return prepare
