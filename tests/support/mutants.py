@@ -80,7 +80,7 @@ MUTANTS = [
         "bagua_comm/kernels/host.py",
         "np.subtract(x, np.fmod(x, x.dtype.type(divisor)), out=x)",
         "pass",
-        "tests/kernels/test_host.py tests/test_comm.py",
+        "tests/kernels/test_host.py tests/comm/test_comm.py",
     ),
     Mutant(
         "bagua_comm/kernels/minmax.cu",
@@ -104,7 +104,7 @@ MUTANTS = [
         "bagua_comm/transports/local.py",
         "members.index(self.rank)",
         "sorted(members).index(self.rank)",
-        "tests/transports/test_local.py tests/test_comm.py",
+        "tests/transports/test_local.py tests/comm/test_comm.py",
     ),
     Mutant(
         "bagua_comm/transports/mpi/window.py",
@@ -158,7 +158,7 @@ MUTANTS = [
         "bagua_comm/bootstrap/connection.py",
         'return f"rank {rank} cannot load NCCL ({gpu.problem})"',
         "return None",
-        "tests/test_bootstrap.py -k nccl",
+        "tests/bootstrap/test_bootstrap.py -k nccl",
     ),
     Mutant(
         "bagua_comm/commands/run.py",

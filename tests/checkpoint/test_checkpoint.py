@@ -202,7 +202,7 @@ def test_the_tensors_of_a_transformer_are_read_by_safetensors_under_their_whole_
 
 
 def test_a_checkpoint_whose_names_were_shortened_still_loads(tmp_path):
-    shutil.copytree(Path(__file__).parent / "golden" / "checkpoint", tmp_path / "old")
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "checkpoint", tmp_path / "old")
     names = [f"transformer.h.{layer}.attn.c_attn.weight" for layer in range(4)]
     for rank, loaded in enumerate(load(tmp_path / "old")):
         assert loaded.tree["rng"] == rank
@@ -858,7 +858,7 @@ def kill_again_and_again(folder, times, seed):
     script.write_text(textwrap.dedent(VICTIM))
     for turn in range(times):
         command = [sys.executable, str(script), str(folder / "checkpoints")]
-        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         ) as victim:

@@ -33,7 +33,7 @@ def last_command(text):
 def test_slurm_gets_as_many_ranks_on_as_many_nodes(capsys):
     job = directives(written(capsys, "slurm", *HOSTS, __file__))
     assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("2", "4", "2")
-    assert job["job-name"] == "test-write"
+    assert job["job-name"] == "test-job-scripts"
     job = directives(written(capsys, "slurm", "-n", "3", __file__))
     assert (job["nodes"], job["ntasks"], job["ntasks-per-node"]) == ("1", "3", "3")
     job = directives(written(capsys, "slurm", "--host", "a:1,b:2", __file__))
