@@ -119,7 +119,7 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
             )
         check_device(comm.device, name, tensor)
         try:
-            comm.carrier(as_array(tensor), call="DistributedDataParallel", name=repr(name))
+            comm.transport_for(as_array(tensor), call="DistributedDataParallel", name=repr(name))
         except UnsupportedError as exc:
             raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
     devices = {parameter.device for parameter in contents.trained.values()}

@@ -194,8 +194,8 @@ class DistributedDataParallel(nn.Module):
         check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
         end_older(module, self.comm)
-        keeper = self.comm.keeper
-        if init_sync and (keeper is None or not keeper.keeps(module, *self.optimizers)):
+        registry = self.comm.engine_registry
+        if init_sync and (registry is None or not registry.already_broadcast(module, *self.optimizers)):
             self._contents.copy_all(self.comm, self.optimizers)
         if tuner is not None:
             best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)

@@ -140,7 +140,7 @@ class MoE(nn.Module):
         all are equal. Each rank adds it, times a factor, to its loss; averaged gradients are then those of the
         whole. No rank waits for it."""
 
-        self._number = self.comm.number_of("MoE")
+        self._number = self.comm.next_id("MoE")
         seed = self._agree(experts, seed)
         with _drawn_from(seed, "gate"):
             self.gate = nn.Linear(hidden, experts, bias=False)

@@ -650,7 +650,7 @@ class RandomCalls:
     def __init__(self, comm, seed=0, *, on_device=False, sizes=SIZES, lanes=True):
         self.comm, self.seed, self.on_device, self.sizes, self.lanes = comm, seed, on_device, tuple(sizes), lanes
         x = importlib.import_module("cupy" if on_device else "numpy").zeros(1)
-        self.exact = comm.carrier(x).adds_in_rank_order
+        self.exact = comm.transport_for(x).adds_in_rank_order
         self.groups, self.lane = [], None
         self.made = 0
 

@@ -323,7 +323,7 @@ def _check_choice(*, alone: bool, comm: MPI.Comm | None, transport: Transport | 
 
 def refuse_a_second_world() -> None:
     """Raise `BootstrapError` if the communicator that `connect` made last is open."""
-    if _default is not None and _default.turn.is_of_this_process and _default is not _unasked:
+    if _default is not None and _default.guard.is_of_this_process and _default is not _unasked:
         raise BootstrapError(
             "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
             "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "
@@ -449,7 +449,7 @@ class _World(Communicator):
     def close(self) -> None:
         """Free what this communicator holds. Collective."""
         global _default
-        if self.turn.closed or not self.turn.is_of_this_process:
+        if self.guard.closed or not self.guard.is_of_this_process:
             return
         if _default is self:
             _default = None

@@ -148,14 +148,14 @@ class Session:
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._run, self._version = run, version - 1
         self._commit(flag=False)
-        comm.keeper = self
+        comm.engine_registry = self
 
-    def keeps(self, *things: object) -> bool:
+    def already_broadcast(self, *things: object) -> bool:
         """Whether the state has all of these objects, so that every rank has what it should have of them."""
         kept = [part.value for part in self._parts.values()]
         return all(any(thing is each for each in kept) for thing in things)
 
-    def adopt(self, engine: Engine) -> None:
+    def register(self, engine: Engine) -> None:
         """Keep an engine from now on, and bring back what the last commit kept of it. Collective."""
         number = len(self._engines)
         self._engines.append(engine)
@@ -238,7 +238,7 @@ class Session:
     def leave(self) -> None:
         """Training was left by an error: give up the engines, without waiting for anybody."""
         if self._comm is not None:
-            self._comm.keeper = None
+            self._comm.engine_registry = None
         for engine in self._engines:
             engine.give_up()
         self._engines, self._comm = [], None
@@ -248,5 +248,5 @@ class Session:
         for side in self._sides:
             side.close()
         if self._comm is not None:
-            self._comm.keeper = None
+            self._comm.engine_registry = None
         self._engines, self._comm = [], None

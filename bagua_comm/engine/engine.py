@@ -143,8 +143,8 @@ class Engine(Live):
         self._in_step = self._held = False
         self.wrapper: Callable[[], Wrapper | None] = _no_wrapper
         """Gives what trains by this engine, if something does."""
-        if comm.keeper is not None:
-            comm.keeper.adopt(self)
+        if comm.engine_registry is not None:
+            comm.engine_registry.register(self)
 
     # A training step --------------------------------------------------------------------------------
 
@@ -515,7 +515,7 @@ class Engine(Live):
     def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
         """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
         flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
-        moved_by = [comm.carrier(flat, call="Engine", name="storage") for flat in flats]
+        moved_by = [comm.transport_for(flat, call="Engine", name="storage") for flat in flats]
         streamed = flats and not runs_in_rounds(self.algorithm) and all(t.enqueues for t in moved_by)
         return "stream" if streamed else "thread"
 

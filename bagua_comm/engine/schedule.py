@@ -15,6 +15,7 @@ import numpy as np
 
 from ..algorithms.base import Algorithm, Complete, Point, Rounds, State, Window, complete
 from ..bucket import Bucket
+from ..comm import Communicator
 from ..errors import ArrayError
 from ..lane import Lane
 from ..trace import ExchangeCounters, Tracer
@@ -28,7 +29,7 @@ class Exchanges:
         tracer: Where their spans go.
     """
 
-    def __init__(self, lane: Lane, tracer: Tracer) -> None:
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer) -> None:
         self.lane, self.tracer = lane, tracer
         self.counters = ExchangeCounters()
         """What was exchanged so far, and how long training waited."""
@@ -69,13 +70,13 @@ class Exchanges:
         before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
         self.lane.note(**detail)
-        work = comm.work
+        context = comm.context
         try:
-            work.bucket, work.place = bucket, (bucket.index, self.began + bucket.step)
+            context.bucket, context.bucket_step = bucket, (bucket.index, self.began + bucket.step)
             with self.tracer.span("exchange", **detail):
                 algorithm.exchange(bucket, comm, state)
         finally:  # nothing is called before it is done, as at the end of a turn
-            work.bucket = work.place = None
+            context.bucket = context.bucket_step = None
         after = comm.counters.total()
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began

@@ -448,7 +448,7 @@ def test_random_interrupts_leave_a_communicator_usable_or_given_up_on_all_ranks(
                     except CommError as exc:
                         told.append(str(exc))
                 assert not any("another thread" in text for text in told), told
-                assert each.turn.is_free
+                assert each.guard.is_free
                 comm.barrier()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -544,10 +544,10 @@ def test_a_call_interrupted_before_it_moves_anything_can_be_made_again_and_inter
     with world_of(comm, timeout_s=30) as (world, last):
         world.barrier()
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.turn, "count", lambda: world.allgather(np.ones(3)))
+            interrupted_after(monkeypatch, world.guard, "count", lambda: world.allgather(np.ones(3)))
         world.allgather(np.ones(3))
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.turn, "count", world.barrier)
+            interrupted_after(monkeypatch, world.guard, "count", world.barrier)
             world.transports[0].interrupted(Interrupt("in the middle"), ())
         else:
             start = time.monotonic()

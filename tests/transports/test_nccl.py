@@ -776,7 +776,7 @@ def test_a_transport_that_is_closed_says_so(device):
     import cupy
 
     def body(comm):
-        transport = comm.carrier(cupy.zeros(1))
+        transport = comm.transport_for(cupy.zeros(1))
         transport.close()
         with pytest.raises(CommAborted, match="this communicator is closed"):
             transport.broadcast(cupy.zeros(3), 0)
