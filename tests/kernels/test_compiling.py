@@ -209,7 +209,8 @@ def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(f
 
 
 def test_a_rest_ends_once_processors_are_free(folder, signals, monkeypatch):
-    monkeypatch.setattr(background._ProcessorLoad, "is_full", lambda self: False)
+    full = iter([True])
+    monkeypatch.setattr(background._ProcessorLoad, "is_full", lambda self: next(full, False))
     monkeypatch.setattr(background, "_FIRST_SHARE", 1e-9)
     compiler = BackgroundCompiler(folder, lambda functions: None)
     wait_until(lambda: signals == [signal.SIGSTOP, signal.SIGCONT])
@@ -217,6 +218,31 @@ def test_a_rest_ends_once_processors_are_free(folder, signals, monkeypatch):
     assert compiler.finished.wait(PATIENCE_S)
     assert compiler.failure is None
     assert len(signals) == 2
+
+
+def test_a_compiler_that_is_stopped_while_it_imports_ends_with_its_parent(tmp_path):
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from bagua_comm.kernels.numba import background, cache\n"
+        "folder = Path(sys.argv[1]); lease = cache.Lease(folder); lease.claim()\n"
+        "process = background.start('make', folder, lease, urgent=False)\n"
+        "while 'numpy' not in Path(f'/proc/{process.pid}/maps').read_text(): time.sleep(0.001)\n"
+        "os.killpg(process.pid, signal.SIGSTOP)\n"
+        "print(process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S)
+    wait_until(lambda: is_gone(int(result.stdout)))
+
+
+def test_the_compiler_finds_numba_in_the_folder_of_a_package_of_this_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(compiled.__file__).parent))
+    monkeypatch.setattr(background, "_MAIN", "import numba; print(numba.__file__); main = exit")
+    process = background.start("make", tmp_path, Lease(tmp_path), urgent=True)
+    output = process.communicate(timeout=PATIENCE_S)[0].decode()
+    assert "bagua_comm" not in output
+    assert Path(output.splitlines()[0]).name == "__init__.py"
 
 
 def test_a_forked_child_neither_compiles_nor_waits(tmp_path):

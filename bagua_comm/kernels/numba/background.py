@@ -45,6 +45,15 @@ _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_"
 """Prefixes of the environment variables by which launchers know the processes of a job."""
 
 
+_DIE_WITH_PARENT = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 9)"
+"""Code that has Linux kill the process when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+
+It runs first, since the process may be stopped at any time, and nobody would resume it.
+"""
+
+_MAIN = f"from {__package__}.compiler_process import main"
+
+
 class BackgroundCompiler:
     """A thread that loads the kernels once they are compiled, by its own process or by another one's.
 
@@ -119,7 +128,7 @@ class BackgroundCompiler:
         with contextlib.suppress(OSError):  # there is an old verdict if a file that it judged cannot be read
             verdict_path(self._folder).unlink()
         process = start("make", self._folder, lease, urgent=self._urgent)
-        output, load, busy = b"", _ProcessorLoad(), self._pauses
+        output, load, busy = b"", _ProcessorLoad(), False  # no pause at first: see _DIE_WITH_PARENT
         start_s = time.monotonic()
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -183,8 +192,9 @@ def last_words(what: str, code: int, output: bytes) -> str:
 def start(step: str, folder: Path, lease: Lease, *, urgent: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs `compiler_process.main`, outside of the job of this process."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    module = f"{__package__}.compiler_process"
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main(*sys.argv[1:])"
+    # A program may run in bagua_comm/kernels, where `import numba` would find the package beside this file.
+    paths = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parents[1]]
+    code = f"import sys; sys.path[:] = {paths!r}; {_DIE_WITH_PARENT}; {_MAIN}; main(*sys.argv[1:])"
     return subprocess.Popen(
         [sys.executable, "-c", code, step, str(folder), lease.token, str(os.getpid()), *["urgent"][:urgent]],
         stdin=subprocess.DEVNULL,

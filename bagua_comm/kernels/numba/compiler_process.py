@@ -6,7 +6,6 @@ Code that crashes or gives wrong bytes does so in the second process, before any
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -41,9 +40,6 @@ _NO_LEASE = 75
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 """Signals by which code ends its own process; any other comes from outside, as for want of memory."""
 
-_PR_SET_PDEATHSIG = 1
-"""Linux' number for the signal that a process gets when the thread that started it ends."""
-
 
 def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> None:
     """Compile the kernels that a folder lacks, or compare those in it with NumPy's.
@@ -55,8 +51,6 @@ def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> N
         parent: The number of the process that started this one, which ends with it.
         urgent: Not empty to compile at normal priority.
     """
-    with contextlib.suppress(AttributeError):  # it may be stopped when the process that would resume it ends
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not urgent:
         _lower_priority()
     lease = Lease(Path(folder), token)
