@@ -41,8 +41,8 @@ LAYER_OF = {module: number for number, layer in enumerate(LAYERS) for module in 
 
 ALLOWED = {
     "cupy": {"cuda", "kernels/device", "transports/nccl", "transports/staged"},
-    "numba": {"kernels/loops"},
-    "llvmlite": {"kernels/loops", "kernels/making"},
+    "numba": {"kernels/numba"},
+    "llvmlite": {"kernels/numba"},
     "mpi4py": {"transports/mpi", "bootstrap", "commands/doctor", "elastic"},
     "torch": {"bagua_torch"},
     "lmdb": {"data/lmdb_store"},
@@ -120,8 +120,8 @@ def test_arithmetic_calls_the_kernels_that_fit_never_those_of_the_host_directly(
 
 def test_environment_variables_are_read_only_where_they_may_be():
     for path in FILES:
-        # kernels/making.py hands them on to a process that it starts, and reads none.
-        if module_of(path) not in {"bootstrap", "commands", "launch", "net"} and path.name != "making.py":
+        # kernels/numba/background.py hands them on to a process that it starts, and reads none.
+        if module_of(path) not in {"bootstrap", "commands", "launch", "net"} and path.name != "background.py":
             source = path.read_text()
             assert "os.environ" not in source, path
             assert "getenv" not in source, path

@@ -190,13 +190,13 @@ def test_a_bucket_of_bytegrad_takes_few_calls_of_ours_from_the_second_step_on(co
     if comm.size != 2:
         return
     ours, counted = str(Path(bagua_comm.__file__).parent), []
-    numpys = host.__file__  # the kernels of a machine without Numba call each other
+    numpys = str(Path(host.__file__).parent)  # the kernels of a machine without Numba call each other
     x = sample(comm.rank, (1 << 18,), "float32")
     (bucket,) = make_buckets(Plan.pack([TensorSpec("x", x.shape, "float32")], bucket_bytes=x.nbytes), [x])
 
     def count(frame, event, arg):
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(ours) and file != numpys:
+        if event == "call" and file.startswith(ours) and not file.startswith(numpys):
             counted.append(frame.f_code.co_name)
 
     algorithm = ByteGrad()

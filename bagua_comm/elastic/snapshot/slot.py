@@ -221,7 +221,9 @@ def _checksum(x: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None) -> in
     whole = x.size & ~7
     words = x[:whole].view(np.uint64)
     sums = np.empty(-(-whole // _BLOCK), np.uint64)
-    kernels.on_host().weigh_blocks(words, _weights(), sums, None if out is None else out[:whole].view(np.uint64))
+    kernels.on_host().checksum_blocks(
+        words, _weights(), sums, None if out is None else out[:whole].view(np.uint64)
+    )
     if out is not None:
         out[whole:] = x[whole:]
     total = x.size

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 from bagua_comm import files, kernels
-from bagua_comm.kernels import compiled, host, making
+from bagua_comm.kernels import compiled, host
+from bagua_comm.kernels.numba import background, cache, compiler_process
+from bagua_comm.kernels.numba.background import BackgroundCompiler
+from bagua_comm.kernels.numba.cache import Lease
+from bagua_comm.kernels.numba.signatures import KERNELS
 from bagua_comm.processes import processor_ticks
 
 pytestmark = pytest.mark.needs("numba")
@@ -27,7 +31,7 @@ PATIENCE_S = 60.0
 def ready():
     """The folder in which the kernels of this machine lie."""
     kernels.compile_now()
-    return making.place()
+    return cache.cache_dir()
 
 
 @pytest.fixture
@@ -43,9 +47,9 @@ def folder(tmp_path, ready):
 @pytest.fixture
 def fresh(monkeypatch):
     """As if no kernel had been used in this process."""
-    for name in ("_ready", "_supply"):
+    for name in ("_fastest", "_compiler"):
         monkeypatch.setattr(kernels, name, None)
-    monkeypatch.setattr(kernels, "_obstacle", "")
+    monkeypatch.setattr(kernels, "_failure", "")
 
 
 def wait_until(condition):
@@ -76,39 +80,39 @@ def test_a_second_process_finds_them_on_disk_and_needs_no_numba(folder):
 
 
 def test_what_cannot_be_read_is_compiled_again_while_numpy_works(folder):
-    (folder / "weigh_blocks.o").write_bytes(b"not an object file")
+    (folder / "checksum_blocks.o").write_bytes(b"not an object file")
     code = (
-        "from bagua_comm import kernels; first = kernels._begin(urgent=True);"
+        "from bagua_comm import kernels; first = kernels._load_or_compile(urgent=True);"
         "kernels.compile_now(); print(first.__name__, kernels.on_host().__name__)"
     )
     assert run(code, folder.parents[2]).split() == ["bagua_comm.kernels.host", "bagua_comm.kernels.compiled"]
-    assert {path.name for path in folder.iterdir()} == {"verdict"} | {f"{name}.o" for name in making.KERNELS}
+    assert {path.name for path in folder.iterdir()} == {"verdict"} | {f"{name}.o" for name in KERNELS}
 
 
 def test_a_file_that_is_not_whole_or_that_others_can_have_written_is_not_read(folder):
     path = folder / "add_fixed.o"
     content = path.read_bytes()
-    assert making._read(path) == content[32:]
+    assert cache.read_object(path) == content[32:]
     for wrong in (content[:-1], content + b"0", b"", b"0" + content[1:]):
         path.write_bytes(wrong)
-        assert making._read(path) is None
+        assert cache.read_object(path) is None
     path.write_bytes(content)
     path.chmod(0o666)
-    assert making._read(path) is None
+    assert cache.read_object(path) is None
     path.unlink()
-    assert making._load(folder) is None
+    assert cache.load_unchecked(folder) is None
 
 
 START = """
 import sys
 from bagua_comm import kernels
-from bagua_comm.kernels import making
-start = making._start
-def tell(*arguments, urgent):
+from bagua_comm.kernels.numba import background
+start = background.start
+def start_urgently(*arguments, urgent):
     process = start(*arguments, urgent=True)
     print(process.pid, flush=True)
     return process
-making._start = tell
+background.start = start_urgently
 kernels.on_host()
 """
 
@@ -135,7 +139,7 @@ def test_the_compiler_ends_with_the_process_that_started_it(tmp_path, ends):
 @pytest.mark.parametrize("first", ["on_host", "compile_now"])
 def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, monkeypatch, first):
     (folder / "verdict").unlink()
-    monkeypatch.setattr(making, "place", lambda: folder)
+    monkeypatch.setattr(kernels, "cache_dir", lambda: folder)
     popen, urgent = subprocess.Popen, []
     code = f"open({str(folder / 'verdict')!r}, 'w').write('good')"
     monkeypatch.setattr(
@@ -156,8 +160,8 @@ def test_compiling_gives_way_to_other_work_unless_somebody_waits(folder, fresh, 
 def test_processors_are_busy_if_little_of_them_is_left_over(monkeypatch, times, full):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     counts = iter([[1000] * 8, [1000 + ticks for ticks in times] + [1000] * 4])
-    monkeypatch.setattr(making, "processor_ticks", lambda: next(counts))
-    assert making._Load().is_full() is full
+    monkeypatch.setattr(background, "processor_ticks", lambda: next(counts))
+    assert background._ProcessorLoad().is_full() is full
 
 
 def test_the_times_of_processors_are_known():
@@ -190,29 +194,55 @@ def signals(folder, monkeypatch):
 
 
 def test_the_compiler_rests_while_all_processors_are_busy_until_somebody_waits(folder, signals, monkeypatch):
-    monkeypatch.setattr(making._Load, "is_full", lambda self: True)
-    monkeypatch.setattr(making, "_LEAST", 0.05)
-    supply = making.Supply(folder, lambda functions: None)
+    monkeypatch.setattr(background._ProcessorLoad, "is_full", lambda self: True)
+    monkeypatch.setattr(background, "_FIRST_SHARE", 0.05)
+    compiler = BackgroundCompiler(folder, lambda functions: None)
     wait_until(lambda: len(signals) >= 4)
-    monkeypatch.setattr(making, "_MOST", 1e-9)
-    monkeypatch.setattr(making, "_LEAST", 1e-9)
+    monkeypatch.setattr(background, "_LAST_SHARE", 1e-9)
+    monkeypatch.setattr(background, "_FIRST_SHARE", 1e-9)
     wait_until(lambda: len(signals) % 2 == 1)
-    supply.hurry()
+    compiler.hurry()
     (folder / "go").touch()
-    assert supply.ended.wait(PATIENCE_S)
-    assert supply.obstacle is None
+    assert compiler.finished.wait(PATIENCE_S)
+    assert compiler.failure is None
     assert signals == [signal.SIGSTOP, signal.SIGCONT] * (len(signals) // 2)
 
 
 def test_a_rest_ends_once_processors_are_free(folder, signals, monkeypatch):
-    monkeypatch.setattr(making._Load, "is_full", lambda self: False)
-    monkeypatch.setattr(making, "_LEAST", 1e-9)
-    supply = making.Supply(folder, lambda functions: None)
+    full = iter([True])
+    monkeypatch.setattr(background._ProcessorLoad, "is_full", lambda self: next(full, False))
+    monkeypatch.setattr(background, "_FIRST_SHARE", 1e-9)
+    compiler = BackgroundCompiler(folder, lambda functions: None)
     wait_until(lambda: signals == [signal.SIGSTOP, signal.SIGCONT])
     (folder / "go").touch()
-    assert supply.ended.wait(PATIENCE_S)
-    assert supply.obstacle is None
+    assert compiler.finished.wait(PATIENCE_S)
+    assert compiler.failure is None
     assert len(signals) == 2
+
+
+def test_a_compiler_that_is_stopped_while_it_imports_ends_with_its_parent(tmp_path):
+    code = (
+        "import os, signal, sys, time; from pathlib import Path\n"
+        "from bagua_comm.kernels.numba import background, cache\n"
+        "folder = Path(sys.argv[1]); lease = cache.Lease(folder); lease.claim()\n"
+        "process = background.start('make', folder, lease, urgent=False)\n"
+        "while 'numpy' not in Path(f'/proc/{process.pid}/maps').read_text(): time.sleep(0.001)\n"
+        "os.killpg(process.pid, signal.SIGSTOP)\n"
+        "print(process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    result = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S)
+    wait_until(lambda: is_gone(int(result.stdout)))
+
+
+def test_the_compiler_finds_numba_in_the_folder_of_a_package_of_this_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(compiled.__file__).parent))
+    monkeypatch.setattr(background, "_MAIN", "import numba; print(numba.__file__); main = exit")
+    process = background.start("make", tmp_path, Lease(tmp_path), urgent=True)
+    output = process.communicate(timeout=PATIENCE_S)[0].decode()
+    assert "bagua_comm" not in output
+    assert Path(output.splitlines()[0]).name == "__init__.py"
 
 
 def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
@@ -221,19 +251,19 @@ def test_a_forked_child_neither_compiles_nor_waits(tmp_path):
         "kernels.on_host()\n"
         "child = os.fork()\n"
         "if not child:\n"
-        "    kernels._supply.end()\n"
+        "    kernels._compiler.end()\n"
         "    os._exit(0 if kernels.on_host() is kernels.host else 1)\n"
-        "print(os.waitpid(child, 0)[1], kernels._supply._thread.is_alive())"
+        "print(os.waitpid(child, 0)[1], kernels._compiler._thread.is_alive())"
     )
     assert run(code, tmp_path).split() == ["0", "True"]
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about threads and fork
 def test_a_child_that_was_forked_while_a_thread_looked_for_them_looks_itself(monkeypatch):
-    monkeypatch.setattr(kernels, "_ready", None)
-    monkeypatch.setattr(making, "place", lambda: (_ for _ in ()).throw(making.UnavailableError("not here")))
-    monkeypatch.setattr(making, "is_installed", lambda: False)
-    with kernels._beginning:
+    monkeypatch.setattr(kernels, "_fastest", None)
+    monkeypatch.setattr(kernels, "cache_dir", lambda: (_ for _ in ()).throw(cache.UnavailableError("not here")))
+    monkeypatch.setattr(kernels, "numba_is_installed", lambda: False)
+    with kernels._lock:
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # ends it if it waits
@@ -245,7 +275,7 @@ def test_a_forked_child_that_asks_for_them_gets_them(folder):
     (folder / "verdict").unlink()
     code = (
         "import os; from bagua_comm import kernels\n"
-        "kernels._begin(urgent=True)\n"
+        "kernels._load_or_compile(urgent=True)\n"
         "child = os.fork()\n"
         "if not child:\n"
         "    kernels.compile_now()\n"
@@ -269,7 +299,7 @@ def test_the_compiler_is_no_process_of_the_job_and_inherits_nothing_open(tmp_pat
     )
     with open(os.devnull) as file:
         os.set_inheritable(file.fileno(), True)
-        making._start("make", tmp_path, making._Lease(tmp_path), urgent=False)
+        background.start("make", tmp_path, Lease(tmp_path), urgent=False)
         said = started[0].communicate(timeout=PATIENCE_S)[0]
     assert said.decode().split() == ["[]", "kept", "[]"]
 
@@ -284,43 +314,43 @@ def test_one_process_compiles_for_all(folder, monkeypatch):
         code = f"open({str(folder / 'verdict')!r}, 'w').write('good')"
         return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
 
-    monkeypatch.setattr(making, "_start", start)
+    monkeypatch.setattr(background, "start", start)
     taken = []
-    supplies = [making.Supply(folder, taken.append) for _ in range(3)]
+    compilers = [BackgroundCompiler(folder, taken.append) for _ in range(3)]
     wait_until(lambda: started)
     began.set()
-    assert all(supply.ended.wait(PATIENCE_S) for supply in supplies)
+    assert all(compiler.finished.wait(PATIENCE_S) for compiler in compilers)
     assert len(started) == 1
-    assert [functions.keys() for functions in taken] == [making.KERNELS.keys()] * 3
+    assert [functions.keys() for functions in taken] == [KERNELS.keys()] * 3
     assert not folder.joinpath("lease").exists()
 
 
 def test_a_lease_that_nobody_renews_is_taken_away(tmp_path, monkeypatch):
-    mine, other = making._Lease(tmp_path), making._Lease(tmp_path)
-    assert other.take()
-    assert not mine.take()
-    assert (mine.is_own(), other.is_own()) == (False, True)
-    monkeypatch.setattr(making, "_STALE_S", 0.05)
+    mine, other = Lease(tmp_path), Lease(tmp_path)
+    assert other.claim()
+    assert not mine.claim()
+    assert (mine.is_held(), other.is_held()) == (False, True)
+    monkeypatch.setattr(cache, "_STALE_S", 0.05)
     os.utime(mine.path, (2e9, 2e9))  # it was renewed, by a clock that is wrong
-    assert not mine.take()
-    assert other.is_own()
-    wait_until(mine.take)
-    assert (mine.is_own(), other.is_own()) == (True, False)
-    other.give_back()
-    assert mine.is_own()
-    mine.give_back()
+    assert not mine.claim()
+    assert other.is_held()
+    wait_until(mine.claim)
+    assert (mine.is_held(), other.is_held()) == (True, False)
+    other.drop()
+    assert mine.is_held()
+    mine.drop()
     assert not mine.path.exists()
 
 
 def test_a_compiler_that_was_stopped_leaves_the_work_to_who_took_its_lease(tmp_path):
-    lease = making._Lease(tmp_path)
-    assert lease.take()
-    process = making._start("make", tmp_path, lease, urgent=True)
+    lease = Lease(tmp_path)
+    assert lease.claim()
+    process = background.start("make", tmp_path, lease, urgent=True)
     os.kill(process.pid, signal.SIGSTOP)
     lease.path.write_text("another one")
     os.kill(process.pid, signal.SIGCONT)
     process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == making._NO_LEASE
+    assert process.returncode == compiler_process._NO_LEASE
     assert lease.path.read_text() == "another one"
     assert not (tmp_path / "verdict").exists()
 
@@ -333,8 +363,8 @@ def test_a_compiler_that_crashes_leaves_numpys_kernels_and_one_message(folder, f
     (folder / "verdict").unlink()
     code = "import os, signal; print('no room', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", code]
-    monkeypatch.setattr(making, "_start", lambda *_, urgent: subprocess.Popen(command, stdout=subprocess.PIPE))
-    monkeypatch.setattr(making, "place", lambda: folder)
+    monkeypatch.setattr(background, "start", lambda *_, urgent: subprocess.Popen(command, stdout=subprocess.PIPE))
+    monkeypatch.setattr(kernels, "cache_dir", lambda: folder)
     with pytest.raises(RuntimeError, match="no compiled kernels: compiling them ended with -9: no room"):
         kernels.compile_now()
     assert kernels.on_host() is host
@@ -357,37 +387,40 @@ def test_only_what_the_kernels_themselves_do_is_held_against_them(folder, monkey
     (folder / "verdict").unlink()
     command = [sys.executable, "-c", f"import os, signal, sys; {ended}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    monkeypatch.setattr(making, "_start", lambda *_, urgent: subprocess.Popen(command, **pipes))
+    monkeypatch.setattr(compiler_process, "start", lambda *_, urgent: subprocess.Popen(command, **pipes))
     with contextlib.nullcontext() if verdict else pytest.raises(SystemExit, match="comparing them ended"):
-        making._make(folder, making._Lease(folder), urgent=True)
-    assert making._verdict(folder) == verdict
+        compiler_process._make(folder, Lease(folder), urgent=True)
+    assert cache.read_verdict(folder) == verdict
 
 
 def test_what_another_one_has_made_before_the_lease_was_free_is_not_made_again(folder, monkeypatch):
     (folder / "verdict").unlink()
-    take = making._Lease.take
+    claim = Lease.claim
 
-    def take_late(lease):
-        making._judge(folder, "good")
-        return take(lease)
+    def claim_late(lease):
+        cache.write_verdict(folder, "good")
+        return claim(lease)
 
-    monkeypatch.setattr(making._Lease, "take", take_late)
-    monkeypatch.setattr(making, "_start", lambda *_, urgent: pytest.fail("it was made again"))
+    monkeypatch.setattr(Lease, "claim", claim_late)
+    monkeypatch.setattr(background, "start", lambda *_, urgent: pytest.fail("it was made again"))
     taken = []
-    supply = making.Supply(folder, taken.append)
-    assert supply.ended.wait(PATIENCE_S)
-    assert [functions.keys() for functions in taken] == [making.KERNELS.keys()]
+    compiler = BackgroundCompiler(folder, taken.append)
+    assert compiler.finished.wait(PATIENCE_S)
+    assert [functions.keys() for functions in taken] == [KERNELS.keys()]
 
 
 def test_kernels_that_differ_from_numpys_are_refused(folder, fresh, monkeypatch, caplog):
-    functions = making._load(folder)
+    functions = cache.load_unchecked(folder)
     monkeypatch.setattr(compiled, "_run", type(compiled._run)())
-    monkeypatch.setattr(making, "_load", lambda folder: {**functions, "weigh_blocks": lambda *_: None})
-    with pytest.raises(making.UnavailableError, match="they differ from NumPy's in arrays of float32"):
-        making._check(folder)
+    monkeypatch.setattr(
+        compiler_process, "load_unchecked", lambda folder: {**functions, "checksum_blocks": lambda *_: None}
+    )
+    with pytest.raises(cache.UnavailableError, match="they differ from NumPy's in arrays of float32"):
+        compiler_process._check(folder)
 
-    making._judge(folder, "they differ")
-    monkeypatch.setattr(making, "place", lambda: folder)
+    cache.write_verdict(folder, "they differ")
+    for module in (kernels, cache):
+        monkeypatch.setattr(module, "cache_dir", lambda: folder)
     assert kernels.on_host() is host
     assert kernels.on_host() is host
     assert said_by(caplog) == ["the kernels of NumPy's arrays are NumPy's: they differ"]
@@ -403,7 +436,7 @@ def test_where_nothing_can_be_kept_numpys_kernels_stay(tmp_path, fresh, monkeypa
     if where == "no home":
         monkeypatch.setattr(files.Path, "home", lambda: file)
     else:
-        monkeypatch.setattr(making, "place", lambda: file)
+        monkeypatch.setattr(kernels, "cache_dir", lambda: file)
     with pytest.raises(RuntimeError, match=r"nothing can be kept|File exists"):
         kernels.compile_now()
     assert kernels.of(np.ones(1)) is host
@@ -421,7 +454,7 @@ def test_without_numba_they_are_those_of_numpy(fresh, monkeypatch, caplog):
 
 @pytest.mark.parametrize("missing", ["llvmlite", "llvmlite.binding"])
 def test_where_numba_lacks_its_compiler_numpys_kernels_stay(fresh, monkeypatch, caplog, missing):
-    making._key.cache_clear()
+    cache._key.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -436,8 +469,8 @@ def test_what_llvm_does_not_load_leaves_numpys_kernels(folder, fresh, monkeypatc
     def refuse(folder):
         raise RuntimeError("no memory that can be run")
 
-    monkeypatch.setattr(making, "_load", refuse)
-    monkeypatch.setattr(making, "place", lambda: folder)
+    monkeypatch.setattr(cache, "load_unchecked", refuse)
+    monkeypatch.setattr(kernels, "cache_dir", lambda: folder)
     assert kernels.on_host() is host
     assert len(said_by(caplog)) == 1
     with pytest.raises(RuntimeError, match="they cannot be loaded: RuntimeError: no memory"):
@@ -445,7 +478,7 @@ def test_what_llvm_does_not_load_leaves_numpys_kernels(folder, fresh, monkeypatc
 
 
 def test_the_state_says_where_they_are_and_whether_they_are_being_made(folder, monkeypatch):
-    monkeypatch.setattr(making, "place", lambda: folder)
+    monkeypatch.setattr(cache, "cache_dir", lambda: folder)
     assert kernels.state() == f"compiled, in {folder}"
     (folder / "verdict").unlink()
     assert "compiled them in the background" in kernels.state()
@@ -456,8 +489,8 @@ def test_the_state_says_where_they_are_and_whether_they_are_being_made(folder, m
 def test_waiting_for_them_has_an_end(folder, fresh, monkeypatch):
     (folder / "verdict").unlink()
     (folder / "lease").touch()
-    monkeypatch.setattr(making, "place", lambda: folder)
+    monkeypatch.setattr(kernels, "cache_dir", lambda: folder)
     with pytest.raises(TimeoutError, match=r"were not compiled within 0\.05 s"):
         kernels.compile_now(0.05)
-    kernels._supply.end()
-    assert kernels._supply.ended.is_set()
+    kernels._compiler.end()
+    assert kernels._compiler.finished.is_set()
