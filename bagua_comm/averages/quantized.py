@@ -25,7 +25,8 @@ from ..comm import Communicator
 from ..comm.call import Call, as_argument, check_writable
 from ..errors import ArrayError, UnsupportedError
 from ..transports.base import Transport
-from ..transports.pipeline import LAG, Rows, Stages, cut, reduce_through
+from ..transports.flow import Rows
+from ..transports.pipeline import LAG, Stages, cut, reduce_through
 from .reproducible import Reproducible
 
 _SETTLED = 256

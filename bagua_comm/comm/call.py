@@ -338,7 +338,7 @@ class Call:
         """Make the call by `move`, or shorter, and remember it for `Kinds.repeat`, by its further `arguments`."""
         op, root = self.detail.get("op", ""), self.detail.get("root")
         if not op or as_real(self.x, op) is self.x:  # else `move` reduces another view
-            move = self.transport.shortcut(self.name, self.x, op, root) or move
+            move = self.transport.fast_path(self.name, self.x, op, root) or move
         self.run(lambda: move(self.x, self.target))
         self.comm.kinds.add(arguments, Kind(self, move, into), self.given)
 
