@@ -17,7 +17,8 @@ from ..comm.base import CommBase
 from ..comm.call import Call
 from ..errors import ArrayError
 from ..transports.base import Transport
-from ..transports.pipeline import LAG, Rows, Stages, cut, reduce_through
+from ..transports.flow import Rows
+from ..transports.pipeline import LAG, Stages, cut, reduce_through
 from .base import InPlace
 
 _NAME = "quantized_allreduce"

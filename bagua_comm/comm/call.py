@@ -150,7 +150,7 @@ class Call(Course):
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""
         op, root = self.detail.get("op", ""), self.detail.get("root")
         if not op or as_real(self.x, op) is self.x:  # else `move` reduces another view
-            move = self.transport.shortcut(self.name, self.x, op, root) or move
+            move = self.transport.fast_path(self.name, self.x, op, root) or move
         self.run(move)
         self.cache(move, *arguments, fills=fills)
 

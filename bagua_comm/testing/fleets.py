@@ -262,15 +262,15 @@ class _Mortal(LocalTransport):
         hub = self._job.hub(name, len(members))
         return _Mortal(self._job, hub, members.index(self.rank), numbers, self._epoch, name)
 
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`. Deaths and meetings end the calls that wait on a device, too."""
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.poll_failures`. Deaths and meetings end the calls that wait on a device, too."""
         try:
             self._check_alive()
         except CommError as exc:
             return exc
         except Killed as exc:
             return CommAborted(str(exc))
-        return super().heard(groups)
+        return super().poll_failures(groups)
 
     def _check_alive(self) -> None:
         job = self._job

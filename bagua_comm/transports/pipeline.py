@@ -12,22 +12,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 from .. import kernels
 from ..arrays import Array, DType, Scratch
-
-if TYPE_CHECKING:
-    from .base import Flow
-
-Message: TypeAlias = tuple[int, Array]
-"""A peer, and the contiguous array sent to it or received from it."""
-
-Wait: TypeAlias = Callable[[], None]
-"""Returns when an exchange that was begun has ended."""
-
-Rows: TypeAlias = "Sequence[Array] | Array"
-"""One array for each rank: a list of arrays, or the rows of a contiguous array, (p, m)."""
+from .flow import Flow, Rows, Wait
 
 LAG = 4
 """How many pieces a stage is behind the one before it: that many are on their way at a time."""
@@ -173,3 +162,13 @@ def pipeline(count: int, *stages: Callable[[int], None]) -> None:
         for behind, stage in enumerate(stages):
             if 0 <= i - LAG * behind < count:
                 stage(i - LAG * behind)
+
+
+def chunk_bounds(count: int, chunks: int) -> list[slice]:
+    """Cut `count` elements into chunks of ceil(count / chunks); the last may be short or empty.
+
+    >>> chunk_bounds(5, 3)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    length = -(-count // chunks)
+    return [slice(min(i * length, count), min((i + 1) * length, count)) for i in range(chunks)]

@@ -22,7 +22,8 @@ import numpy as np
 
 from ..arrays import Array, OpOrder, address
 from ..cuda import record_event
-from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
+from .base import Transport
+from .flow import COLLECTIVE, POINT_TO_POINT, Message
 
 PIECE_BYTES = 1 << 20
 

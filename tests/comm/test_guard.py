@@ -197,7 +197,7 @@ def test_notices_that_were_interrupted_while_they_listened_listen_again():
         return True
 
     notices = Notices(lambda rank, message: post.append(message), take)
-    notices.tell([1], notice)
+    notices.send([1], notice)
 
     def check():
         notices.listen()

@@ -263,7 +263,7 @@ def test_what_waits_on_a_device_hears_of_a_death_and_of_a_meeting(tmp_path):
         if fleet.me == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         until = time.monotonic() + 20
-        while (error := comm.transports[0].heard(["a communicator of a device"])) is None:
+        while (error := comm.transports[0].poll_failures(["a communicator of a device"])) is None:
             assert time.monotonic() < until
             time.sleep(0.01)
         print(f"{type(error).__name__}: {error}", flush=True)

@@ -107,13 +107,13 @@ MUTANTS = [
         "tests/transports/test_local.py tests/comm/test_comm.py",
     ),
     Mutant(
-        "bagua_comm/transports/mpi/window.py",
+        "bagua_comm/transports/mpi/shared_window.py",
         "slot[: values.size] = values",
         "slot[: values.size - 1] = values[:-1]",
-        "tests/transports/test_window.py",
+        "tests/transports/test_shared_window.py",
     ),
     Mutant(
-        "bagua_comm/transports/mpi/transport.py",
+        "bagua_comm/transports/mpi/messages.py",
         "return not incoming",
         "return True",
         "tests/test_mpirun.py",

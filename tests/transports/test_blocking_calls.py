@@ -16,8 +16,8 @@ TIMED = {"in_time", "limit", "Limit"}
 is used in such places alone may wait as well."""
 
 ACCEPTED = {
-    ("transports/mpi/transport.py", "everyone.Free"): "of a group, which is this process' own",
-    ("transports/mpi/transport.py", "members.Free"): "of a group, which is this process' own",
+    ("transports/mpi/failure_detector.py", "everyone.Free"): "of a group, which is this process' own",
+    ("transports/mpi/failure_detector.py", "members.Free"): "of a group, which is this process' own",
     ("elastic/mpi/processes.py", "group.Free"): "of a group, which is this process' own",
     ("transports/mpi/world.py", "comm.Split_type"): "whoever calls first_beside ends the wait",
     ("transports/mpi/world.py", "each.Free"): "the same",

@@ -129,7 +129,7 @@ def _together(comm: Communicator) -> list[int]:
         return []
     from mpi4py import MPI
 
-    from ...transports.mpi.blocking import in_time
+    from ...transports.mpi.time_limit import in_time
     from ...transports.mpi.world import first_beside
 
     what = "doctor's split of the world by host"

@@ -15,7 +15,6 @@ among few ranks, and what is larger takes the collectives that are derived from 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -25,9 +24,14 @@ from mpi4py import MPI
 
 from ...arrays import Array, as_bytes, rows
 from ...errors import CommAborted, CommError, UnsupportedError
-from ...transports.base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, chunk_bounds
+from ...transports import derived
+from ...transports.base import Transport
+from ...transports.flow import COLLECTIVE, POINT_TO_POINT, Flow
+from ...transports.mpi.endpoint import Endpoint
+from ...transports.mpi.failure_detector import FailureDetector
+from ...transports.mpi.native import Native
 from ...transports.mpi.transport import MPITransport
-from ...transports.pipeline import cut
+from ...transports.pipeline import chunk_bounds, cut
 from .processes import Crew
 
 KINDS = 4
@@ -151,6 +155,79 @@ class _Requests:
             raise MPI.Exception(next(iter(failed), exc.Get_error_code())) from exc
 
 
+class _ChannelDetector(FailureDetector):
+    """Finds the dead among the members of a channel."""
+
+    _world: Crew
+
+    def failed_ranks(self) -> list[int]:
+        """See `FailureDetector.failed_ranks`."""
+        dead = self._world.failed()
+        return [rank for rank, member in enumerate(self._members) if member in dead]
+
+
+class _ChannelEndpoint(Endpoint):
+    """One rank of a channel, which looks for deaths and for meetings while it waits."""
+
+    world: Crew
+
+    def listen(self, peers: Collection[int] | None) -> None:
+        """See `Endpoint.listen`."""
+        self.check_usable()  # another thread may have gone to a meeting
+        self.world.look_for_deaths(self)
+        super().listen(peers)
+        self.world.look_for_calls()
+
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Endpoint.poll_failures`. What waits on a device ends for any death, and for a meeting."""
+        error = super().poll_failures(groups)
+        if error is not None or not self.concurrent or self.world.watch is not None:
+            return error
+        try:
+            self.world.look_for_deaths(self)
+            self.world.look_for_calls()
+        except CommError as exc:
+            return exc
+        return None
+
+    def wait_outside_mpi(self, done: Callable[[], bool]) -> None:
+        """See `Endpoint.wait_outside_mpi`."""
+        self.poll(done)  # which looks for deaths itself
+
+    def revoke(self) -> None:
+        """Do nothing: all ranks look for deaths while they wait."""
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`; waits for nobody."""
+        if reason is not None:
+            self.notify(CommAborted(reason))
+        return reason is None
+
+
+class _ChannelBroadcast(Native):
+    """A broadcast by messages: a channel has none of MPI."""
+
+    def broadcast(self, flow: Flow, x: Array, root: int) -> None:
+        """Along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
+        flat = as_bytes(x)
+        if self.size == 2 or x.nbytes <= TREE_BYTES:
+            derived.broadcast(self._transport, flat, root)
+            return
+        for block in cut(flat.size, flat.size, BLOCK_BYTES):
+            self._broadcast_in_parts(flow, flat[block], root)
+
+    def _broadcast_in_parts(self, flow: Flow, x: Array, root: int) -> None:
+        """`root` sends part r to rank r, which passes it to the others. Collective."""
+        parts, others = [x[chunk] for chunk in chunk_bounds(x.size, self.size)], flow.others
+        mine = parts[self.rank]
+        if self.rank == root:
+            flow.begin(flow.messages(parts), [])()
+            flow.begin([(peer, mine) for peer in others], [])()
+        else:
+            flow.begin([], [(root, mine)])()
+            flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
+
+
 class ChannelTransport(MPITransport):
     """One rank of a channel of a crew.
 
@@ -165,6 +242,9 @@ class ChannelTransport(MPITransport):
     """
 
     name = "mpi"
+    detector_class = _ChannelDetector
+    endpoint_class = _ChannelEndpoint
+    native_class = _ChannelBroadcast
 
     def __init__(
         self,
@@ -185,29 +265,6 @@ class ChannelTransport(MPITransport):
             with_window=with_window,
         )
 
-    def _broadcast_over(self, flow: Flow, x: Array, root: int) -> None:
-        """Along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
-        flat = as_bytes(x)
-        if self.size == 2 or x.nbytes <= TREE_BYTES:
-            Transport.broadcast(self, flat, root)
-            return
-        for block in cut(flat.size, flat.size, BLOCK_BYTES):
-            self._broadcast_in_parts(flow, flat[block], root)
-
-    def _broadcast_in_parts(self, flow: Flow, x: Array, root: int) -> None:
-        """`root` sends part r to rank r, which passes it to the others. Collective."""
-        parts, others = [x[chunk] for chunk in chunk_bounds(x.size, self.size)], self.others()
-        mine = parts[self.rank]
-        if self.rank == root:
-            flow.begin(flow.messages(parts), [])()
-            flow.begin([(peer, mine) for peer in others], [])()
-        else:
-            flow.begin([], [(root, mine)])()
-            flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
-
-    def _bounds(self, values: Array) -> tuple[Array, Array]:
-        return (values, values) if self.size == 1 else self._bounds_of_few(values)
-
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`. Each rank offers a channel; a group takes that of its first rank."""
         table = np.empty((self.size, 3), np.int64)
@@ -224,31 +281,6 @@ class ChannelTransport(MPITransport):
 
     # Failure and end --------------------------------------------------------------------------------
 
-    def _failed(self) -> list[int]:
-        dead = self._crew.failed()
-        return [rank for rank, member in enumerate(self.members) if member in dead]
-
-    def _listen(self, peers: Collection[int] | None) -> None:
-        self._check_usable()  # another thread may have gone to a meeting
-        self._crew.look_for_deaths(self)
-        super()._listen(peers)
-        self._crew.look_for_calls()
-
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`. What waits on a device ends for any death, and for a meeting that is called."""
-        error = super().heard(groups)
-        if error is not None or not self.concurrent or self._crew.watch is not None:
-            return error
-        try:
-            self._crew.look_for_deaths(self)
-            self._crew.look_for_calls()
-        except CommError as exc:
-            return exc
-        return None
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        self._poll(done)  # which looks for deaths itself
-
     def abort(self, exit_code: int = 1) -> None:
         """See `Transport.abort`."""
         self._crew.say_failed(f"exit code {exit_code}")
@@ -256,12 +288,7 @@ class ChannelTransport(MPITransport):
 
     def abandon(self, reason: str) -> None:
         """Refuse all calls from now on, and keep the memory of what is under way; tells nobody."""
-        self._told = True
-        self._give_up(CommAborted(reason), None)
-        self._broken = reason
-
-    def revoke(self) -> None:
-        """Do nothing: all ranks look for deaths while they wait."""
+        self._endpoint.abandon(reason)
 
     def shrink(self, host: Transport | None = None) -> Transport:
         """Refuse: those that are left of an elastic job meet, and connect anew.
@@ -271,20 +298,13 @@ class ChannelTransport(MPITransport):
         """
         raise UnsupportedError("mpi: ranks of an elastic job do not shrink; let the error reach elastic.run")
 
-    def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`; waits for nobody."""
-        if reason is not None:
-            self._tell(CommAborted(reason))
-        return reason is None
-
     def close(self) -> None:
         """Unmap the window. Waits for nobody."""
-        self._window = self._calls = self._direct = None
-        self._forget()
-        if self._begun:  # MPI may still write there
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._begun))
+        self._unmap()
+        if self._endpoint.begun:  # MPI may still write there
+            self._endpoint.keep_for_ever()
         if self._broken is None:
             self._break("closed")
-            self._world.open -= 1
+            self._world.forget()
         with suppress(KeyError):
-            del self._world.completed[self._group]
+            del self._world.completed[self._endpoint.group]

@@ -13,16 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from mpi4py import MPI
 
 from ...errors import CommAborted, CommError, RankFailed
-from ...transports.mpi.world import Arriving, Place, World
+from ...transports.mpi.world import Arriving, Place, Revocable, World
 from ...transports.notices import Notice
-
-if TYPE_CHECKING:
-    from ...transports.mpi.transport import MPITransport
 
 NOTICES_TAG = (1 << 12) - 1
 """The tag of notices; the tags above it are those of channels."""
@@ -136,7 +133,7 @@ class Crew(World):
             self.acknowledge()  # else nobody is heard any more
         return dead & self.needed
 
-    def look_for_deaths(self, transport: MPITransport) -> None:
+    def look_for_deaths(self, transport: Revocable) -> None:
         """Raise `RankFailed` if a process that is needed has died since the last meeting; at one, a member."""
         if self.watch is None:
             dead = self.deaths()
@@ -174,7 +171,7 @@ class Crew(World):
 
     def _tell_all(self, notice: Notice) -> None:
         self._under_way = [(request, data) for request, data in self._under_way if not _has_ended(request)]
-        self.notices.tell(self.living(), notice)
+        self.notices.send(self.living(), notice)
 
     def waits(self, process: int) -> tuple[Notice, float] | None:
         """What a process said last of the next meeting, and when that was heard; None if nothing."""

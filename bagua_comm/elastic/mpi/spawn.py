@@ -27,7 +27,7 @@ from mpi4py import MPI
 from ...bootstrap.job import Job
 from ...errors import RankFailed
 from ...processes import ProcessId, kill, start_of, started_with, this_host
-from ...transports.mpi.blocking import in_time
+from ...transports.mpi.time_limit import in_time
 from ..snapshot.sealing import seal
 from .parent import VARIABLE, Origin
 

@@ -16,8 +16,8 @@ all calls between the two ranks, collectives included. A message to oneself need
 A watchdog watches the calls in flight. It ends NCCL's communicator after an error of NCCL or of CUDA, and when a
 call has not ended `timeout_s` after it was made, whatever its stream has to do before it. Then streams go on, the
 data in flight is lost, and all later calls raise, or else `close` does. This rank tells the others, over the host
-transport if that can (`Transport.tell`), and those that wait raise as well. A rank whose program catches an
-error, and goes on without the call, has not given up: the others notice only when their time is over.
+transport if that can (`Transport.notify_failure`), and those that wait raise as well. A rank whose program
+catches an error, and goes on without the call, has not given up: the others notice only when their time is over.
 
 A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: drop graphs before
 `close`, which waits for them `LEAVE_S` at most.
@@ -41,7 +41,9 @@ from cupy.cuda import nccl
 from ...arrays import FLOATS, Array, address, dtype_name
 from ...cuda import explained
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
-from ..base import POINT_TO_POINT, Message, Transport, check_timeout
+from ..base import Transport
+from ..call_state import check_timeout
+from ..flow import POINT_TO_POINT, Message
 from .watchdog import Watch, Watchdog
 
 if not nccl.available:
@@ -105,7 +107,7 @@ class NcclTransport(Transport):
             check=self._check,
             destroy=comm.destroy,
             abort=comm.abort,
-            tell=self._tell,
+            notify=self._notify,
             listen=self._listen,
         )
 
@@ -288,10 +290,10 @@ class NcclTransport(Transport):
                 event.record(stream)
                 call.event = event
         except BaseException as exc:
-            self._give_up(name, exc)
+            self._abort_after(name, exc)
             raise
 
-    def _give_up(self, name: str, exc: BaseException) -> None:
+    def _abort_after(self, name: str, exc: BaseException) -> None:
         """Give up, since this rank has not made a call that the others make; raises what that means."""
         who = f"{_who(self)}: {name}"
         if isinstance(exc, CommError):  # it was given up before
@@ -299,20 +301,20 @@ class NcclTransport(Transport):
         if isinstance(exc, _ERRORS):
             self._watch.fail(*_translated(exc, who))
             self._watch.check_usable(exc)
-        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_told=True)
+        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_reported=True)
 
-    def _tell(self, error: CommError) -> None:
+    def _notify(self, error: CommError) -> None:
         """Tell the other ranks that this one has given up, unless they know."""
         if not self._others_know:
             self._others_know = True
-            self._host.tell(self._names.name, error)
+            self._host.notify_failure(self._names.name, error)
 
     def _listen(self) -> None:
         """Raise if another rank has given up."""
-        told = self._host.heard((self._names.name, self._names.family))
-        if told is not None:
+        error = self._host.poll_failures((self._names.name, self._names.family))
+        if error is not None:
             self._others_know = True
-            raise told
+            raise error
 
     def _check(self) -> None:
         """Raise if NCCL has found an error."""
@@ -338,7 +340,7 @@ class NcclTransport(Transport):
             self._watch.fail(CommTimeout, str(exc))
             raise
         except BaseException as exc:
-            self._give_up("split", exc)
+            self._abort_after("split", exc)
             raise
         self._splits += 1
         name = f"{self._names.name}.{self._splits}:{color}"
@@ -374,8 +376,8 @@ class NcclTransport(Transport):
         if reason is not None:
             self._others_know = True
             for family in self._names.joined:
-                self._host.tell(family, CommAborted(reason))
-            self._watchdog.give_up(reason)
+                self._host.notify_failure(family, CommAborted(reason))
+            self._watchdog.abandon(reason)
         return True
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class Watch:
         check: Raises a `CommError` if the library has found an error.
         destroy: Frees the communicator; may wait for peers.
         abort: Ends the calls in flight, and frees the communicator.
-        tell: Tells the other ranks why this one has given up, without waiting.
+        notify: Notifies the other ranks why this one has given up, without waiting.
         listen: Raises a `CommError` if another rank has given up; called while something is in flight.
     """
 
@@ -60,12 +60,12 @@ class Watch:
         check: Callable[[], None],
         destroy: Callable[[], None],
         abort: Callable[[], None],
-        tell: Callable[[CommError], None],
+        notify: Callable[[CommError], None],
         listen: Callable[[], None],
     ) -> None:
         self.who, self._watchdog = who, watchdog
         self._check, self._destroy, self._abort = check, destroy, abort
-        self._tell, self._listen = tell, listen
+        self._notify, self._listen = notify, listen
         self._calls: deque[Call] = deque()
         self.spare_events: list[Any] = []
         self.stuck = False
@@ -74,7 +74,7 @@ class Watch:
         """Whether a thread is inside the library now. Set it, then call `check_usable` (see `_end`); set it back
         by an assignment in `finally`, since a signal handler may raise before a call there."""
         self._failure: tuple[type[CommError], str] | None = None
-        self._told = self._closed = False
+        self._is_reported = self._closed = False
         self._looking = threading.Lock()
         self._over = threading.Event()
         self._ender = threading.Thread(target=self._end, name="end of a communicator", daemon=True)
@@ -119,21 +119,21 @@ class Watch:
         while self.look() and time.monotonic() < deadline:
             time.sleep(0.0001)
 
-    def fail(self, kind: type[CommError], reason: str, *, is_told: bool = False) -> None:
-        """Give up: abort the communicator; later calls raise this error, and `close` does unless it `is_told`."""
+    def fail(self, kind: type[CommError], reason: str, *, is_reported: bool = False) -> None:
+        """Abort the communicator; later calls raise this error, and `close` does unless it `is_reported`."""
         first = self._failure is None
         if first:
             self._failure = kind, reason
-            self._told = is_told
+            self._is_reported = is_reported
         self._over.set()
         if first:
-            self._tell(kind(reason))
+            self._notify(kind(reason))
 
     def check_usable(self, cause: BaseException | None = None) -> None:
         """Raise the failure, if there is one."""
         if self._failure is not None:
             kind, reason = self._failure
-            self._told = True
+            self._is_reported = True
             raise kind(reason) from cause
         if self._closed:
             raise CommAborted(f"{self.who}: this communicator is closed")
@@ -141,11 +141,11 @@ class Watch:
     def abort(self) -> None:
         """Give up at the caller's request."""
         self.fail(CommAborted, f"{self.who}: this communicator was aborted")
-        self._told = True
+        self._is_reported = True
 
-    def give_up(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """Free the communicator in the background, and end its calls in flight; tells and waits for nobody."""
-        self._told = True
+        self._is_reported = True
         if self._closed:
             return
         if self._failure is None:
@@ -158,7 +158,7 @@ class Watch:
     def close(self, limit_s: float) -> None:
         """Free the communicator, once its calls have ended; raises the first failure that no call has raised."""
         self.leave(limit_s)
-        if self._failure is not None and not self._told:
+        if self._failure is not None and not self._is_reported:
             self.check_usable()
 
     def leave(self, limit_s: float) -> None:
@@ -231,10 +231,10 @@ class Watchdog:
                 reason = f"nobody watches this communicator: {type(exc).__name__}: {exc}"
                 watch.fail(CommError, f"{watch.who}: {reason}")
 
-    def give_up(self, reason: str) -> None:
-        """Give up all communicators; see `Watch.give_up`."""
+    def abandon(self, reason: str) -> None:
+        """Give up all communicators; see `Watch.abandon`."""
         for watch in tuple(self._watches):
-            watch.give_up(reason)
+            watch.abandon(reason)
 
     def wake(self) -> None:
         """Tell the thread that something is in flight."""

@@ -1,13 +1,13 @@
-"""Large arrays among ranks of one host: each rank reads what it needs from the memory of the others.
+"""Large arrays among ranks of one host: each rank reads the parts that it needs from the memory of the others.
 
-So bytes are copied once, where a window has them copied twice, and MPI divides them into messages. A call has two
-rounds of the window, or three. In the first every rank says where its array lies. Then each reads, and reduces
-what it has read while it is in a cache. In the last all say that they have read: from then on each may change its
-array again. A rank that gives up may change it before; so each looks, when it has read, whether one has given up.
+So bytes are copied once, whereas a window has them copied twice, and MPI divides them into messages. A call has
+two or three rounds of the window. In the first every rank publishes the address of its array. Then each reads,
+and reduces the bytes while they are in a cache. The last round is a barrier, after which each rank may change its
+array again. A rank that aborts may change it before; so each rank checks for aborted ranks when it has read.
 
-It needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`). Open MPI
+This needs Linux, and ranks that may read each other's memory, as debuggers do (`process_vm_readv`). Open MPI
 carries its own messages between processes by the same call. `open_memory` tries it. Memory of some devices cannot
-be read like this, even if it is mapped: where an array lies in such memory, its address is given as `UNREADABLE`.
+be read like this, even if it is mapped: an array in such memory has the address `UNREADABLE`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from mpi4py import MPI
 from ... import kernels
 from ...arrays import Array, DType, Scratch, as_buffer, rows
 from ...kernels import Reducer
-from ..base import Transport, chunk_bounds
-from .window import SharedWindow
+from ..base import Transport
+from ..pipeline import chunk_bounds
+from .shared_window import SharedWindow
 
 UNREADABLE = 0
-"""In place of the address of an array that other processes cannot read."""
+"""The address of an array that other processes cannot read."""
 
 ALONE_BYTES = 1 << 20
-"""Up to so many bytes from all other ranks the root of a reduction reads and adds all by itself."""
+"""Up to this many bytes of all other ranks together, the root of a reduction reads and adds all arrays itself."""
 
 PIECE_BYTES = 1 << 18
 """Bytes that are read from a rank before they are reduced, so that they are still in a cache."""
 
-_PLACES = 256
+_ADDRESSES = 256
 """The largest number of arrays that are remembered as readable."""
 
 Read = Callable[[int, int, int, int, int, int], int]
 
 
 class PeerMemory:
-    """The memory of the processes of a host, to read.
+    """Reads the memory of the processes of a host.
 
     Args:
         processes: The process of each rank.
@@ -56,13 +57,13 @@ class PeerMemory:
         self._here = ctypes.addressof(self._segments)
         self._there = self._here + 2 * ctypes.sizeof(ctypes.c_size_t)
         self._readable: dict[tuple[int, int], weakref.ref[Array]] = {}
-        """By place: the array that owns readable memory. Once it is gone, other memory may be mapped there."""
+        """By address and size, the array that owns readable memory, as long as it lives."""
 
     def read(self, rank: int, address: int, to: int, nbytes: int) -> None:
         """Copy `nbytes` from this address of a rank to an address of this process.
 
         Raises:
-            OSError: There is no such process any more, or its memory cannot be read.
+            OSError: The process has ended, or its memory cannot be read.
         """
         process, segments, left = self._processes[rank], self._segments, nbytes
         while left:
@@ -74,7 +75,7 @@ class PeerMemory:
                 raise OSError(code, f"{os.strerror(code)}: cannot read {left} bytes of {where}")
             to, address, left = to + count, address + count, left - count
 
-    def place(self, x: Array) -> int:
+    def address(self, x: Array) -> int:
         """The address of contiguous `x` for others to read; `UNREADABLE` if they cannot."""
         address, nbytes = address_of(x), x.nbytes
         known = self._readable.get((address, nbytes))
@@ -86,7 +87,7 @@ class PeerMemory:
             return UNREADABLE
         owner = x if x.base is None else x.base
         if isinstance(owner, np.ndarray) and owner.flags.owndata:
-            if len(self._readable) >= _PLACES:
+            if len(self._readable) >= _ADDRESSES:
                 self._readable.clear()
             self._readable[address, nbytes] = weakref.ref(owner)
         return address
@@ -105,79 +106,79 @@ class DirectCalls:
         self._scratch = Scratch()
 
     def of(self, name: str, dtype: DType, op: str, root: int) -> Callable[[Sequence[int], Array, Array], None]:
-        """The call of this name; it takes where the arrays lie, `x`, and what is filled."""
+        """The collective of this name; takes the addresses of all ranks' arrays, `x`, and the array to fill."""
         at_root, add = self.rank == root, kernels.reducer(dtype, op or "sum", self.size)
         calls: dict[str, Callable[[Sequence[int], Array, Array], None]] = {
-            "broadcast": lambda places, x, _: self.broadcast(places, x, root),
+            "broadcast": lambda addresses, x, _: self.broadcast(addresses, x, root),
             "allgather": self.allgather,
             "alltoall": self.alltoall,
-            "allreduce": lambda places, x, out: self.allreduce(places, x, out, add),
-            "reduce_scatter": lambda places, x, out: self.reduce_scatter(places, x, out, add),
-            "reduce": lambda places, x, out: self.reduce(places, x, out if at_root else None, root, add),
+            "allreduce": lambda addresses, x, out: self.allreduce(addresses, x, out, add),
+            "reduce_scatter": lambda addresses, x, out: self.reduce_scatter(addresses, x, out, add),
+            "reduce": lambda addresses, x, out: self.reduce(addresses, x, out if at_root else None, root, add),
         }
         return calls[name]
 
-    def broadcast(self, places: Sequence[int], x: Array, root: int) -> None:
+    def broadcast(self, addresses: Sequence[int], x: Array, root: int) -> None:
         """Read `x` of `root`.
 
         Collective.
         """
         if self.rank != root:
-            self.memory.read(root, places[root], address_of(x), x.nbytes)
+            self.memory.read(root, addresses[root], address_of(x), x.nbytes)
         self._end()
 
-    def allgather(self, places: Sequence[int], x: Array, out: Array) -> None:
+    def allgather(self, addresses: Sequence[int], x: Array, out: Array) -> None:
         """Read `x` of all ranks to the rows of `out`.
 
         Collective.
         """
         start, nbytes = address_of(out), x.nbytes
         for peer in self._others:
-            self.memory.read(peer, places[peer], start + peer * nbytes, nbytes)
+            self.memory.read(peer, addresses[peer], start + peer * nbytes, nbytes)
         if address_of(x) != start + self.rank * nbytes:
             rows(out, self.size)[self.rank] = x.reshape(-1)
         self._end()
 
-    def alltoall(self, places: Sequence[int], x: Array, out: Array) -> None:
+    def alltoall(self, addresses: Sequence[int], x: Array, out: Array) -> None:
         """Read row `rank` of `x` of all ranks to the rows of `out`, which is apart from `x`.
 
         Collective.
         """
         start, nbytes = address_of(out), out.nbytes // self.size
         for peer in self._others:
-            self.memory.read(peer, places[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
+            self.memory.read(peer, addresses[peer] + self.rank * nbytes, start + peer * nbytes, nbytes)
         rows(out, self.size)[self.rank] = rows(x, self.size)[self.rank]
         self._end()
 
-    def reduce_scatter(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
+    def reduce_scatter(self, addresses: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
         """Reduce chunk `rank` of `x` of all ranks to `out`, which may be that chunk.
 
         Collective.
         """
         mine = rows(x, self.size)[self.rank]
-        self._reduce(places, self.rank * mine.nbytes, mine, out.reshape(-1), add)
+        self._reduce(addresses, self.rank * mine.nbytes, mine, out.reshape(-1), add)
         self._end()
 
-    def allreduce(self, places: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
+    def allreduce(self, addresses: Sequence[int], x: Array, out: Array, add: Reducer) -> None:
         """Reduce `x` of all ranks to `out`, which may be `x`: each rank one chunk, which the others read.
 
         Collective.
         """
         x, out = x.reshape(-1), out.reshape(-1)
         bounds = chunk_bounds(x.size, self.size)
-        chunk, place = bounds[self.rank], address_of(out)
-        self._reduce(places, chunk.start * x.itemsize, x[chunk], out[chunk], add)
-        self._collect(place, place, x.itemsize, bounds)
+        chunk, start = bounds[self.rank], address_of(out)
+        self._reduce(addresses, chunk.start * x.itemsize, x[chunk], out[chunk], add)
+        self._collect(start, start, x.itemsize, bounds)
 
-    def reduce(self, places: Sequence[int], x: Array, out: Array | None, root: int, add: Reducer) -> None:
+    def reduce(self, addresses: Sequence[int], x: Array, out: Array | None, root: int, add: Reducer) -> None:
         """Reduce `x` of all ranks to `out` of `root`, which may be `x`; `out` is None elsewhere.
 
-        Collective. The root adds all by itself if that is little; else each rank reduces a chunk.
+        Collective. The root adds all arrays itself if they are small; otherwise each rank reduces a chunk.
         """
         x = x.reshape(-1)
         if len(self._others) * x.nbytes <= ALONE_BYTES:
             if out is not None:
-                self._reduce(places, 0, x, out.reshape(-1), add)
+                self._reduce(addresses, 0, x, out.reshape(-1), add)
             self._end()
             return
         bounds = chunk_bounds(x.size, self.size)
@@ -186,45 +187,45 @@ class DirectCalls:
         mine = total[chunk]
         if out is None:
             mine = self._scratch.take("mine", mine.shape, x.dtype, like=x)
-        self._reduce(places, chunk.start * x.itemsize, x[chunk], mine, add)
-        # As if the chunk lay in an array of all of them.
-        place = address_of(mine) - chunk.start * x.itemsize
-        self._collect(place, None if out is None else address_of(total), x.itemsize, bounds)
+        self._reduce(addresses, chunk.start * x.itemsize, x[chunk], mine, add)
+        # The address that an array of all chunks would have with this rank's in it.
+        start = address_of(mine) - chunk.start * x.itemsize
+        self._collect(start, None if out is None else address_of(total), x.itemsize, bounds)
 
-    def _collect(self, place: int, out: int | None, itemsize: int, bounds: Sequence[slice]) -> None:
-        """Read the chunk that each rank has reduced, to its place in the array at address `out`, if there is one.
+    def _collect(self, start: int, out: int | None, itemsize: int, bounds: Sequence[slice]) -> None:
+        """Read the chunk that each rank has reduced to the array at address `out`, if that is not None.
 
-        Collective. `place` is where an array begins that has this rank's chunk in its place.
+        Collective. `start` is the address of an array in which this rank's chunk lies at its offset.
         """
-        places = self._window.places(0, place)
-        assert places is not None  # what differs was noticed before
+        addresses = self._window.addresses(0, start)
+        assert addresses is not None  # calls that differ were found before
         if out is not None:
             for peer in self._others:
-                start, end = bounds[peer].start * itemsize, bounds[peer].stop * itemsize
-                self.memory.read(peer, places[peer] + start, out + start, end - start)
+                first, end = bounds[peer].start * itemsize, bounds[peer].stop * itemsize
+                self.memory.read(peer, addresses[peer] + first, out + first, end - first)
         self._end()
 
     def _end(self) -> None:
-        """Raise if a rank has given up, whose array may have changed before it was read; else wait for all.
+        """Raise if a rank has aborted, whose array may have changed before it was read; otherwise wait for all.
 
         Collective.
         """
         self._window.check()
-        self._window.meet()
+        self._window.barrier()
 
-    def _reduce(self, places: Sequence[int], start: int, mine: Array, out: Array, add: Reducer) -> None:
+    def _reduce(self, addresses: Sequence[int], start: int, mine: Array, out: Array, add: Reducer) -> None:
         """Reduce the elements from byte `start` of all ranks' arrays, piece by piece; `out` may be `mine`."""
         length = max(1, min(PIECE_BYTES // mine.itemsize, mine.size))
         room = self._scratch.take("piece", (self.size, length), mine.dtype, like=mine)
-        place = address_of(room)
-        # The sum grows in `out`, which may not be a row that is still to be added.
+        buffer = address_of(room)
+        # The sum accumulates in `out`, which may not be a row that is still to be added.
         copied = self.rank > 1 and address_of(mine) == address_of(out)
         for first in range(0, mine.size, length):
             parts = list(room[:, : min(length, mine.size - first)])
             piece = slice(first, first + parts[0].size)
             for peer in self._others:
-                to, nbytes = place + peer * length * mine.itemsize, parts[peer].nbytes
-                self.memory.read(peer, places[peer] + start + first * mine.itemsize, to, nbytes)
+                to, nbytes = buffer + peer * length * mine.itemsize, parts[peer].nbytes
+                self.memory.read(peer, addresses[peer] + start + first * mine.itemsize, to, nbytes)
             if copied:
                 parts[self.rank][:] = mine[piece]
             else:
@@ -245,7 +246,7 @@ def open_memory(transport: Transport) -> PeerMemory | None:
 
 
 def _tried(transport: Transport, table: Array) -> PeerMemory | None:
-    """Read what every rank has in the last column of the table, at the address in the second. Collective."""
+    """Read the last column of the table from every rank, at the address in its second column. Collective."""
     memory, found = PeerMemory(table[:, 0].tolist()), np.zeros(transport.size, np.int64)
     try:
         for rank, address in enumerate(table[:, 1].tolist()):
@@ -256,7 +257,7 @@ def _tried(transport: Transport, table: Array) -> PeerMemory | None:
 
 
 def address_of(x: Array) -> int:
-    """Where contiguous `x` begins."""
+    """The address of contiguous `x`."""
     return MPI.Get_address(as_buffer(x))
 
 

@@ -12,9 +12,9 @@ import pytest
 from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
-from bagua_comm.transports.mpi import memory as module
-from bagua_comm.transports.mpi.memory import UNREADABLE, DirectCalls, PeerMemory, address_of, open_memory
-from bagua_comm.transports.mpi.window import GivenUpError, open_window
+from bagua_comm.transports.mpi import peer_memory as module
+from bagua_comm.transports.mpi.peer_memory import UNREADABLE, DirectCalls, PeerMemory, address_of, open_memory
+from bagua_comm.transports.mpi.shared_window import PeerAbortedError, open_window
 
 SIZES = [2, 3, 5]
 
@@ -39,7 +39,7 @@ def directly(ranks, body):
         assert memory is not None
 
         def call(name, x, out, op="", root=0):
-            places = window.places(1, memory.place(x))
+            places = window.addresses(1, memory.address(x))
             assert UNREADABLE not in places
             DirectCalls(window, memory).of(name, x.dtype, op, root)(places, x, out)
 
@@ -107,14 +107,14 @@ def test_arrays_arrive_as_they_are(ranks, dtype):
 def test_memory_that_other_processes_cannot_read_has_no_place():
     memory = PeerMemory([os.getpid()])
     x = np.ones(100_000)
-    assert memory.place(x) == address_of(x)
+    assert memory.address(x) == address_of(x)
     with mmap.mmap(-1, 4 * mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as pages:
         y = np.frombuffer(pages, np.uint8)
-        assert memory.place(y) == address_of(y)
+        assert memory.address(y) == address_of(y)
         protect = ctypes.CDLL(None).mprotect
         protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         assert protect(address_of(y), 4 * mmap.PAGESIZE, 0) == 0
-        assert memory.place(y) == UNREADABLE
+        assert memory.address(y) == UNREADABLE
         with pytest.raises(OSError, match=r"Bad address: cannot read 8 bytes of rank 0, process \d+"):
             memory.read(0, address_of(y), address_of(x), 8)
         del y
@@ -125,15 +125,15 @@ def test_memory_is_remembered_as_readable_only_as_long_as_its_array_lives(monkey
     read = memory._read
     monkeypatch.setattr(memory, "_read", lambda *place: looks.append(place) or read(*place))
     x = np.ones(100)
-    assert memory.place(x) == memory.place(x.reshape(10, 10)) == address_of(x)
+    assert memory.address(x) == memory.address(x.reshape(10, 10)) == address_of(x)
     assert len(looks) == 1
     address = address_of(x)
     del x
     with mmap.mmap(-1, mmap.PAGESIZE) as page:  # other memory is mapped there
         y = np.frombuffer(page, np.uint8)[:800]
         monkeypatch.setattr(module, "address_of", lambda _: address)
-        memory.place(y)
-        memory.place(y)
+        memory.address(y)
+        memory.address(y)
         assert len(looks) == 3
         del y
 
@@ -154,20 +154,20 @@ def test_what_was_read_of_a_rank_that_has_given_up_is_an_error(name, ranks):
         window = open_window(comm.transports[0], wait)
         memory, x, out = open_memory(comm.transports[0]), np.ones(ranks * 1000), np.empty(ranks * ranks * 1000)
         out = out[: {"allgather": out.size, "reduce_scatter": 1000}.get(name, x.size)]
-        places = window.places(1, address_of(x))
+        places = window.addresses(1, address_of(x))
         call = DirectCalls(window, memory).of(name, x.dtype, "sum", root=0 if name == "broadcast" else 1)
         if comm.rank == 0:
             window._wait = give_up
             with pytest.raises(GivenUp):
                 call(places, x, out)
-            window.give_up()
+            window.abort()
             x[:] = out[:] = 77
             changed.set()
         else:
             assert changed.wait(20)
-            with pytest.raises(GivenUpError, match="gave up while its array was read"):
+            with pytest.raises(PeerAbortedError, match="gave up while its array was read"):
                 call(places, x, out)
-            window.give_up()
+            window.abort()
 
     run_ranks(ranks, on_rank)
 

@@ -1,10 +1,10 @@
-"""The messages of a call, which take turns: each rank sends no further ahead than it has received.
+"""Messages of a call under a credit window: no rank sends further ahead than it has received.
 
 Between hosts, a rank that sends to all others at once shares its link among them, and chance decides how many
-send to one receiver: some links have a queue while others stand idle. Here each rank sends to the next rank
-first, then to the one after that, and so on round. A message waits until all but a few of as many have come in,
-in the same order: from the rank before, then from the one before that. So all ranks go through the same turns, to
-each rank about one other sends at a time, and the queues of the network stay short.
+ranks send to one receiver: some links have a queue while others are idle. Here each rank sends to the next rank
+first, then to the one after that, and so on. It receives in the same order: from the rank before, then from the
+one before that. Message n is sent once all but a few of n messages have arrived. So all ranks advance in step,
+about one rank sends to each receiver at a time, and the queues of the network stay short.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ import numpy as np
 from mpi4py import MPI
 
 from ...arrays import Array
-from ..base import COLLECTIVE
-from ..pipeline import Message
+from ..flow import COLLECTIVE, Message
 
 
-class Turns:
+class PacedMessages:
     """The messages of one call on one rank.
 
     Args:
-        comm: Carries them.
+        comm: The communicator.
         ahead: How many more messages a rank may have sent than received; None to send all at once.
-        is_patient: Whether waits for them sleep at once, in place of polling first.
+        sleeping_wait: Whether waits for the messages sleep at once, instead of polling first.
     """
 
-    def __init__(self, comm: MPI.Comm, ahead: int | None, *, is_patient: bool = False) -> None:
-        self._comm, self._ahead, self.is_patient = comm, ahead, is_patient
+    def __init__(self, comm: MPI.Comm, ahead: int | None, *, sleeping_wait: bool = False) -> None:
+        self._comm, self._ahead, self.sleeping_wait = comm, ahead, sleeping_wait
         self._queue: deque[tuple[int, Array, int]] = deque()
-        """What is not yet sent: the peer, the bytes, and how many messages must have come in before."""
+        """Messages not yet sent: the peer, the bytes, and how many messages must have arrived before."""
         self._sends: deque[MPI.Request] = deque()
         self._recvs: deque[MPI.Request] = deque()
         self._sent = self._received = 0
-        """How many messages have left, and come in."""
+        """How many messages have left, and have arrived."""
 
     def add(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Callable[[], bool]:
-        """Begin an exchange; returns what goes on with all of them, and says whether this one has ended.
+        """Begin an exchange; returns a function that advances all messages and tests if this exchange has ended.
 
-        The receives are begun at once: first from the rank before this one, which sends to it first.
+        The receives begin at once: first from the rank before this one, which sends to it first.
         """
         before = self._received + len(self._recvs)
         for peer, out in reversed(recvs):
@@ -49,18 +48,18 @@ class Turns:
         for k, (peer, x) in enumerate(sends):
             first = 0 if self._ahead is None else before + min(k, len(recvs)) - self._ahead + 1
             self._queue.append((peer, x.view(np.uint8), first))
-        self.go_on()
+        self.advance()
         received = self._received + len(self._recvs)
         sent = self._sent + len(self._sends) + len(self._queue)
 
         def ended() -> bool:
-            self.go_on()
+            self.advance()
             return self._received >= received and self._sent >= sent
 
         return ended
 
-    def go_on(self) -> None:
-        """Note what has come in, send what is due, and note what has left."""
+    def advance(self) -> None:
+        """Count the messages that have arrived, send those that are due, and count those that have left."""
         while self._recvs and self._recvs[0].Test():
             self._recvs.popleft()
             self._received += 1
@@ -72,5 +71,5 @@ class Turns:
             self._sent += 1
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no message is under way."""
         return not (self._recvs or self._sends or self._queue)

@@ -13,7 +13,7 @@ from bagua_comm import CommTimeout
 from bagua_comm.arrays import FLOATS, dtype_named
 from bagua_comm.kernels import host
 from bagua_comm.testing import run_ranks, sample
-from bagua_comm.transports.mpi import window
+from bagua_comm.transports.mpi import shared_window as window
 
 SLOT = 960  # of whole cache lines for 3 and 5 ranks
 SIZES = [2, 3, 5]
@@ -78,7 +78,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
     """Every rank in turn does nothing until the others can do no more without it."""
 
     def body(window):
-        meet, total = window.meet, np.zeros(5 * SLOT, np.uint8)
+        meet, total = window.barrier, np.zeros(5 * SLOT, np.uint8)
 
         def late():
             if window._round % window.size == window.rank:
@@ -88,7 +88,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
                 wait(behind)
             meet()
 
-        window.meet = late
+        window.barrier = late
         for value in range(1, 4):
             window.allreduce(np.full(total.size, value * (window.rank + 1), np.uint8), total, "sum")
             assert (total == value * 6).all()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
-from bagua_comm.transports.mpi.turns import Turns
+from bagua_comm.transports.mpi.paced_messages import PacedMessages
 
 examples = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -70,12 +70,12 @@ def carry_out(size, ahead, exchanges, pick):
     """
     network = Network(size)
     comms = [Comm(network, rank) for rank in range(size)]
-    turns = [Turns(comm, ahead) for comm in comms]
+    turns = [PacedMessages(comm, ahead) for comm in comms]
     ends = [[turns[rank].add(*exchange) for exchange in exchanges(rank)] for rank in range(size)]
     while ready := network.ready():
         network.deliver(pick(ready))
         for each in turns:
-            each.go_on()
+            each.advance()
     assert all(ended() for mine in ends for ended in mine), "messages wait for each other"
     assert all(each.is_idle() for each in turns)
     return comms
@@ -125,7 +125,7 @@ def test_a_rank_may_send_more_than_it_receives(size, ahead, random):
 def test_an_exchange_has_ended_before_a_later_one():
     network = Network(2)
     comms = [Comm(network, rank) for rank in range(2)]
-    turns, x = [Turns(comm, 1) for comm in comms], np.zeros(4, np.uint8)
+    turns, x = [PacedMessages(comm, 1) for comm in comms], np.zeros(4, np.uint8)
     first = [turns[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
     second = [turns[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
     assert [len(comm.sends) for comm in comms] == [1, 1]

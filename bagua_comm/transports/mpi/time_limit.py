@@ -1,4 +1,4 @@
-"""Calls of MPI that block, and that nothing can interrupt."""
+"""Time limits for calls of MPI that block and cannot be interrupted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class BlockedCall(threading.Thread):
 
 
 def in_time(call: Callable[[], T], limit_s: float, name: str, *, kind: type[threading.Thread] = BlockedCall) -> T:
-    """Make a call of MPI that blocks, and that nothing can interrupt.
+    """Make a call of MPI that blocks and cannot be interrupted.
 
     Args:
         call: The call.
         limit_s: How long it may take.
-        name: What the message calls it.
-        kind: The thread; another kind than `BlockedCall` if the process may end well while it is in there.
+        name: The name of the call, for the error.
+        kind: The class of the thread; not `BlockedCall` if the process may end well while the call blocks.
 
     Raises:
-        CommTimeout: The call has not returned within `limit_s`. It goes on, on a thread of its own, until the
-            process ends.
+        CommTimeout: The call has not returned within `limit_s`. It continues on its thread until the process
+        ends.
     """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         return call()

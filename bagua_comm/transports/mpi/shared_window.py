@@ -1,21 +1,21 @@
 """Collectives among ranks on one host, through memory that all of them map.
 
 A window holds two slots and a counter of rounds for each rank. In a round every rank fills one of its slots,
-raises its counter, waits until all counters are as high, and reads what it needs from the others' slots. In the
-next round it fills its other slot. All ranks have read that one by then, since none enters a round before it has
-finished the last. Large arrays pass in pieces, one piece a round. An allreduce publishes the sums of piece i in
-the round of piece i + 1, so it needs one barrier per piece, not two.
+raises its counter, waits until all counters are as high (`SharedWindow.barrier`), and reads what it needs from
+the others' slots. In the next round it fills its other slot. By then all ranks have read that one, since none
+enters a round before it has finished the previous one. Large arrays pass in pieces, one piece a round. An
+allreduce publishes the sums of piece i in the round of piece i + 1, so it needs one barrier per piece, not two.
 
-Small arrays take one round: each rank writes its own, with the number of its call, and reads all others'. The
-numbers are the same on all ranks if all make the same call, so no call is mistaken for another one.
+Small arrays take one round: each rank writes its own array, with the id of its call, and reads all others'. The
+ids are the same on all ranks if all make the same call, so no call is mistaken for another one.
 
-Rows are reduced in rank order: all ranks hold the same bytes, those of `kernels.host.reduce_rows`. Of a large
-array, each element has one owner, which reduces it. Calls that only move large arrays are left to MPI, which
-copies them once, from process to process.
+Rows are reduced in rank order: all ranks hold the same bytes, those of `kernels.host.reduce_rows`. Each element
+of a large array has one owner, which reduces it. Calls that only move large arrays are left to MPI, which copies
+them once, from process to process.
 
-A rank that gives up, since its time is over, say, marks its line. Where ranks read each other's own memory
-(`memory`), its program may change an array while another rank still reads it. So whoever has read looks for marks
-after the last byte.
+A rank that aborts, for instance after a timeout, sets its mark. Where ranks read each other's own memory
+(`peer_memory`), its program may change an array while another rank still reads it. So each reader checks the
+marks after the last byte.
 
 The window needs Linux. Its memory is allocated when it is first written to. Each window keeps one file open.
 """
@@ -36,8 +36,8 @@ import numpy as np
 from ... import kernels
 from ...arrays import Array, DType, Scratch, rows
 from ...processes import this_host
-from ..base import Transport, chunk_bounds
-from ..pipeline import Encoding
+from ..base import Transport
+from ..pipeline import Encoding, chunk_bounds
 
 SLOT_BYTES = 1 << 20
 """Bytes that a rank writes in a round; a window has twice as many for each rank. A smaller slot is as fast on
@@ -48,26 +48,26 @@ PIECE_BYTES = 1 << 18
 """Bytes of an array that pass in a round on their way to one rank."""
 
 FEW_RANKS = 3
-"""Up to so many ranks, the root of a reduction adds all by itself."""
+"""Up to this number of ranks, the root of a reduction adds all arrays itself."""
 
 _LINE = 64
 """Bytes of a cache line. Each rank's numbers have a line, and each part of a slot begins at one."""
 
 _SPINS = 200
-"""How often a rank looks for the others before it waits by the clock: about ten microseconds."""
+"""How often a rank checks the others' counters before it looks at the clock: about ten microseconds."""
 
 _NAME = "bagua-{}"
-"""The name of the memory, with a number that nobody can guess."""
+"""The name of the memory, with a random number."""
 
 ORDERS_STORES = "x86_64", "AMD64", "i686", "i386"
-"""Machines that carry out loads in order, and stores in order, as `platform.machine` names them."""
+"""Machines that execute loads in order, and stores in order, by `platform.machine`."""
 
 WaitUntil = Callable[[Callable[[], bool]], None]
 """Returns when a condition holds; raises if it takes too long."""
 
 
-class GivenUpError(Exception):
-    """A rank has given up while others may have read its memory.
+class PeerAbortedError(Exception):
+    """A rank has aborted while others may have read its memory.
 
     Args:
         rank: That rank.
@@ -79,11 +79,11 @@ class GivenUpError(Exception):
 
 
 class Barrier:
-    """At `with`, all reads and writes before it happen before all those after it, on machines that reorder them.
+    """A full memory barrier at `with`, on machines that reorder loads and stores.
 
-    To take a lock orders what comes after it, and to free one what comes before it: after one of each, what was
-    before and what is after may still change places between them. What is before the first freeing and after the
-    second taking cannot.
+    Taking a lock orders the accesses after it, and freeing a lock those before it. With one of each, accesses
+    before and after may still be reordered between them; accesses before the first release and after the second
+    acquisition cannot.
     """
 
     def __init__(self) -> None:
@@ -99,17 +99,17 @@ class Barrier:
         pass
 
 
-def barrier() -> Barrier | threading.Lock:
-    """What orders memory at `with`; on machines that keep the order themselves, what keeps compilers from it."""
+def memory_barrier() -> Barrier | threading.Lock:
+    """A memory barrier at `with`; a compiler barrier on machines that do not reorder stores."""
     return threading.Lock() if platform.machine() in ORDERS_STORES else Barrier()
 
 
 class Rows:
-    """What all ranks give in a round of small arrays.
+    """The arrays of all ranks in a round of small arrays.
 
     Attributes:
         all: p rows of m elements, (m,) each.
-        mine: That of this rank.
+        mine: The row of this rank.
         chunks: This rank's chunk of each row, (m // p,) each.
     """
 
@@ -134,30 +134,30 @@ class SharedWindow:
         numbers = memoryview(memory)[: size * _LINE].cast("q")
         self._counters = numbers[:: _LINE // 8]
         self.calls = numbers[1 :: _LINE // 8]
-        """How many collective calls each rank has begun; each rank writes its own number."""
-        self._named = numbers[2 :: _LINE // 8], numbers[3 :: _LINE // 8]
-        """The number of the call that each rank makes, by parity of the round."""
-        self._places = numbers[4 :: _LINE // 8], numbers[5 :: _LINE // 8]
-        """Where the array of each rank lies, by parity of the round."""
+        """How many collective calls each rank has begun; each rank writes its own count."""
+        self._call_ids = numbers[2 :: _LINE // 8], numbers[3 :: _LINE // 8]
+        """The id of the call that each rank makes, by parity of the round."""
+        self._addresses = numbers[4 :: _LINE // 8], numbers[5 :: _LINE // 8]
+        """The address of each rank's array, by parity of the round."""
         self._marks = numbers[6 :: _LINE // 8]
-        """Whether each rank has given up."""
+        """Whether each rank has aborted."""
         self._data = np.frombuffer(memory, np.uint8, offset=size * _LINE).reshape(2, size, SLOT_BYTES)
         self.slot_bytes = SLOT_BYTES
-        """How much a rank can show in a round."""
+        """Bytes that a rank can write in a round."""
         self._round = 0
         self._scratch = Scratch()
-        self._fence = barrier()
+        self._fence = memory_barrier()
 
     def rows(self, count: int, dtype: DType) -> tuple[Rows, Rows]:
-        """Where all ranks' arrays of `count` elements lie, by parity of the round; they fit into slots."""
+        """The slots of all ranks for arrays of `count` elements, which fit, by parity of the round."""
         nbytes = count * dtype.itemsize
         even, odd = (Rows(slots[:, :nbytes].view(dtype), self.rank) for slots in self._data)
         return even, odd
 
     def gather(self, rows: tuple[Rows, Rows], x: Array | None, call: int) -> Rows | None:
-        """Show `x` to all ranks, unless it is None; None on all of them if they give different numbers.
+        """Write `x`, unless None, to this rank's slot and return all slots; None everywhere if call ids differ.
 
-        Collective. What is returned is valid until the next call.
+        Collective. The result is valid until the next call.
         """
         shown = rows[self._round & 1]
         if x is not None:
@@ -165,31 +165,31 @@ class SharedWindow:
         return shown if self.agree(call) else None
 
     def agree(self, call: int) -> bool:
-        """Whether all ranks give the same number.
+        """Whether the call ids of all ranks are the same.
 
         Collective.
         """
-        named = self._named[self._round & 1]
-        named[self.rank] = call
-        self.meet()
+        call_ids = self._call_ids[self._round & 1]
+        call_ids[self.rank] = call
+        self.barrier()
         for peer in self._others:  # noqa: SIM110 - this is faster
-            if named[peer] != call:
+            if call_ids[peer] != call:
                 return False
         return True
 
-    def places(self, call: int, place: int) -> Sequence[int] | None:
-        """What all ranks give for `place`, by rank; None on all of them if they give different numbers of calls.
+    def addresses(self, call: int, address: int) -> Sequence[int] | None:
+        """The `address` of every rank; None on every rank if the call ids differ.
 
-        Collective. What is returned is valid until the next call but one.
+        Collective. The result is valid until the next call but one.
         """
-        places = self._places[self._round & 1]
-        places[self.rank] = place
-        return places if self.agree(call) else None
+        addresses = self._addresses[self._round & 1]
+        addresses[self.rank] = address
+        return addresses if self.agree(call) else None
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """Reduce `x` over all ranks into `out` of `root`, which may be `x`.
 
-        Collective. The root adds all rows if there are `FEW_RANKS`; else each rank reduces a chunk.
+        Collective. The root adds all rows of up to `FEW_RANKS` ranks; otherwise each rank reduces a chunk.
         """
         x = x.reshape(-1)
         if self.size > FEW_RANKS:
@@ -204,8 +204,8 @@ class SharedWindow:
         for piece in _pieces(x.size, length):
             slots, part = self._data[self._round % 2, :, : length * x.itemsize].view(x.dtype), x[piece]
             if out is None:
-                _fill(slots[self.rank], part)
-            self.meet()
+                _write(slots[self.rank], part)
+            self.barrier()
             if out is not None:
                 rows = [part if r == root else slots[r, : part.size] for r in range(self.size)]
                 kernels.on_host().reduce_rows(rows, out.reshape(-1)[piece], op)
@@ -220,7 +220,7 @@ class SharedWindow:
         self._reduce([x.reshape(-1)[chunk] for chunk in bounds], results[self.rank], op, results)
 
     def allreduce_encoded(self, code: Encoding, out: Array) -> None:
-        """Add what all ranks encode, and decode the sum, into `out` on all ranks.
+        """Sum the encoded elements of all ranks, and decode the sum into `out` on all ranks.
 
         Collective. Each rank decodes the chunk that it reduces; a piece is encoded, added and decoded while it is
         in a cache.
@@ -258,7 +258,7 @@ class SharedWindow:
         """Reduce chunk `rank` of all ranks to `mine`; collect all reduced chunks in `results`, if given."""
 
         def fill(peer: int, piece: slice, slot: Array) -> None:
-            _fill(slot, chunks[peer][piece])
+            _write(slot, chunks[peer][piece])
 
         def combine(piece: slice, now: Array) -> Array:
             total = mine[piece]
@@ -281,7 +281,7 @@ class SharedWindow:
         Args:
             count: How many elements the longest chunk has.
             slots: See `_slots`.
-            fill: Writes what goes to a rank, of a piece of its chunk, to a slot.
+            fill: Writes a piece of a rank's chunk to a slot.
             combine: Reduces a piece of this rank's chunk; takes the slots for this rank, a row for each rank.
             results: Where to collect the reduced chunks of all ranks; empty if each rank keeps only its own.
         """
@@ -291,13 +291,13 @@ class SharedWindow:
             now, later = slots[self._round % 2], slots[1 - self._round % 2]
             for peer in self._others:
                 fill(peer, piece, now[rank, peer])
-            self.meet()
+            self.barrier()
             total = combine(piece, now[:, rank])
             if results:
-                _fill(later[rank, rank].view(total.dtype), total)
+                _write(later[rank, rank].view(total.dtype), total)
                 last = slice(max(piece.start - length, 0), piece.start)
                 for peer in self._others:
-                    _take(now[peer, peer].view(total.dtype), results[peer][last])
+                    _read(now[peer, peer].view(total.dtype), results[peer][last])
 
     def _slots(self, dtype: DType) -> Array:
         """View the slots as (2, p, p, elements): by parity of the round, by writing rank, by reading rank."""
@@ -305,8 +305,8 @@ class SharedWindow:
         view: Array = self._data[..., : self.size * nbytes].reshape(2, self.size, self.size, nbytes).view(dtype)
         return view
 
-    def meet(self) -> None:
-        """End this rank's writing of a round, and wait until all others have ended theirs.
+    def barrier(self) -> None:
+        """End this rank's writes of a round, and wait until all others have ended theirs.
 
         Collective.
         """
@@ -325,14 +325,14 @@ class SharedWindow:
         with self._fence:
             pass
 
-    def give_up(self) -> None:
-        """Mark that this rank gives up; from then on its program may change its arrays."""
+    def abort(self) -> None:
+        """Mark this rank as aborted; from then on its program may change its arrays."""
         self._marks[self.rank] = 1
         with self._fence:
             pass
 
     def check(self, peers: Iterable[int] | None = None) -> None:
-        """Raise `GivenUpError` if one of these ranks has given up: what was read of its memory may be anything.
+        """Raise `PeerAbortedError` if one of these ranks has aborted: bytes read from its memory may be wrong.
 
         Args:
             peers: The ranks; all others if None.
@@ -342,7 +342,7 @@ class SharedWindow:
         marks = self._marks
         for peer in self._others if peers is None else peers:
             if marks[peer]:
-                raise GivenUpError(peer)
+                raise PeerAbortedError(peer)
 
 
 def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
@@ -351,24 +351,24 @@ def open_window(transport: Transport, wait: WaitUntil) -> SharedWindow | None:
     Collective. The memory has no name in any file system; it is freed when the last process that maps it ends.
     """
     nbytes = transport.size * (_LINE + 2 * SLOT_BYTES)
-    place = np.zeros(4, np.int64)
+    location = np.zeros(4, np.int64)
     with ExitStack() as files:  # the file stays open until all ranks have mapped it
         if transport.rank == 0:
-            place[:] = _host(), *_create(nbytes, files)
-        transport.broadcast(place, 0)
-        place_host, process, file, number = place.tolist()
-        memory = _map(process, file, number, nbytes) if place_host == _host() else None
+            location[:] = _host(), *_create(nbytes, files)
+        transport.broadcast(location, 0)
+        host, process, file, number = location.tolist()
+        memory = _map(process, file, number, nbytes) if host == _host() else None
         shared = transport.agree(memory is not None)
     return SharedWindow(memory, transport.rank, transport.size, wait) if memory and shared else None
 
 
 def _host() -> int:
-    """A number of this host."""
+    """A number that identifies this host."""
     return zlib.crc32(this_host().encode())
 
 
 def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
-    """Make memory for others to map; returns its process, file descriptor and number, or zeros if that failed."""
+    """Create memory for others to map; returns its process, file descriptor and number; zeros after a failure."""
     number = secrets.randbits(63)
     try:
         file = os.memfd_create(_NAME.format(number))
@@ -380,7 +380,7 @@ def _create(nbytes: int, files: ExitStack) -> tuple[int, int, int]:
 
 
 def _map(process: int, file: int, number: int, nbytes: int) -> mmap.mmap | None:
-    """Map the memory at this place; None if it cannot be reached from here, for instance on another host."""
+    """Map the memory of this process and file; None if it cannot be reached from here, as on another host."""
     path = f"/proc/{process}/fd/{file}"
     try:
         # On another host, or in another container, the path may lead to something else.
@@ -402,9 +402,9 @@ def _within(chunk: slice, piece: slice) -> slice:
     return slice(min(chunk.start + piece.start, chunk.stop), min(chunk.start + piece.stop, chunk.stop))
 
 
-def _fill(slot: Array, values: Array) -> None:
+def _write(slot: Array, values: Array) -> None:
     slot[: values.size] = values
 
 
-def _take(slot: Array, out: Array) -> None:
+def _read(slot: Array, out: Array) -> None:
     out[...] = slot[: out.size]
