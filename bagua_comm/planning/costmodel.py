@@ -45,7 +45,7 @@ from ..algorithms import (
     Window,
     from_name,
 )
-from ..algorithms.base import Rounds, check_size, complete, phases_of
+from ..algorithms.base import Rounds, check_size, phases_of, with_defaults
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import Every
 from ..arrays import FLOATS, dtype_named
@@ -407,7 +407,7 @@ def _averages(method: Method, job: Job, costs: _Costs) -> Prediction:
     exchanges = (
         [_exchange(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
     )
-    window = method.window if isinstance(method, TorchDDP) else complete(method).window
+    window = method.window if isinstance(method, TorchDDP) else with_defaults(method).window
     if isinstance(window, Rounds):
         return _beside(window.interval_s, job, exchanges, costs)
     prediction = _within(window, job, exchanges, costs)
@@ -416,7 +416,7 @@ def _averages(method: Method, job: Job, costs: _Costs) -> Prediction:
 
 def _check_fit(method: Method, job: Job, cluster: Cluster) -> None:
     if not isinstance(method, TorchDDP):
-        complete(method).check(job.dtype)
+        with_defaults(method).check(job.dtype)
         check_size(method, cluster.size)
         for phase in phases_of(method):
             if isinstance(phase, ByNode) and cluster.nodes > 1:
