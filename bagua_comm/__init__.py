@@ -7,6 +7,7 @@ On every rank:
 """
 
 from . import elastic, optim, topology
+from . import moved as _moved
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -48,6 +49,8 @@ from .errors import (
 from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
+
+_moved.install()
 
 __version__ = "0.2.0"
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import completion, diagnose, doctor, info, net, run
+from .commands import advise, completion, diagnose, doctor, info, net, run
 from .errors import ArrayError
 from .launch.cli import CommandError, program_name
-from .planning import advise
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."
 
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = COMMANDS[options.command].run(options)
         sys.stdout.flush()
-    except (CommandError, advise.AdviceError, ArrayError) as exc:
+    except (CommandError, ArrayError) as exc:
         print(f"{parser.prog} {options.command}: {exc}", file=sys.stderr)
         return getattr(exc, "exit_code", 2)
     except BrokenPipeError:

@@ -16,10 +16,10 @@ from torch import nn
 from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import (
     check_algorithm_argument,
-    complete,
     core_of,
     exchanges_weights,
     phases_of,
+    with_defaults,
 )
 from bagua_comm.algorithms.combinators import Every
 
@@ -191,13 +191,13 @@ def check_optimizers(
     if counting and not optimizers:
         raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
     for phase in phases:
-        if complete(phase).lends:
+        if with_defaults(phase).lends:
             _check_borrowers(optimizers, phase)
 
 
 def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
     """Raise `ArrayError` unless all optimizers borrow what the algorithm lends, with the same settings."""
-    lent = complete(algorithm).lends
+    lent = with_defaults(algorithm).lends
     if not optimizers:
         raise ArrayError(
             f"DistributedDataParallel: {algorithm} needs an optimizer that borrows its {lent}, such as "
@@ -308,7 +308,7 @@ def _unfrozen(contents: Contents) -> dict[str, nn.Parameter]:
 
 def check_may_freeze(name: str, algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if `algorithm` cannot leave out a parameter that is frozen after wrapping."""
-    lent = complete(algorithm).lends
+    lent = with_defaults(algorithm).lends
     if lent:
         raise UnsupportedError(
             f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} goes on "
@@ -319,7 +319,7 @@ def check_may_freeze(name: str, algorithm: Algorithm) -> None:
 def check_may_begin(name: str, algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if `algorithm` cannot begin to train a parameter later than others."""
     for phase in phases_of(algorithm):
-        if lent := complete(phase).lends:
+        if lent := with_defaults(phase).lends:
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} was unfrozen after the module was wrapped, but {phase} has "
                 f"averaged the {lent} of all parameters since its first step; close this one and wrap the module "

@@ -34,8 +34,8 @@ from bagua_comm import (
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import HOLDS, exchanges_weights
-from bagua_comm.algorithms.state import keeps
+from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
+from bagua_comm.algorithms.state import has_saved_state
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
@@ -305,7 +305,7 @@ class DistributedDataParallel(nn.Module):
         addends = average.addends if isinstance(average, Reproducible) else None
         if addends is None or not isinstance(self.algorithm, GradientAllReduce):
             raise MisuseError(
-                f"microbatches: the algorithm is {self.algorithm}, expected {HOLDS} with their number for M"
+                f"microbatches: the algorithm is {self.algorithm}, expected {HOLD_HINT} with their number for M"
             )
         *others, last = share(addends, self.comm.rank, self.comm.size)
         for i in others:
@@ -588,7 +588,7 @@ class DistributedDataParallel(nn.Module):
         Then `state_dict()` has what `get_extra_state` gives.
         """
         plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
-        return not plain or any(keeps(state) for state in self.engine.states)
+        return not plain or any(has_saved_state(state) for state in self.engine.states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua_comm.algorithms.base import complete, core_of
+from bagua_comm.algorithms.base import core_of, with_defaults
 
 from .engine import TorchEngine
 from .fused import FusedOptimizer
@@ -30,7 +30,7 @@ def lend(
     borrowers = borrowers_of(optimizers)
     if not borrowers:
         return
-    lent = "" if engine is None else complete(engine.phase).lends
+    lent = "" if engine is None else with_defaults(engine.phase).lends
     tensors = {trained[name]: tensor for name, tensor in engine.lent().items()} if engine and lent else {}
     for optimizer in borrowers:
         if engine is not None and optimizer.borrows == lent:

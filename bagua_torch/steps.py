@@ -6,7 +6,6 @@ backward pass, and hooks tell of the optimizers.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from bagua_comm import Algorithm, Communicator, Point
 from bagua_comm.algorithms.base import exchanges_weights, phases_of
+from bagua_comm.engine import EngineCallbacks
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
@@ -109,8 +109,10 @@ class TrainingSteps(Live):
         Collective.
         """
         self.memory.provide({phase.payload for phase in phases_of(algorithm)})
-        self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device)
-        self.engine.wrapper = weakref.ref(self)
+        callbacks = EngineCallbacks(
+            WeakCall(self.complete), make_equal=WeakCall(self.make_equal), detach=WeakCall(self.detach)
+        )
+        self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device, callbacks)
         self.memory.commits = 0
 
     def switch(self, algorithm: Algorithm) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
-from bagua_comm.algorithms.base import complete
+from bagua_comm.algorithms.base import with_defaults
 
 from .checks import check_may_freeze
 from .engine import TorchEngine
@@ -74,7 +74,7 @@ class UnusedParameters:
             check_may_freeze(frozen[0], engine.phase)
         if engine.stopped or engine.payload == "weight":
             # As in a single process, which has none. Zeros would move a weight by momentum and decay.
-            self._forget_all(() if complete(engine.phase).lends else fresh)
+            self._forget_all(() if with_defaults(engine.phase).lends else fresh)
             return
         if self.find or self.static:
             self._forget(fresh, number, static=self.static, inner=inner)

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import importlib
 import inspect
 import pkgutil
 import re
@@ -303,16 +302,6 @@ def test_no_files_import_each_other_in_a_circle():
 
 LEFT = 5
 """Circles that are still there."""
-
-
-FORMER = [("collectives", "Exact"), ("costmodel", "predict"), ("tuner", "Tuner")]
-
-
-@pytest.mark.parametrize(("former", "name"), FORMER)
-def test_a_former_name_of_a_module_warns_and_works(former, name):
-    module = importlib.import_module(f"bagua_comm.{former}")
-    with pytest.warns(DeprecationWarning, match=f"bagua_comm.{former} is now"):
-        assert getattr(module, name)
 
 
 def test_importing_the_library_imports_numpy_and_nothing_heavier():

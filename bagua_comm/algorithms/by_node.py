@@ -30,16 +30,16 @@ from ..errors import ArrayError
 from ..transports.local import LocalTransport
 from .base import (
     CHUNK,
-    HOLDS,
+    HOLD_HINT,
     TRANSIENT,
     Algorithm,
-    Around,
+    Combinator,
     State,
     check_algorithm_argument,
-    complete,
     core_of,
     phases_of,
     runs_in_rounds,
+    with_defaults,
 )
 
 
@@ -65,11 +65,11 @@ class _Node:
 
 
 _NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "goes on in steps that communicate nothing"}
-"""Members of `Complete` that an algorithm by node cannot have."""
+"""Members of `WithDefaults` that an algorithm by node cannot have."""
 
 
 @dataclass(frozen=True)
-class ByNode(Around):
+class ByNode(Combinator):
     """`algorithm` among nodes, on the mean of each; see `by_node`."""
 
     algorithm: Algorithm
@@ -77,7 +77,7 @@ class ByNode(Around):
     def __post_init__(self) -> None:
         check_algorithm_argument("by_node", "algorithm", self.algorithm)
         for phase in phases_of(self.algorithm):
-            if complete(phase).payload != "weight":
+            if with_defaults(phase).payload != "weight":
                 raise ArrayError(
                     f"by_node: {phase} exchanges gradients, expected an algorithm that exchanges weights; for "
                     "gradients, take Hierarchical(average)"
@@ -130,7 +130,7 @@ class ByNode(Around):
 
     def hold(self, bucket: Bucket, state: _Node) -> None:
         """Refused: addends are gradients, and weights are exchanged here."""
-        raise ArrayError(f"hold: {self} keeps no addends; {HOLDS} does")
+        raise ArrayError(f"hold: {self} keeps no addends; {HOLD_HINT} does")
 
     def begin(self, bucket: Bucket, state: _Node) -> None:
         """Nothing: its algorithm begins on the lane, where the mean of the node is."""

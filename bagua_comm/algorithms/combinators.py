@@ -16,17 +16,17 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     Algorithm,
-    Around,
+    Combinator,
     Payload,
     Rounds,
     State,
     Window,
     check_algorithm_argument,
     check_integer,
-    complete,
     phase_of,
     phases_of,
     runs_in_rounds,
+    with_defaults,
 )
 
 
@@ -39,7 +39,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Every(Around):
+class Every(Combinator):
     """`algorithm` in one of `n` steps, beginning with the first; see `every`."""
 
     n: int
@@ -146,61 +146,63 @@ class After:
     @property
     def lends(self) -> str | None:
         """What the algorithm of the first step lends."""
-        return complete(self.phase(0)).lends
+        return with_defaults(self.phase(0)).lends
 
     def lent(self, state: State) -> Array:
         """What the algorithm of the first step lends."""
-        return complete(self.phase(0)).lent(state)
+        return with_defaults(self.phase(0)).lent(state)
 
     @property
     def equal_start(self) -> bool:
         """Whether the algorithm of the first step needs equal weights."""
-        return complete(self.phase(0)).equal_start
+        return with_defaults(self.phase(0)).equal_start
 
     @property
     def drifts(self) -> bool:
         """Whether ranks' weights differ in one of the phases."""
-        return any(complete(phase).drifts for phase in self.phases)
+        return any(with_defaults(phase).drifts for phase in self.phases)
 
     def check(self, dtype: str) -> None:
         """Takes the dtypes that both take."""
         for phase in self.phases:
-            complete(phase).check(dtype)
+            with_defaults(phase).check(dtype)
 
     def check_size(self, size: int) -> None:
         """Takes the numbers of ranks that both take."""
         for phase in self.phases:
-            complete(phase).check_size(size)
+            with_defaults(phase).check_size(size)
 
     # The engine calls the phases themselves, each with a state of its own.
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """See `Algorithm.init`. Collective."""
-        return complete(self.phase(0)).init(bucket, comm)
+        return with_defaults(self.phase(0)).init(bucket, comm)
 
     def hold(self, bucket: Bucket, state: State) -> None:
         """Keep an addend of the next exchange, as the phase of this step does."""
-        complete(self.phase(bucket.step)).hold(bucket, state)
+        with_defaults(self.phase(bucket.step)).hold(bucket, state)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether the phase of this step communicates."""
-        return complete(self.phase(step)).communicates(step if step < self.steps else step - self.steps, state)
+        return with_defaults(self.phase(step)).communicates(
+            step if step < self.steps else step - self.steps, state
+        )
 
     def begin(self, bucket: Bucket, state: State) -> None:
         """Prepare an exchange, as the phase of this step does."""
-        complete(self.phase(bucket.step)).begin(bucket, state)
+        with_defaults(self.phase(bucket.step)).begin(bucket, state)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
         """See `Algorithm.exchange`. Collective."""
-        complete(self.phase(bucket.step)).exchange(bucket, comm, state)
+        with_defaults(self.phase(bucket.step)).exchange(bucket, comm, state)
 
     def skip(self, bucket: Bucket, state: State) -> None:
         """What the phase of this step does in a step that communicates nothing."""
-        complete(self.phase(bucket.step)).skip(bucket, state)
+        with_defaults(self.phase(bucket.step)).skip(bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
         """Write back, as the phase of this step does."""
-        complete(self.phase(bucket.step)).commit(bucket, state)
+        with_defaults(self.phase(bucket.step)).commit(bucket, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:

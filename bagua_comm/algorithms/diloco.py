@@ -20,7 +20,7 @@ from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
-    ALIKE,
+    REPLICATED,
     Point,
     Window,
     check_average,
@@ -35,8 +35,8 @@ from .residuals import bind_average
 class Outer:
     """What `DiLoCo` keeps. The arrays have the same bytes on all ranks."""
 
-    anchor: Array = field(metadata=ALIKE)
-    momentum: Array = field(metadata=ALIKE)
+    anchor: Array = field(metadata=REPLICATED)
+    momentum: Array = field(metadata=REPLICATED)
     average: InPlace
     steps: int = 0
     """How many inner steps were made since the last outer step."""

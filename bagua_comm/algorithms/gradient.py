@@ -9,7 +9,7 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLDS, Point, Window, check_average, check_average_argument
+from .base import HOLD_HINT, Point, Window, check_average, check_average_argument
 from .residuals import bind_average
 
 
@@ -49,7 +49,7 @@ class GradientAllReduce:
         """Keep the gradients as one addend of the next mean, and leave zeros; see `Reproducible`."""
         hold = getattr(state.average, "hold", None)
         if hold is None:
-            raise ArrayError(f"hold: {self.average} keeps no addends; {HOLDS} does")
+            raise ArrayError(f"hold: {self.average} keeps no addends; {HOLD_HINT} does")
         bucket.padding[...] = 0
         hold(bucket.flat)
 

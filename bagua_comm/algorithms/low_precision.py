@@ -15,7 +15,7 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from .base import ANEW, TRANSIENT, Point, Window
+from .base import RECREATED, TRANSIENT, Point, Window
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class _LowPrecision:
 class Replicas:
     """What `LowPrecisionDecentralized` keeps: on every rank r, weight(r) = right(r - 1) = left(r + 1)."""
 
-    weight: Array = field(metadata=ANEW)
-    left: Array = field(metadata=ANEW)
-    right: Array = field(metadata=ANEW)
+    weight: Array = field(metadata=RECREATED)
+    left: Array = field(metadata=RECREATED)
+    right: Array = field(metadata=RECREATED)
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class LowPrecisionDecentralized(_LowPrecision):
 class EdgeReplicas:
     """What `LowPrecisionOnePeer` keeps for each edge k: sent[k] on rank r equals received[k] on rank r + 2^k."""
 
-    sent: Array = field(metadata=ANEW)
+    sent: Array = field(metadata=RECREATED)
     """(edges, elements): the weights of this rank that the peer ahead knows."""
-    received: Array = field(metadata=ANEW)
+    received: Array = field(metadata=RECREATED)
     """(edges, elements): the weights of the peer behind that this rank knows."""
     weight: Array = field(metadata=TRANSIENT)
     round: int = 0

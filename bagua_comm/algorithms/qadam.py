@@ -20,7 +20,7 @@ from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
 from .base import (
-    ALIKE,
+    REPLICATED,
     Point,
     Window,
     check_average,
@@ -35,7 +35,7 @@ from .residuals import bind_average
 class Momentum:
     """What `QAdam` keeps."""
 
-    momentum: Array = field(metadata=ALIKE)
+    momentum: Array = field(metadata=REPLICATED)
     """Adam's first moment; the optimizer uses the same array."""
     exact: InPlace
     average: InPlace

@@ -240,7 +240,7 @@ class Session:
         if self._comm is not None:
             self._comm.engine_registry = None
         for engine in self._engines:
-            engine.give_up()
+            engine.abort()
         self._engines, self._comm = [], None
 
     def close(self) -> None:

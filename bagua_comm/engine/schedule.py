@@ -1,7 +1,7 @@
-"""How exchanges keep pace with training: once in every step (`PerStep`), or in rounds beside it (`InRounds`).
+"""When exchanges begin and end: in every step (`StepSchedule`), or in rounds beside training (`RoundSchedule`).
 
-The engine tells its pace which tensors are ready and which points training has reached; the pace decides when
-buckets leave and when they are written back. `Exchanges` does both.
+The engine reports to its schedule which tensors are ready and which points training has reached. The schedule
+decides when buckets leave and when they are written back; `Exchanges` does both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..algorithms.base import Algorithm, Complete, Point, Rounds, State, Window, complete
+from ..algorithms.base import Algorithm, Point, Rounds, State, Window, WithDefaults, with_defaults
 from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
@@ -46,7 +46,7 @@ class Exchanges:
         self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
     ) -> None:
         """From now on exchange these buckets, by this algorithm; `states` has one state for each."""
-        self.algorithm: Complete = complete(algorithm)
+        self.algorithm: WithDefaults = with_defaults(algorithm)
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []
 
@@ -64,7 +64,7 @@ class Exchanges:
         self.counters.wait.time_ns += time.perf_counter_ns() - began  # much, on a lane without a thread
         return future
 
-    def _exchange(self, algorithm: Complete, bucket: Bucket, state: State) -> None:
+    def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State) -> None:
         """Runs on the lane. Collective."""
         comm = self.lane.comm
         before, began = comm.counters.total(), time.perf_counter_ns()
@@ -109,7 +109,7 @@ class Exchanges:
         self.sent, self.held = [], []
 
 
-class PerStep:
+class StepSchedule:
     """A window that opens and closes in every step: training waits for the exchanges where it closes."""
 
     def __init__(self, window: Window, exchanges: Exchanges) -> None:
@@ -231,7 +231,7 @@ class PerStep:
         self._exchanges.commit()
 
 
-class InRounds:
+class RoundSchedule:
     """Rounds that begin and end when the optimizer has stepped: no step waits for them."""
 
     def __init__(self, rounds: Rounds, exchanges: Exchanges) -> None:
@@ -302,10 +302,10 @@ class InRounds:
         return bool(agreed)
 
 
-Pace: TypeAlias = "PerStep | InRounds"
+ExchangeSchedule: TypeAlias = "StepSchedule | RoundSchedule"
 
 
-def pace_of(exchanges: Exchanges) -> Pace:
+def schedule_of(exchanges: Exchanges) -> ExchangeSchedule:
     """The pace of the algorithm whose phase has begun."""
     window = exchanges.algorithm.window
-    return InRounds(window, exchanges) if isinstance(window, Rounds) else PerStep(window, exchanges)
+    return RoundSchedule(window, exchanges) if isinstance(window, Rounds) else StepSchedule(window, exchanges)

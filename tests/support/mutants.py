@@ -149,7 +149,7 @@ MUTANTS = [
         "tests/algorithms/test_diloco.py",
     ),
     Mutant(
-        "bagua_comm/planning/costmodel.py",
+        "bagua_comm/planning/costmodel/inputs.py",
         "return self.step_s - self.compute_s",
         "return self.step_s",
         "tests/planning/test_costmodel.py",

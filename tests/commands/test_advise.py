@@ -22,7 +22,9 @@ from bagua_comm import (
     every,
 )
 from bagua_comm import __main__ as cli
-from bagua_comm.planning import advise
+from bagua_comm.commands import advise
+from bagua_comm.launch.cli import CommandError
+from bagua_comm.planning.advise import AS_FAST, enough_flows, expression
 from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
 
 BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
@@ -92,13 +94,13 @@ def test_enough_flows_are_the_fewest_that_make_a_step_as_fast_as_an_uncapped_lin
         Job(500_000_000, 1.0, 2.0),
         Cluster(4, bandwidth_gbit=1, transport="nccl", flow_bandwidth_gbit=0.1),
     )
-    enough = advise.enough_flows(job, cluster, Rates())
+    enough = enough_flows(job, cluster, Rates())
     step = {
         flows: predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), Rates()).step_s
         for flows in (enough - 1, enough)
     }
     uncapped = predict(METHODS["exact"], job, Cluster(4, bandwidth_gbit=1, transport="nccl"), Rates()).step_s
-    assert step[enough] <= advise.AS_FAST * uncapped < step[enough - 1]
+    assert step[enough] <= AS_FAST * uncapped < step[enough - 1]
     assert cli.main([*CAPPED, "--flows", str(enough)]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("more would gain nothing")
     assert cli.main([*CAPPED, "--json"]) == 0
@@ -150,7 +152,7 @@ def test_each_printed_expression_makes_the_algorithm_that_it_stands_for(capsys):
 def test_the_expression_of_any_algorithm_makes_it_again(algorithm):
     names = {}
     exec("from bagua_comm import *", names)
-    assert eval(advise.expression(algorithm), names) == algorithm
+    assert eval(expression(algorithm), names) == algorithm
 
 
 @pytest.mark.parametrize(
@@ -377,7 +379,7 @@ def test_damaged_files_of_rates_are_refused_by_name_or_read(tmp_path):
         file.write_bytes(text)
         try:
             rates = advise.read_rates(file)
-        except advise.AdviceError as exc:
+        except CommandError as exc:
             assert "rates.json: " in str(exc)  # noqa: PT017
             refused += 1
         else:
