@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from ..bootstrap import connection as bootstrap
+from ..bootstrap.environment import MPI_SETTINGS
 from ..bootstrap.job import Job
 from ..launch import cli as base
 from ..launch import job_scripts as write
@@ -360,7 +360,7 @@ def _variables(job: _Job) -> Iterator[Setting]:
     """The environment variables of ranks: those that they need, unless they are set already, and the user's."""
     options, mpirun = job.options, job.mpirun
     chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
-    ours = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in chosen}
+    ours = {name: value for name, value in MPI_SETTINGS.items() if name not in chosen}
     if ours and mpirun.is_open_mpi:
         yield Setting("pieces of collectives are sent without asking the receiver first", variables=ours)
     if "OMP_NUM_THREADS" not in chosen and job.alone:

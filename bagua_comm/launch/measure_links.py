@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..bootstrap import connection as bootstrap
+from ..bootstrap import connect
 from .cli import CommandError, count
 from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
 from .supervisor import Command, Place
@@ -173,7 +173,7 @@ def main() -> None:
 
     Collective.
     """
-    with bootstrap.connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
+    with connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
         x = np.ones(NBYTES // 4, np.float32)
         times: list[float] = []
         for limit_s in (WARM_UP_S, MEASURED_S):

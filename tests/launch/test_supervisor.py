@@ -234,7 +234,8 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_clea
 ELASTIC = """
 import os, signal, sys
 import numpy as np
-from bagua_comm import bootstrap, elastic
+from bagua_comm import elastic
+from bagua_comm.bootstrap.environment import job
 
 state = elastic.State(weights=np.zeros(100), step=0)
 
@@ -242,7 +243,7 @@ state = elastic.State(weights=np.zeros(100), step=0)
 def train(comm):
     print("enters at step", state.step, "with", comm.size, "ranks", flush=True)
     while state.step < 10:
-        if state.step == 5 and bootstrap.job().attempt == 0:
+        if state.step == 5 and job().attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)  # this one, then the spare
         state.weights += comm.allreduce(np.full(100, state.step, float), op="avg")
         state.step += 1

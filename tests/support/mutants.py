@@ -155,7 +155,7 @@ MUTANTS = [
         "tests/planning/test_costmodel.py",
     ),
     Mutant(
-        "bagua_comm/bootstrap/connection.py",
+        "bagua_comm/bootstrap/gpu.py",
         'return f"rank {rank} cannot load NCCL ({gpu.problem})"',
         "return None",
         "tests/bootstrap/test_bootstrap.py -k nccl",
