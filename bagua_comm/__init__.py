@@ -7,6 +7,7 @@ On every rank:
 """
 
 from . import elastic, optim, topology
+from ._version import __version__ as __version__
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -48,8 +49,6 @@ from .errors import (
 from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",

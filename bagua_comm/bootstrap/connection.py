@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from .. import cuda
+from .._version import __version__
 from ..arrays import OpOrder
 from ..comm import Communicator
 from ..errors import BootstrapError
 from ..flight.recorder import FlightRecorder, default_folder, forget_old_jobs
-from ..logs import tell_world
+from ..logs import log_world
 from ..net.choosing import Net
 from ..processes import this_host
 from ..trace import NULL, Recorder, listen
@@ -206,7 +207,7 @@ def open_world(
     world.flight = flight or _flight_recorder(transport, job().name)
     if os.environ.get("BAGUA_NVTX", "") not in ("", "0"):
         listen(cuda.NvtxRanges())
-    tell_world(_log, world, nodes)
+    log_world(_log, world, nodes, version=__version__)
     set_default(world)
     return world
 

@@ -17,7 +17,7 @@ from ..comm import Communicator
 from ..cuda import STREAMS_PER_THREAD, has_streams_per_thread
 from ..errors import BootstrapError, CommError
 from ..files import private_folder
-from ..logs import tell
+from ..logs import log_on_root
 from ..net import choosing
 from ..transports import LocalTransport, Transport
 
@@ -132,7 +132,7 @@ def choose_net(setup: Communicator, net: str | None) -> None:
     everyone = [choosing.Facts(*facts) for facts in gathered]
     decision = choosing.decide(choice, everyone, setup.rank)
     choosing.apply(decision)
-    tell(_log, setup.rank, "net %s: %s", choice, decision.why)
+    log_on_root(_log, setup.rank, "net %s: %s", choice, decision.why)
 
 
 def connect_device(setup: Communicator, gpu: GPU) -> tuple[int | None, list[Transport]]:

@@ -30,7 +30,7 @@ from ..flight import FlightRecorder
 from ..flight.entries import WORLD
 from ..hooks import Hook, Hooks, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
-from ..logs import tell
+from ..logs import log_on_root
 from ..pickling import Shared
 from ..topology import place
 from ..trace import Counters, Recorder
@@ -1382,7 +1382,7 @@ class Communicator(Shared):
         first, *rest = self.transports
         host = first.shrink()
         survivors = self._derived([host, *(transport.shrink(host) for transport in rest)], make=self._survivors)
-        tell(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
+        log_on_root(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
         return survivors
 
     def abort(self, exit_code: int = 1) -> None:

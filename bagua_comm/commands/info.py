@@ -12,7 +12,8 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, cuda, kernels, net
+from .. import arrays, cuda, kernels, net
+from .._version import __version__
 from ..bootstrap.gpu import describe_gpu, nccl_obstacle, provide_cupy_cache
 from ..launch.cli import cores
 from ..launch.mpirun import find_mpirun

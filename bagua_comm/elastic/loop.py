@@ -26,7 +26,7 @@ from ..errors import (
     UnsupportedError,
     shown,
 )
-from ..logs import tell
+from ..logs import log_on_root
 from . import start
 from .changes import Change, History, names_of
 from .fleet import Death, Fleet, Meeting, Process
@@ -346,7 +346,7 @@ class _Loop:
             commit=commit,
         )
         self._history.add(change)
-        tell(_log, comm.rank, "ranks have changed: %s", change)
+        log_on_root(_log, comm.rank, "ranks have changed: %s", change)
         for callback in self._state.__dict__["_callbacks"]:
             callback(change)
 

@@ -16,7 +16,7 @@ from ..bucket import Bucket, Plan
 from ..codecs.base import codecs_in
 from ..comm import Communicator
 from ..errors import ArrayError, CommMismatch
-from ..logs import megabytes, tell
+from ..logs import log_on_root, megabytes
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ def prepare_codecs(algorithm: Algorithm, buckets: Mapping[Payload, Sequence[Buck
 def tell_plan(log: logging.Logger, rank: int, plan: Plan, algorithm: Algorithm, *, on: str) -> None:
     """Log what is exchanged from now on, on this lane."""
     buckets = plan.buckets
-    tell(
+    log_on_root(
         log,
         rank,
         "%s: %d tensors in %d buckets, %s, the largest %s; on a %s",

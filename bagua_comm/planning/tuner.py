@@ -40,7 +40,7 @@ from ..comm import Communicator
 from ..engine import check_fit
 from ..errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
 from ..files import write_at_once
-from ..logs import tell
+from ..logs import log_on_root
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
 """The bucket sizes that are tried: 1 MiB to 128 MiB."""
@@ -525,7 +525,7 @@ class Tuner:
             _log.debug("%s %s", what, self._grid[cell])
         else:
             done = "%s %s after %d measurements; %d settings to choose from"
-            tell(_log, self._comm.rank, done, what, self._grid[cell], len(self.history), len(self._grid))
+            log_on_root(_log, self._comm.rank, done, what, self._grid[cell], len(self.history), len(self._grid))
 
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid

@@ -812,5 +812,5 @@ def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "evaluated" in result.stdout
     assert re.search(
-        r"rank 0 of 2 .* has waited 1 s .*it goes on waiting.* rank 1 \(process \d+, running\)", result.stderr
+        r"rank 0 of 2 .* has waited 1 s .*it continues to wait.* rank 1 \(process \d+, running\)", result.stderr
     )

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, cuda, net
+from ... import cuda, net
+from ..._version import __version__
 from ...bootstrap import environment
 from ...bootstrap.gpu import provide_cupy_cache
 from ...launch.cli import cores
