@@ -161,14 +161,14 @@ MUTANTS = [
         "tests/bootstrap/test_bootstrap.py -k nccl",
     ),
     Mutant(
-        "bagua_comm/commands/run.py",
+        "bagua_comm/launch/plan.py",
         "str(max(1, job.cores // job.ranks))",
         "str(max(1, job.cores))",
         "tests/commands/test_run.py",
     ),
     Mutant(
-        "bagua_comm/commands/run.py",
-        "address = socket.gethostname() if hosts[0].name in loopback else hosts[0].name",
+        "bagua_comm/launch/plan.py",
+        "address = socket.gethostname() if hosts[0].name in LOOPBACK else hosts[0].name",
         "address = hosts[0].name",
         "tests/commands/test_run.py",
     ),
