@@ -95,7 +95,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --spares or --restarts: write what happened there, a line of JSON for each event",
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, how, and why so")
-    parser.add_argument("--dry-run", action="store_true", help="print the command instead, as a line for a shell")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the command instead, as a line for a shell; the values of --env are hidden",
+    )
     parser.add_argument(
         "--write",
         nargs=2,

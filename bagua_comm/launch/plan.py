@@ -89,8 +89,9 @@ class Plan:
         return {name: value for setting in self.settings for name, value in setting.variables.items()}
 
     def shell(self) -> str:
-        """A line for a shell that starts the same."""
-        variables = [f"{name}={value}" for name, value in self.variables.items()]
+        """Return the command as a line for a shell, with the values of `--env` hidden."""
+        hidden = [text for setting in self.settings for text in setting.shown()]
+        variables = list({text.partition("=")[0]: text for text in hidden}.values())
         return shlex.join([*(["env", *variables] if variables else []), *self.command])
 
     def lines(self) -> Iterator[str]:
@@ -98,8 +99,7 @@ class Plan:
         by = f"{self.mpirun.path} ({self.mpirun})"
         yield f"{program_name()} run: {count(self.ranks, 'rank')} on {self.where}, by {by}"
         for setting in self.settings:
-            variables = [f"{name}={value}" for name, value in setting.variables.items()]
-            yield f"  {shlex.join([*variables, *setting.arguments])}"
+            yield f"  {shlex.join([*setting.shown(), *setting.arguments])}"
             yield f"      {setting.why}"
         program = self.program[len(PER_RANK) :] if self.program[: len(PER_RANK)] == PER_RANK else self.program
         if program != self.program:
@@ -227,7 +227,7 @@ def _variables(job: _Request) -> Iterator[Setting]:
         why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
         yield Setting(why, variables=job.supervised.variables())
     for text in options.env:
-        yield Setting("--env", variables=_variable(text))
+        yield Setting("--env", variables=_variable(text), is_secret=True)
 
 
 def _forwarded(job: _Request, settings: Sequence[Setting]) -> Iterator[Setting]:
