@@ -1,4 +1,4 @@
-"""From processes to a communicator: the launcher, the rendezvous, MPI and NCCL, and the end of a rank."""
+"""From processes to a communicator: the launcher, the rendezvous, MPI and NCCL, and the exit of a rank."""
 
 from .connection import connect, default
 from .gpu import GPU

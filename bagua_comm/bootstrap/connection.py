@@ -58,71 +58,70 @@ def connect(
 ) -> Communicator:
     """Join the world: all ranks that mpirun started, or one rank if no launcher started this process.
 
-    Collective. The result is also the default communicator, until it is closed. Until then a second `connect`
-    raises an error, unless `comm` or `transport` says which world to make: `default` returns the open one, and
-    `Communicator.dup` makes another communicator of the same ranks. Where `default` itself has connected, no
-    program has asked for that communicator, and `connect` takes its place.
+    Collective. The result is the default communicator until it is closed. Until then, a second `connect` raises
+    an error, unless `comm` or `transport` names another world: `default` returns the open communicator, and
+    `Communicator.dup` makes another one of the same ranks. A communicator that `default` itself has made does not
+    count: `connect` replaces it.
 
-    A process that a launcher started as one of many, but that finds itself alone, or among too few, gets an error
-    which says what to do; its launcher and MPI do not understand each other.
+    A process that was started as one of many, but finds no other ranks, or too few, gets an error with advice:
+    its launcher and its MPI do not match.
 
-    Under MPI `timeout_s` bounds the start of MPI as well. If a rank does not come in time, one rank prints a
+    Under MPI, `timeout_s` limits the start of MPI as well. If a rank does not come in time, one rank prints a
     message that names it, and the job ends with exit code 1.
 
-    Under MPI an exception that nobody catches ends all ranks, with exit code 1. In a rank's main thread any
-    exception does so. In another thread it does so if the thread is not a daemon, if the error is one of this
-    library's, or if the code that failed refers to a communicator. One rank prints an error of this library, as a
-    short message with the line of the program where it happened; set BAGUA_TRACEBACK=1 for the whole traceback.
-    Any other error is printed at once, with its traceback. SIGTERM ends a rank and its child processes, unless
-    the program handles it. A rank that ends with an open communicator leaves it: ranks that wait for it get an
-    error.
+    Under MPI, an uncaught exception ends all ranks, with exit code 1: any exception in the main thread of a rank;
+    in another thread, an exception of this library, of a thread that is not a daemon, or of code that refers to a
+    communicator. One rank prints an exception of this library, as a short message with the line of the program
+    where it was raised; BAGUA_TRACEBACK=1 shows the whole traceback. Any other exception is printed at once, with
+    its traceback. SIGTERM ends a rank and its child processes, unless the program handles it. A rank that ends
+    with an open communicator leaves it: ranks that wait for it get an error.
 
     This library ends MPI when the process ends. If the program imports `mpi4py.MPI` before it connects, mpi4py
-    does: then a child that was made by `os.fork` and ends by `sys.exit` may wait for ever, and so may the
-    survivors of a rank that died. Set `mpi4py.rc.finalize = False` before that import to avoid this.
+    ends MPI: then a child of `os.fork` that calls `sys.exit` may wait for ever, and so may the survivors of a
+    rank that died. Set `mpi4py.rc.finalize = False` before that import to avoid this.
 
-    If all ranks have a CUDA device, each makes one its current device: local rank i takes device i, modulo their
-    number. Connect before you put anything on a device.
+    If all ranks have a CUDA device, each makes one its current device: local rank i uses device i, modulo their
+    number. Connect before you create arrays on a device.
 
-    The logger "bagua_comm" says at INFO what was chosen. With BAGUA_NVTX=1 and CuPy, calls are NVTX ranges.
+    The logger "bagua_comm" logs these choices at INFO. With BAGUA_NVTX=1 and CuPy, calls are NVTX ranges.
 
     Args:
-        timeout_s: How long a call may wait for its peers before it raises `CommTimeout`, in seconds: above 0, at
-            most 1e9, and not infinite.
+        timeout_s: The time limit of a call that waits for other ranks, in seconds: above 0, at most 1e9. After
+            it, the call raises `CommTimeout`.
         check: Compare every call among the ranks first, messages between two ranks included, and raise a
             `CommMismatch` that names both calls if they differ.
         trace: Keep the latest spans, for `Communicator.trace`.
-        node: A label for this rank's node. By default ranks on one host share a node: those whose host has the
-            same name and was started at the same time, or that share memory, as MPI says. Give labels to try out
-            `Hierarchical` on one machine.
-        alone: Be a world of one rank, whatever started this process, and without MPI.
-        comm: Make the ranks of this communicator of mpi4py the world, instead of all that mpirun started. Its
-            ranks call this; it is duplicated, and remains the caller's. Ranks outside need not connect, or may do
-            so with a communicator of their own. They belong to the same job: an exception that nobody catches
-            ends them, too, and messages about the end of a rank count ranks in MPI's world.
-        transport: Use this transport instead of looking for a world; its ranks share a node if they share a host.
-        gpu: What carries device arrays. "auto": NCCL where it is possible, else copies through host memory, with
-            a warning that says why; nothing if a rank has no CUDA device. "nccl" or "staged" (through host
-            memory): this one, or an error. "none": nothing, and CuPy is not imported.
-        net: What NCCL sends with between hosts, in this library and in PyTorch. "bagua": this library's plugin,
-            which uses many TCP connections; it is built once on each host, and needs a C compiler there. "auto":
-            the plugin if there are several hosts, all can build it, none has InfiniBand, and no variable asks for
-            something else; else NCCL's own. "nccl": NCCL's own network. It is settled by NCCL_NET_PLUGIN and
-            NCCL_NET, which this sets, on all ranks alike. If None, what BAGUA_NET says, which `run --net` sets;
-            without it, these variables stay as they are. On one host NCCL uses shared memory, whatever this is.
-        record: A folder. When a call fails, each rank writes what it did last to a file there, in a folder of
-            this job's, for `python -m bagua_comm diagnose`. If None, the folder that BAGUA_FLIGHT_FOLDER names,
-            else one of this user's under the folder of temporary files, on each host.
-        op_order: "rank": floats are added in the order of the ranks, and a run repeats its bits. "any": host
-            arrays are reduced by MPI's own calls where it can; see `Communicator.op_order`. The same on all
-            ranks.
+        node: A label for this rank's node. By default, ranks on one host share a node: those whose host has the
+            same name and boot time, or that share memory according to MPI. Set labels to try out `Hierarchical`
+            on one machine.
+        alone: Make a world of one rank, without MPI, whatever started this process.
+        comm: Make the ranks of this communicator of mpi4py the world, in place of all that mpirun started. Its
+            ranks call `connect`; it is duplicated, and the caller keeps it. Ranks outside of it need not connect,
+            or may connect with another communicator. They belong to the same job: an uncaught exception ends
+            them, too, and messages about the exit of a rank count ranks in MPI's world.
+        transport: Use this transport, and look for no launcher. Its ranks share a node if they share a host.
+        gpu: The transport of device arrays. "auto": NCCL where possible, else copies through host memory, with a
+            warning that gives the reason; none if a rank has no CUDA device. "nccl" or "staged" (through host
+            memory): this one, or an error. "none": none, and CuPy is not imported.
+        net: The network of NCCL between hosts, in this library and in PyTorch. "bagua": the plugin of this
+            library, which uses many TCP connections; it is built once on each host, which needs a C compiler.
+            "auto": the plugin if there are several hosts, all of them can build it, none has InfiniBand, and no
+            variable asks for another network; else NCCL's own. "nccl": NCCL's own network. The choice is set by
+            NCCL_NET_PLUGIN and NCCL_NET, on all ranks alike. If None, the value of BAGUA_NET, which `run --net`
+            sets; without it, these variables are not changed. On one host, NCCL uses shared memory in any case.
+        record: A folder for flight records. When a call fails, each rank writes its last calls to a file there,
+            in a subfolder of this job, for `python -m bagua_comm diagnose`. If None, the folder in
+            BAGUA_FLIGHT_FOLDER, or one of this user in the folder of temporary files, on each host.
+        op_order: "rank": floats are added in the order of the ranks, and repeated runs give the same bits. "any":
+            host arrays are reduced by MPI's own calls where possible; see `Communicator.op_order`. The same on
+            all ranks.
 
     Raises:
         BootstrapError: A launcher started this process, but the world cannot be set up, or has too few ranks; or
-            what `gpu` or `net` asks for cannot be set up, on all ranks alike; or an argument is not what it
-            should be; or the communicator that was made last is open.
+            `gpu` or `net` cannot be set up, on all ranks alike; or an argument is invalid; or the communicator
+            that was made last is open.
         CommTimeout: MPI had started on all ranks, but one did not come in time.
-        RankFailed: A rank died meanwhile, and mpirun let the others go on.
+        RankFailed: A rank died meanwhile, and mpirun kept the others.
 
     >>> with connect() as comm:
     ...     comm.rank, comm.size
