@@ -8,6 +8,7 @@ On every rank:
 
 from . import elastic, optim, topology
 from . import moved as _moved
+from ._version import __version__ as __version__
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -51,8 +52,6 @@ from .lane import Lane
 from .planning.tuner import Tuner
 
 _moved.install()
-
-__version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",

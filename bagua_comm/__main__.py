@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import __version__
+from ._version import __version__
 from .commands import advise, completion, diagnose, doctor, info, net, run
 from .errors import ArrayError
 from .launch.cli import CommandError, program_name

@@ -39,7 +39,7 @@ from bagua_comm.algorithms.state import has_saved_state
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
 from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
-from bagua_comm.logs import tell
+from bagua_comm.logs import log_on_root
 from bagua_comm.topology import share
 from bagua_comm.trace import ExchangeCounters
 
@@ -456,7 +456,7 @@ class DistributedDataParallel(nn.Module):
         self.tuner = None
         if differed:
             self._steps.make_equal()
-        tell(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
+        log_on_root(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
         self._steps.switch(algorithm)
         self._steps.lend()
         self.algorithm = algorithm

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
-from ..logs import megabytes, tell
+from ..logs import log_on_root, megabytes
 from ..pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
@@ -231,7 +231,9 @@ class Checkpoints(Live):
             nbytes = sum(part.file["bytes"] for part in parts)
             seconds = time.monotonic() - began_s
             size = megabytes(nbytes)
-            tell(_log, comm.rank, "step %d is saved in %s: %s in %.1f s", job.step, self.folder, size, seconds)
+            log_on_root(
+                _log, comm.rank, "step %d is saved in %s: %s in %.1f s", job.step, self.folder, size, seconds
+            )
         return problem
 
     def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
@@ -320,7 +322,7 @@ class Checkpoints(Live):
                 except CheckpointError as exc:
                     problem = str(exc)
             if problem is None:
-                tell(_log, self._comm.rank, "step %d is loaded from %s", found.step, self.folder)
+                log_on_root(_log, self._comm.rank, "step %d is loaded from %s", found.step, self.folder)
                 return Loaded(found.step, tree, manifest["world"], tuple(skipped))
             if not fallback:
                 raise CheckpointError(_cannot(found, problem))

@@ -25,7 +25,7 @@ from ..arrays import AnyArray, Array
 from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
-from ..logs import tell
+from ..logs import log_on_root
 from ..trace import Recorder
 from ..transports.base import Transport
 from .agreement import agree_on_split
@@ -284,7 +284,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         first, *rest = self.transports
         host = first.shrink()
         survivors = self._derived([host, *(transport.shrink(host) for transport in rest)], make=self._survivors)
-        tell(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
+        log_on_root(_log, survivors.rank, "shrink: %d of %d ranks are left", survivors.size, self.size)
         return survivors
 
     def abort(self, exit_code: int = 1) -> None:

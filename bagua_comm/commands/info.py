@@ -12,9 +12,9 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, cuda, kernels, net
-from ..bootstrap import connection as bootstrap
-from ..bootstrap import gpu_facts
+from .. import arrays, cuda, kernels, net
+from .._version import __version__
+from ..bootstrap.gpu import describe_gpu, nccl_obstacle, provide_cupy_cache
 from ..launch.cli import cores
 from ..launch.mpirun import find_mpirun
 from ..net import building, choosing
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 def collect_info() -> dict[str, dict[str, Any]]:
     """What `info` prints: section -> name -> value."""
-    bootstrap.make_room_for_cupy()
+    provide_cupy_cache()
     return {
         "versions": {
             "bagua_comm": __version__,
@@ -147,15 +147,15 @@ def _device_side() -> str:
     if not count:
         return "not carried: there is no device"
     try:
-        gpu = bootstrap.my_gpu(0)
+        gpu = describe_gpu(0)
     except Exception as exc:
         return f"not carried: the device cannot be used: {exc}"
     if gpu.broken:
         return f"not carried: the device cannot be used: {gpu.broken}"
-    obstacle = gpu_facts.nccl_obstacle([gpu])
+    obstacle = nccl_obstacle([gpu])
     if obstacle is not None:
         return f"through host memory (staged), since {obstacle}"
-    if gpu_facts.nccl_obstacle([gpu] * 2) is None:
+    if nccl_obstacle([gpu] * 2) is None:
         return "over NCCL, also where ranks share a GPU, by NCCL_MULTI_RANK_GPU_ENABLE=1"
     return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
 

@@ -11,7 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from ..arrays import OpOrder
-from ..bootstrap import connection as bootstrap
+from ..bootstrap import current
+from ..bootstrap.connection import TIMEOUT_S
+from ..bootstrap.environment import job as current_job
 from ..comm import Communicator
 from ..errors import (
     ArrayError,
@@ -24,7 +26,7 @@ from ..errors import (
     UnsupportedError,
     shown,
 )
-from ..logs import tell
+from ..logs import log_on_root
 from . import start
 from .changes import Change, History, names_of
 from .fleet import Death, Fleet, Meeting, Process
@@ -79,7 +81,7 @@ def run(
     *,
     min_ranks: int = 1,
     regrow: bool = False,
-    timeout_s: float = bootstrap.TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     fleet: Fleet | None = None,
     op_order: OpOrder = "rank",
 ) -> Callable[[Callable[[Communicator], T]], T | None]:
@@ -133,7 +135,7 @@ def run(
     def decorator(train: Callable[[Communicator], T]) -> T | None:
         if not callable(train):
             raise ArrayError(f"elastic.run: it decorates {shown(train)}, expected a function of a communicator")
-        if fleet is None and bootstrap.current() is not None:
+        if fleet is None and current() is not None:
             raise BootstrapError(
                 "elastic.run: a communicator is open already, which cannot go on when a rank dies; close it, and "
                 "call nothing collective before elastic.run: it connects"
@@ -172,7 +174,7 @@ class _Loop:
         self._state, self._fleet = state, fleet
         self._regrow, self._op_order = regrow, op_order
         more = self._fleet.recruits_wait if regrow else None
-        job = bootstrap.job()
+        job = current_job()
         self._job = replace(job, folder=job.folder or fleet.folder)
         self._min_ranks = max(min_ranks, job.min_ranks or 1)
         self._session = Session(state, fleet.me, self._job, more)
@@ -344,7 +346,7 @@ class _Loop:
             commit=commit,
         )
         self._history.add(change)
-        tell(_log, comm.rank, "ranks have changed: %s", change)
+        log_on_root(_log, comm.rank, "ranks have changed: %s", change)
         for callback in self._state.__dict__["_callbacks"]:
             callback(change)
 

@@ -7,8 +7,11 @@ import os
 from collections.abc import Callable
 
 from .. import kernels
-from ..bootstrap import connection as bootstrap
-from ..bootstrap.rendezvous import Limit
+from ..bootstrap.connection import TIMEOUT_S, check_timeout, connect, open_world
+from ..bootstrap.environment import job, under_torchrun
+from ..bootstrap.mpi_start import start_fleet, under_ulfm
+from ..bootstrap.rendezvous import Deadline
+from ..bootstrap.world import refuse_a_second_world
 from ..errors import BootstrapError
 from ..transports import LocalTransport
 from .fixed import FixedFleet
@@ -26,7 +29,7 @@ def start_under_torchrun_by(start: Callable[[float], Fleet]) -> None:
     _under_torchrun = start
 
 
-def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
+def start(timeout_s: float = TIMEOUT_S) -> Fleet:
     """The fleet of all processes that were started with this one.
 
     Collective. Under `bagua run --ulfm` and under torchrun the fleet survives deaths. Under any other mpirun, and
@@ -40,32 +43,32 @@ def start(timeout_s: float = bootstrap.TIMEOUT_S) -> Fleet:
         CommTimeout: MPI had started on all ranks, but one did not come in time.
         RankFailed: A process died before the others could go on without it.
     """
-    bootstrap.check_timeout(timeout_s)
-    bootstrap.refuse_a_second_world()
-    if bootstrap.under_torchrun():
+    check_timeout(timeout_s)
+    refuse_a_second_world()
+    if under_torchrun():
         if _under_torchrun is None:
             raise BootstrapError(
                 "elastic.run: torchrun started this process, and only bagua_torch knows how its processes find "
                 "each other; import bagua_torch before"
             )
         return _under_torchrun(timeout_s)
-    if not bootstrap.starts_a_fleet():
-        return FixedFleet(bootstrap.connect(timeout_s=timeout_s))
+    if not under_ulfm():
+        return FixedFleet(connect(timeout_s=timeout_s))
 
     def gather() -> Fleet:
         from .mpi import fleet as mpi  # this needs MPI to have started
 
         return mpi.gather(timeout_s)
 
-    recruiter = bootstrap.job().recruiter
+    recruiter = job().recruiter
     if not recruiter:
-        return bootstrap.start_fleet(timeout_s, gather)
+        return start_fleet(timeout_s, gather)
     origin = Origin.parse(recruiter)
     # Nobody waits for a newcomer yet: so what takes long the first time happens now.
     kernels.on_host()
-    bootstrap.open_world(LocalTransport(), [0]).close()
-    limit = Limit(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up)
-    return limit.run(lambda: bootstrap.start_fleet(timeout_s, gather))
+    open_world(LocalTransport(), [0]).close()
+    deadline = Deadline(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up)
+    return deadline.run(lambda: start_fleet(timeout_s, gather))
 
 
 def _give_up(why: str) -> None:

@@ -35,7 +35,7 @@ from ..bucket import Plan
 from ..comm import Communicator
 from ..errors import ArrayError
 from ..lane import Lane, StreamLane, ThreadLane
-from ..logs import tell
+from ..logs import log_on_root
 from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
 from .callbacks import EngineCallbacks
@@ -465,7 +465,7 @@ class Engine(Live):
             self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
-        tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
+        log_on_root(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
 
     def _make_equal(self, following: Algorithm | None = None) -> None:
         """Average the weights if they differ between ranks and the algorithm of the next step needs equal ones.

@@ -15,7 +15,7 @@ from ..bucket import Bucket, Plan, make_buckets
 from ..codecs.base import codecs_in
 from ..comm import Communicator
 from ..errors import ArrayError
-from ..logs import megabytes, tell
+from ..logs import log_on_root, megabytes
 
 Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
 """Memory of the buckets, one flat array each; by payload, if an algorithm exchanges gradients and weights in
@@ -85,7 +85,7 @@ def prepare_codecs(algorithm: Algorithm, buckets: Mapping[Payload, Sequence[Buck
 def log_plan(log: logging.Logger, rank: int, plan: Plan, algorithm: Algorithm, *, lane: str) -> None:
     """Log the algorithm, the sizes of the buckets, and the lane."""
     buckets = plan.buckets
-    tell(
+    log_on_root(
         log,
         rank,
         "%s: %d tensors in %d buckets, %s, the largest %s; on a %s",
@@ -103,6 +103,6 @@ def lane_kind(
 ) -> Literal["thread", "stream"]:
     """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
     flats = [bucket.flat for each in buckets.values() for bucket in each]
-    transports = [comm.carrier(flat, call="Engine", name="storage") for flat in flats]
+    transports = [comm.transport_for(flat, call="Engine", name="storage") for flat in flats]
     streamed = flats and not runs_in_rounds(algorithm) and all(t.enqueues for t in transports)
     return "stream" if streamed else "thread"

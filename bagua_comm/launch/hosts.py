@@ -112,6 +112,17 @@ class Ranks:
         return self.training + self.spares
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The hosts of a job, and the number of its ranks."""
+
+    ranks: Ranks
+    hosts: tuple[Host, ...] = ()
+    """Empty if the user named none."""
+    left_out: tuple[str, ...] = ()
+    """The hosts that do not answer."""
+
+
 def ranks_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Ranks:
     """How many ranks train and stand by. Without `-n`, both together are as many as there are slots.
 

@@ -120,42 +120,23 @@ class _Shape:
         return -(-self.ranks // self.nodes)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `run` that write files."""
-    parser.add_argument(
-        "--write",
-        nargs=2,
-        metavar=("KIND", "FILE"),
-        help=f"write the same job for a cluster instead; KIND is one of {', '.join(KINDS)}, and FILE may be -",
-    )
-    parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
-    parser.add_argument("--force", action="store_true", help="let --write replace a file")
+def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
+    """Return the text of a job script.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Write the file.
+    Args:
+        options: The arguments of `run`.
+        kind: One of `KINDS`.
+        file: The name of the file that the text is for; "-" if it is printed.
 
     Raises:
-        CommandError: The arguments do not go together, or the file is there already or cannot be written.
+        CommandError: There is no such kind, or it does not support these arguments.
     """
-    kind, file = options.write
     if kind not in KINDS:
         raise CommandError(f"--write {kind}: expected one of {', '.join(KINDS)}, and a file")
-    text = k8s(options, file) if kind == "k8s" else slurm(options, file, array=kind == "sbatch-array")
-    if file == "-":
-        sys.stdout.write(text)
-        return 0
-    try:
-        with open(file, "w" if options.force else "x", encoding="utf-8", errors="surrogateescape") as out:
-            out.write(text)
-    except FileExistsError:
-        raise CommandError(f"--write: {file} is there already; --force replaces it") from None
-    except OSError as exc:
-        raise CommandError(f"--write {file}: {exc}") from exc
-    return 0
+    return _k8s(options, file) if kind == "k8s" else _slurm(options, file, array=kind == "sbatch-array")
 
 
-def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
+def _slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     """A script for sbatch; with `array`, one for several such jobs."""
     shape = _shape(options)
     variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
@@ -182,7 +163,7 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     )
 
 
-def k8s(options: argparse.Namespace, file: str) -> str:
+def _k8s(options: argparse.Namespace, file: str) -> str:
     """An MPIJob for Kubernetes' MPI Operator."""
     for text in options.env:
         if parse_variable(text)[1] is None:

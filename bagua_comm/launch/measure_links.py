@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..bootstrap import connection as bootstrap
+from ..bootstrap import connect
 from .cli import CommandError, count
-from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
-from .supervisor import Command, Place
+from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .plan import Plan
 
 NUMBERS = (1, 3, 5, 9, 17)
 """The numbers of links that are tried; see `links.odd`."""
@@ -82,7 +82,7 @@ def choose(seconds: Callable[[int], float]) -> tuple[int, dict[int, float]]:
 
 
 def measure(
-    options: argparse.Namespace, is_alone: bool, plan: Callable[[argparse.Namespace, Place | None], Command]
+    options: argparse.Namespace, is_alone: bool, plan: Callable[[argparse.Namespace, Placement | None], Plan]
 ) -> int | None:
     """The number of links for a job; None if they do nothing, since it runs on this host alone.
 
@@ -101,12 +101,12 @@ def measure(
             "--links auto: one host, where ranks talk through shared memory and links do nothing", file=sys.stderr
         )
         return None
-    place = _place(ranks_of(options, hosts).started, hosts)
+    placement = _placement(ranks_of(options, hosts).started, hosts)
     failures: list[str] = []
 
     def seconds(number: int) -> float:
         try:
-            return _trial(plan(_trial_options(options, number), place))
+            return _trial(plan(_trial_options(options, number), placement))
         except CommandError as exc:
             failures.append(f"{count(number, 'link')}: {exc}")
             return float("inf")
@@ -119,13 +119,13 @@ def measure(
     return number
 
 
-def _place(ranks: int, hosts: tuple[Host, ...]) -> Place | None:
+def _placement(ranks: int, hosts: tuple[Host, ...]) -> Placement | None:
     """Where trials run: on the first of the named hosts."""
     if not hosts:
         return None
     chosen = hosts[:MOST_HOSTS]
     room = sum(host.slots or -(-ranks // len(hosts)) for host in chosen)
-    return Place(Ranks(min(ranks, room)), chosen)
+    return Placement(Ranks(min(ranks, room)), chosen)
 
 
 def _trial_options(options: argparse.Namespace, links: int) -> argparse.Namespace:
@@ -136,7 +136,7 @@ def _trial_options(options: argparse.Namespace, links: int) -> argparse.Namespac
     return trial
 
 
-def _trial(plan: Command) -> float:
+def _trial(plan: Plan) -> float:
     """The seconds that a trial prints.
 
     Raises:
@@ -173,7 +173,7 @@ def main() -> None:
 
     Collective.
     """
-    with bootstrap.connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
+    with connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
         x = np.ones(NBYTES // 4, np.float32)
         times: list[float] = []
         for limit_s in (WARM_UP_S, MEASURED_S):

@@ -38,6 +38,10 @@ SEGMENT_BYTES = 16 << 20
 OPEN_MPI, MPICH, INTEL = "Open MPI", "MPICH", "Intel MPI"
 
 
+HIDDEN = "..."
+"""Printed in place of a secret value."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """Arguments of mpirun and environment variables that belong together, and why they are there."""
@@ -45,6 +49,12 @@ class Setting:
     why: str
     arguments: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
+    is_secret: bool = False
+    """Whether the values of the variables are hidden in output."""
+
+    def shown(self) -> list[str]:
+        """Return the variables as `NAME=VALUE`, for output."""
+        return [f"{name}={HIDDEN if self.is_secret else value}" for name, value in self.variables.items()]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import importlib.machinery
 import os
@@ -21,18 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
 from ..processes import pid_namespace, state_of
 from . import job_folder
-from .agent import LIMIT_S, Agent, Pulse, find_agent
 from .cli import CommandError, count, program_name
-from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
-from .verdict import Verdict, deaths, judge, time_lost_s, without_end
+from .heartbeat import Heartbeat
+from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .plan import Plan
+from .remote_shell import ANSWER_S, RemoteShell, find_remote_shell
+from .signals import Signals, die_with_supervisor
+from .verdict import Verdict, deaths, judge, time_lost_s, unfinished
 
 LOOK_S = 0.1
 """How often the supervisor looks at mpirun and the record."""
@@ -46,38 +48,11 @@ OVER_S = 3.0
 LOST_END_S = 1.0
 """The same, where it may wait for a host that is gone."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that end the job."""
-
-
 SEGMENTS = "/dev/shm/sm_segment."
 """How the names begin of the files by which ranks of Open MPI share memory."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an attempt runs, and with how many ranks."""
-
-    ranks: Ranks
-    hosts: tuple[Host, ...] = ()
-    """Empty if the user named none."""
-    left_out: tuple[str, ...] = ()
-    """The hosts that do not answer."""
-
-
-class Command(Protocol):
-    """What starts mpirun."""
-
-    @property
-    def command(self) -> list[str]:
-        """mpirun and all of its arguments."""
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that it gets beside those that are there."""
-
-
-def supervise(options: argparse.Namespace, plan: Callable[[Place, Job], Command]) -> int:
+def supervise(options: argparse.Namespace, plan: Callable[[Placement, Job], Plan]) -> int:
     """Run a job to its end; returns the exit code.
 
     Args:
@@ -85,25 +60,26 @@ def supervise(options: argparse.Namespace, plan: Callable[[Place, Job], Command]
         plan: Makes the command of an attempt.
 
     Raises:
-        CommandError: The arguments do not go together, or there is no place for the folder of the job.
+        CommandError: The arguments do not go together, or the folder of the job cannot be made.
     """
     hosts = named_hosts(options)
-    first = Place(ranks_of(options, hosts), hosts)
+    first = Placement(ranks_of(options, hosts), hosts)
     others = [host.name for host in hosts if not is_here(host.name)]
-    agent = find_agent(options.mpirun)
-    clean_up(limit_s=LIMIT_S)
+    shell = find_remote_shell(options.mpirun)
+    clean_up(limit_s=ANSWER_S)
     try:
-        folder = job_folder.make({"hosts": others, "agent": agent.words})
+        folder = job_folder.make({"hosts": others, "agent": shell.words})
     except OSError as exc:
-        raise CommandError(f"there is no place for the folder of the job: {exc}") from exc
+        raise CommandError(f"the folder of the job cannot be made: {exc}") from exc
     job = Job(folder.name, folder.path, first.ranks.spares, options.min_ranks)
-    supervisor = _Supervisor(options, plan, job, first, others, agent)
+    supervisor, signals = _Supervisor(options, plan, job, first, others, shell), Signals()
     try:
-        with _Signals() as signals:
-            return supervisor.run(signals)
+        signals.install()
+        return supervisor.run(signals)
     finally:
+        signals.restore()
         left = [host for host in supervisor.others if host not in supervisor.gone]
-        agent.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
+        shell.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
         if options.record:
             supervisor.copy_record(options.record)
         folder.remove()
@@ -115,18 +91,18 @@ def clean_up(*, limit_s: float) -> None:
         job_folder.end_leftovers(folder.name.removeprefix(job_folder.PREFIX))
         hosts, words = facts.get("hosts"), facts.get("agent")
         if hosts and words:
-            Agent(tuple(words)).ask(hosts, f"rm -rf {shlex.quote(str(folder))}", limit_s=limit_s)
+            RemoteShell(tuple(words)).ask(hosts, f"rm -rf {shlex.quote(str(folder))}", limit_s=limit_s)
 
 
 @dataclass
 class _Supervisor:
     options: argparse.Namespace
-    plan: Callable[[Place, Job], Command]
+    plan: Callable[[Placement, Job], Plan]
     job: Job
-    first: Place
+    first: Placement
     others: list[str]
     """The hosts that only the launch agent reaches."""
-    agent: Agent
+    shell: RemoteShell
     entries: list[dict[str, Any]] = field(default_factory=list)
     """What the record tells of all attempts that have ended."""
     dead: int = 0
@@ -140,7 +116,7 @@ class _Supervisor:
     told_to: int = 0
     """Up to which byte of the record."""
 
-    def run(self, signals: _Signals) -> int:
+    def run(self, signals: Signals) -> int:
         program = Program.of(self.options)
         ranks, restarts = self.first.ranks, self.options.restarts or 0
         self._ask_others()
@@ -148,18 +124,18 @@ class _Supervisor:
         hosts = [str(host) for host in self.first.hosts]
         facts = {"ranks": ranks.training, "spares": ranks.spares, "min_ranks": ranks.least, "hosts": hosts}
         self.job.record("job", command=command, **facts)
-        place, verdict = self.first, Verdict("stopped", 1, "nothing was started")
+        placement, verdict = self.first, Verdict("stopped", 1, "nothing was started")
         for attempt in range(restarts + 1):
-            self.job = replace(self.job, attempt=attempt, spares=place.ranks.spares)
-            verdict = self._attempt(place, signals)
-            if verdict.ended != "lost":
+            self.job = replace(self.job, attempt=attempt, spares=placement.ranks.spares)
+            verdict = self._attempt(placement, signals)
+            if verdict.outcome != "lost":
                 break
             left = restarts - attempt
             self.say(f"attempt {attempt + 1} is lost: {verdict.why}; {count(left, 'restart')} left")
             if not left:
                 break
             try:
-                place = self._next_place()
+                placement = self._next_placement()
                 program.must_be_the_same()
             except CommandError as exc:
                 verdict = replace(verdict, why=f"{verdict.why}; {exc}")
@@ -172,11 +148,11 @@ class _Supervisor:
 
     def _ask_others(self) -> None:
         """Watch the hosts that the launch agent reaches; mpirun may have another way to start ranks there."""
-        answers = self.agent.ask(self.others, "true")
+        answers = self.shell.ask(self.others, "true")
         self.others = [host for host in self.others if answers[host] is not None]
         if silent := [host for host in answers if answers[host] is None]:
-            how = shlex.join(self.agent.words)
-            self.say(f"{', '.join(silent)}: does not answer `{how}` within {LIMIT_S:g} s, so nobody watches it")
+            how = shlex.join(self.shell.words)
+            self.say(f"{', '.join(silent)}: does not answer `{how}` within {ANSWER_S:g} s, so nobody watches it")
 
     def say(self, text: str) -> None:
         """Tell the user."""
@@ -197,15 +173,15 @@ class _Supervisor:
 
     # An attempt -------------------------------------------------------------------------------------
 
-    def _attempt(self, place: Place, signals: _Signals) -> Verdict:
-        ranks, hosts = place.ranks, [str(host) for host in place.hosts]
-        facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": place.left_out}
+    def _attempt(self, placement: Placement, signals: Signals) -> Verdict:
+        ranks, hosts = placement.ranks, [str(host) for host in placement.hosts]
+        facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": placement.left_out}
         self.job.record("attempt", **facts)
-        code, lost = self._run(self.plan(place, self.job), place, signals)
+        code, lost = self._run(self.plan(placement, self.job), placement, signals)
         hard = signals.count > 1
         job_folder.end_leftovers(self.job.name, grace_s=0.0 if hard else job_folder.GRACE_S)
-        there = [host.name for host in place.hosts if host.name not in lost]
-        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else LIMIT_S)]
+        there = [host.name for host in placement.hosts if host.name not in lost]
+        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else ANSWER_S)]
         self.gone = set(gone)
         self._tell_news()
         self.job.record("end", code=code)
@@ -216,18 +192,18 @@ class _Supervisor:
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
-        self.dead += len(deaths(mine)) or (len(without_end(mine)) if verdict.ended == "lost" else 0)
+        self.dead += len(deaths(mine)) or (len(unfinished(mine)) if verdict.outcome == "lost" else 0)
         return verdict
 
-    def _run(self, plan: Command, place: Place, signals: _Signals) -> tuple[int, list[str]]:
+    def _run(self, plan: Plan, placement: Placement, signals: Signals) -> tuple[int, list[str]]:
         """Run mpirun; returns its exit code, below 0 if a signal ended it, and the hosts that were lost."""
         environment = {**os.environ, **plan.variables}
         with signals.held():
             process = subprocess.Popen(
-                plan.command, env=environment, start_new_session=True, preexec_fn=_die_with_supervisor()
+                plan.command, env=environment, start_new_session=True, preexec_fn=die_with_supervisor()
             )
             signals.process = process
-        pulse = Pulse(self.agent, [host.name for host in place.hosts if host.name in self.others])
+        heartbeat = Heartbeat(self.shell, [host.name for host in placement.hosts if host.name in self.others])
         lost: list[str] = []
         deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
         try:
@@ -237,12 +213,12 @@ class _Supervisor:
                 self._tell_news()
                 if process.returncode is not None:
                     return process.returncode, lost
-                if not lost and (lost := pulse.lost()):
+                if not lost and (lost := heartbeat.lost()):
                     self.say(f"{', '.join(lost)} does not answer any more, so this attempt ends")
                     process.terminate()
                 if lost or signals.first is not None:
                     deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
-                if not place.hosts and time.monotonic() > look_s:
+                if not placement.hosts and time.monotonic() > look_s:
                     look_s = time.monotonic() + OVER_S
                     over_before, over = over, self._all_have_ended()
                     if over and over_before:
@@ -251,7 +227,7 @@ class _Supervisor:
                     process.kill()
         finally:
             signals.process = None
-            pulse.close()
+            heartbeat.close()
             remove_session(process.pid)
 
     def _all_have_ended(self) -> bool:
@@ -274,7 +250,7 @@ class _Supervisor:
             f"for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
             f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
         )
-        answers = self.agent.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
+        answers = self.shell.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
         known = set(self._lines())  # emulated hosts share their memory, and so the record
         news = [line for answer in answers.values() for line in (answer or "").splitlines() if line not in known]
         self.commits += [entry["number"] for entry in entries(news) if entry["kind"] == "commit"]
@@ -296,20 +272,20 @@ class _Supervisor:
 
     # Between attempts -------------------------------------------------------------------------------
 
-    def _next_place(self) -> Place:
+    def _next_placement(self) -> Placement:
         """The hosts that answer, and as many ranks as they take.
 
         Raises:
             CommandError: They take too few.
         """
         hosts, ranks = self.first.hosts, self.first.ranks
-        answers = self.agent.ask([host for host in self.others if host not in self.gone], "true")
+        answers = self.shell.ask([host for host in self.others if host not in self.gone], "true")
         answers |= dict.fromkeys(self.gone)  # those were asked a moment ago
         gone = [host for host in hosts if host.name in answers and answers[host.name] is None]
         self.gone = {host.name for host in gone}
         if not gone:
             return self.first
-        self.say(f"{', '.join(host.name for host in gone)} did not answer within {LIMIT_S:g} s, and is left out")
+        self.say(f"{', '.join(host.name for host in gone)} did not answer within {ANSWER_S:g} s, and is left out")
         share = -(-ranks.started // len(hosts))
         left = tuple(Host(host.name, host.slots or share) for host in hosts if host not in gone)
         started = min(ranks.started, sum(host.slots or 0 for host in left))
@@ -319,7 +295,7 @@ class _Supervisor:
                 f"the hosts that answer take {count(training, 'rank')}, and --min-ranks asks for {ranks.least}"
             )
         spares = started - training
-        return Place(Ranks(training, spares, ranks.least), left, tuple(host.name for host in gone))
+        return Placement(Ranks(training, spares, ranks.least), left, tuple(host.name for host in gone))
 
     # What the user sees -----------------------------------------------------------------------------
 
@@ -359,11 +335,11 @@ class _Supervisor:
         here = self.job.last_commit()
         if commits := [*self.commits, *([] if here is None else [here])]:
             self.job.record("commit", number=max(commits))
-        self.job.record("verdict", well=verdict.ended == "well", code=verdict.code, why=verdict.why)
+        self.job.record("verdict", well=verdict.succeeded, code=verdict.code, why=verdict.why)
         facts = [count(self.job.attempt + 1, "attempt"), count(self.dead, "death")]
         if (lost_s := time_lost_s(self.entries)) > 0:
             facts.append(f"{lost_s:.1f} s lost")
-        how = "the job ended well" if verdict.ended == "well" else f"the job did not end well: {verdict.why}"
+        how = "the job succeeded" if verdict.succeeded else f"the job failed: {verdict.why}"
         self.say(f"{how} ({', '.join(facts)})")
 
 
@@ -412,57 +388,3 @@ def _digest(file: Path | None) -> str:
 
 def _stopped(number: signal.Signals) -> Verdict:
     return Verdict("stopped", 128 + number, f"{number.name} has ended this job")
-
-
-class _Signals:
-    """While the body of `with` runs, signals that end the job go to mpirun; a second one kills it."""
-
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.count = 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants SIGHUP to be
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While the body of `with` runs, signals wait."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.count += 1
-        self.first = self.first or signal.Signals(number)
-        if self.process is None:
-            return
-        if self.count > 1:
-            self.process.kill()
-        else:
-            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-
-
-def _die_with_supervisor() -> Callable[[], None] | None:
-    """What makes a child end when this process is killed; None where the system cannot do that."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    parent_death_signal = 1  # PR_SET_PDEATHSIG
-
-    def prepare() -> None:
-        prctl(parent_death_signal, int(signal.SIGTERM))
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask - set(SIGNALS))
-
-    return prepare

@@ -30,9 +30,14 @@ MOST_SIGNALS = 64
 class Verdict:
     """How an attempt ended, and the exit code for it."""
 
-    ended: Literal["well", "failed", "lost", "stopped"]
+    outcome: Literal["succeeded", "failed", "lost", "stopped"]
     code: int
     why: str
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job is done."""
+        return self.outcome == "succeeded"
 
 
 def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] = ()) -> Verdict:
@@ -43,28 +48,28 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
         code: mpirun's exit code; below 0 if a signal has ended mpirun.
         gone: The hosts of the attempt that do not answer.
 
-    >>> judge([], 0).ended, judge([], 3).ended, judge([], 137).ended
-    ('well', 'failed', 'lost')
+    >>> judge([], 0).outcome, judge([], 3).outcome, judge([], 137).outcome
+    ('succeeded', 'failed', 'lost')
     """
     errors = [entry for entry in entries if entry["kind"] == "error"]
     own = [entry for entry in errors if not entry.get("due_to_others")]
     trained = {_process(entry) for entry in entries if entry["kind"] == "trained"}
-    missing = without_end(entries)
+    missing = unfinished(entries)
     if own:
-        return Verdict("failed", code if 0 < code < 128 else 1, _told(own[0]))
+        return Verdict("failed", code if 0 < code < 128 else 1, _describe(own[0]))
     if (1 < code < 128 and not _a_recruit_vanished(entries)) or (code == 1 and not (errors or missing or gone)):
         return Verdict("failed", code, f"the program ended with exit code {code}")
     if trained:
         missing = [entry for entry in missing if _process(entry) in trained]
         if not missing:
-            return Verdict("well", 0, "all ranks that trained came to the end")
+            return Verdict("succeeded", 0, "all ranks that trained came to the end")
         return Verdict("failed", code or 1, f"{_names(missing)} died when training had ended, so nothing is kept")
     if gone:
         why = f"{_listed('host', gone)} did not answer any more"
     elif errors:
-        why = _told(errors[0])
+        why = _describe(errors[0])
     elif missing:
-        why = f"{_names(missing)} came to no end"
+        why = f"{_names(missing)} did not finish"
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
     elif number := _signal_of(code):
@@ -72,11 +77,11 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     elif code:
         return Verdict("failed", code, f"mpirun ended with exit code {code}")
     else:
-        return Verdict("well", 0, "the program came to its end")
+        return Verdict("succeeded", 0, "the program came to its end")
     return Verdict("lost", 128 - code if code < 0 else code or 1, why)
 
 
-def without_end(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def unfinished(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The starts of those ranks that recorded no end: they were killed, also by mpirun because of others."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
@@ -118,7 +123,7 @@ def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(map(entry.get, ("attempt", "host", "namespace", "pid")))
 
 
-def _told(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, Any]) -> str:
     return f"rank {entry.get('rank')} ended with {entry.get('error')}: {entry.get('text')}"
 
 

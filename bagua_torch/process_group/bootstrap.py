@@ -16,7 +16,9 @@ import torch.distributed as dist
 import bagua_comm
 from bagua_comm import BootstrapError, Communicator
 from bagua_comm.arrays import OpOrder
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap import GPU, environment
+from bagua_comm.bootstrap.connection import TIMEOUT_S, check_timeout
+from bagua_comm.bootstrap.world import default_or, refuse_a_second_world
 from bagua_comm.net.choosing import Net
 from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
@@ -27,12 +29,12 @@ from .transport import ProcessGroupTransport, count
 
 def connect(
     *,
-    timeout_s: float = bootstrap.TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
     alone: bool = False,
-    gpu: bootstrap.GPU = "auto",
+    gpu: GPU = "auto",
     net: Net | None = None,
     record: str | Path | None = None,
     op_order: OpOrder = "rank",
@@ -68,14 +70,14 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    bootstrap.check_timeout(timeout_s)
-    bootstrap.refuse_a_second_world()
+    check_timeout(timeout_s)
+    refuse_a_second_world()
     transport: Transport | None = None
     if alone:
         pass
     elif dist.is_available() and dist.is_initialized():
         transport = ProcessGroupTransport(timeout_s=timeout_s)
-    elif bootstrap.under_torchrun():
+    elif environment.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
     comm = bagua_comm.connect(
         timeout_s=timeout_s,
@@ -104,7 +106,7 @@ def default() -> Communicator:
 
     Collective, if it connects.
     """
-    return bootstrap.current() or bootstrap.connected_by_default(connect)
+    return default_or(connect)
 
 
 def provide_group(comm: Communicator) -> None:
@@ -135,7 +137,7 @@ def provide_group(comm: Communicator) -> None:
     if isinstance(told, str):
         raise BootstrapError(f"torch.distributed cannot connect the ranks: {told}")
     if not others:
-        bootstrap.keep_gloo_on_this_host()
+        environment.keep_gloo_on_this_host()
     try:
         if comm.rank != 0:
             store = stores.TCPStore(*told, is_master=False, timeout=wait)
@@ -176,7 +178,7 @@ def _init_process_group(timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(environment.torchrun_local_rank() % torch.cuda.device_count())
     try:
         store, rank, size = rendezvous()
         # Under a new key: this group would be misled by what an earlier one has left in the store.
@@ -195,7 +197,7 @@ def rendezvous() -> tuple[Any, int, int]:
     """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
     from torch.distributed.rendezvous import rendezvous
 
-    variables = bootstrap.where_torchrun_meets()
+    variables = environment.torchrun_rendezvous()
     address, wait_s = serving.master_address(variables), dist.default_pg_timeout.total_seconds()
     with suppress(OSError, ValueError, KeyError):  # PyTorch's own says what is wrong with the variables
         if address is not None:

@@ -38,7 +38,8 @@ from bagua_comm import (
     RankFailed,
     UnsupportedError,
 )
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap import environment
+from bagua_comm.bootstrap.connection import open_world
 from bagua_comm.elastic.fleet import Death, Fleet, Meeting, Process
 from bagua_comm.transports import Transport
 
@@ -85,10 +86,10 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
         raise BootstrapError(
             f"elastic.run: torchrun started this process, but the store of its agent cannot be reached: {exc}"
         ) from exc
-    folder = agent_folder.provide() if bootstrap.torchrun_restarts() else None
+    folder = agent_folder.provide() if environment.torchrun_restarts() else None
     agent = agent_folder.agent()
     return TorchrunFleet(
-        store, rank, size, timeout_s=timeout_s, spares=bootstrap.job().spares, folder=folder, agent=agent
+        store, rank, size, timeout_s=timeout_s, spares=environment.job().spares, folder=folder, agent=agent
     )
 
 
@@ -256,7 +257,7 @@ class TorchrunFleet(Fleet):
         with self._lock:
             self._transports.append(opened)
         hosts = [self._cards[each].host for each in numbers]
-        comm = bootstrap.open_world(opened, hosts, gpu="none" if control else "auto")
+        comm = open_world(opened, hosts, gpu="none" if control else "auto")
         use_device(comm)
         with self._lock:
             self._transports += comm.transports[1:]

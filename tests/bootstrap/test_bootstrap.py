@@ -20,8 +20,8 @@ from support.launch import run_python
 
 import bagua_comm
 from bagua_comm import BootstrapError
-from bagua_comm.bootstrap import connection as bootstrap
-from bagua_comm.bootstrap.gpu_facts import GpuFacts, nccl_obstacle
+from bagua_comm.bootstrap.environment import torchrun_local_rank, under_torchrun
+from bagua_comm.bootstrap.gpu import GpuFacts, describe_gpu, nccl_obstacle
 from bagua_comm.transports import LocalTransport
 from bagua_comm.transports.local import Hub
 
@@ -66,7 +66,7 @@ def test_any_positive_number_is_a_timeout(timeout_s):
 def test_torchrun_is_refused_with_what_to_do(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert bootstrap.under_torchrun()
+    assert under_torchrun()
     with pytest.raises(BootstrapError, match=r"call bagua_torch.connect\(\).*mpirun.*python -m bagua_comm run"):
         bagua_comm.connect()
 
@@ -76,12 +76,12 @@ def test_mpiruns_own_numbers_in_torchruns_names_are_not_torchrun(monkeypatch):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
-    assert not bootstrap.under_torchrun()
+    assert not under_torchrun()
     monkeypatch.setenv("WORLD_SIZE", "4")  # another world than mpirun's
-    assert bootstrap.under_torchrun()
+    assert under_torchrun()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # mpirun has started torchrun
-    assert bootstrap.under_torchrun()
+    assert under_torchrun()
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_variable_of_torchrun_that_is_no_such_number_is_named(monkeypatch, nam
     for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(BootstrapError, match=f"connect: the environment variable {name} is '{text}', expected "):
-        bootstrap.torchrun_local_rank() if name == "LOCAL_RANK" else bagua_comm.connect()
+        torchrun_local_rank() if name == "LOCAL_RANK" else bagua_comm.connect()
 
 
 def test_a_world_of_one_rank_under_torchrun_needs_nothing(monkeypatch):
@@ -326,11 +326,9 @@ def test_a_default_stream_for_each_thread_is_warned_of(device, monkeypatch):
 
 
 def test_nccl_hostid_is_the_machine_that_nccl_sees(device, monkeypatch):
-    assert bootstrap.my_gpu(0) == GpuFacts(
-        socket.gethostname(), "0000:00:00.0", "ff" * 15 + "00", 23203, "", False
-    )
+    assert describe_gpu(0) == GpuFacts(socket.gethostname(), "0000:00:00.0", "ff" * 15 + "00", 23203, "", False)
     monkeypatch.setenv("NCCL_HOSTID", "rank-7")
-    assert bootstrap.my_gpu(0).machine == "rank-7"
+    assert describe_gpu(0).machine == "rank-7"
 
 
 # Failure ------------------------------------------------------------------------------------------------
@@ -814,5 +812,5 @@ def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "evaluated" in result.stdout
     assert re.search(
-        r"rank 0 of 2 .* has waited 1 s .*it goes on waiting.* rank 1 \(process \d+, running\)", result.stderr
+        r"rank 0 of 2 .* has waited 1 s .*it continues to wait.* rank 1 \(process \d+, running\)", result.stderr
     )

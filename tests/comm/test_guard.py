@@ -24,7 +24,7 @@ from bagua_comm import (
     quantized_allreduce,
     reproducible_allreduce,
 )
-from bagua_comm.bootstrap.rendezvous import Limit
+from bagua_comm.bootstrap.rendezvous import Deadline
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
 from bagua_comm.engine.schedule import Exchanges
 from bagua_comm.files import write_at_once
@@ -309,7 +309,9 @@ def test_a_limit_that_was_interrupted_ends_no_process(monkeypatch):
             poll()
         polls.clear()
 
-    assert interrupted_everywhere(lambda: Limit(lambda: "too long", fail).run(lambda: done.append(1)), check) > 3
+    assert (
+        interrupted_everywhere(lambda: Deadline(lambda: "too long", fail).run(lambda: done.append(1)), check) > 3
+    )
     assert done
 
 

@@ -202,7 +202,7 @@ def test_the_network_that_was_chosen_is_seen_for_each_mpi(monkeypatch, library, 
         THREAD_MULTIPLE = 3
 
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", OneRank)
-    monkeypatch.setattr(doctor.facts.bootstrap, "_has_ulfm", lambda: False)
+    monkeypatch.setattr(doctor.facts.environment, "has_ulfm", lambda: False)
     for name in ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"):
         monkeypatch.setenv(name, "eth0" if name == variable else "other")
     assert facts._mpi()["network chosen"] == "eth0"

@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...bootstrap import connection as bootstrap
-from ...bootstrap import gpu_facts
+from ... import bootstrap
+from ...bootstrap.environment import under_torchrun
+from ...bootstrap.gpu import GpuFacts, describe_gpu, nccl_obstacle
 from ...comm import Communicator
 from ...errors import BaguaError, CommTimeout
 from ...launch.cli import CommandError, program_name
@@ -73,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 def _connect() -> Communicator:
     """The world, whoever started it. Collective."""
     library: Any = bootstrap
-    if bootstrap.under_torchrun():
+    if under_torchrun():
         # Nothing in bagua_comm needs bagua_torch, which is built on it; but who has torchrun has that, too.
         library = importlib.import_module("bagua_torch")
     comm: Communicator = library.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False)
@@ -108,9 +109,9 @@ def examine_world(comm: Communicator) -> World:
     world = World(all_facts, [], [], {})
     if world.is_mixed:
         return world  # other versions may measure in another way
-    gpus = [gpu_facts.GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
+    gpus = [GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
     if len(gpus) == comm.size:
-        all_facts[0]["gpu"]["obstacle"] = gpu_facts.nccl_obstacle(gpus)
+        all_facts[0]["gpu"]["obstacle"] = nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,
@@ -139,7 +140,7 @@ def _together(comm: Communicator) -> list[int]:
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
     """What NCCL must know of this rank's GPU; None if it has none."""
     count = mine["gpu"]["count"]
-    return tuple(bootstrap.my_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
+    return tuple(describe_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
 
 
 def _to_measure(size: int, firsts: list[int]) -> list[int]:

@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, cuda, net
-from ...bootstrap import connection as bootstrap
+from ... import cuda, net
+from ..._version import __version__
+from ...bootstrap import environment
+from ...bootstrap.gpu import provide_cupy_cache
 from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...net import choosing
@@ -84,7 +86,7 @@ def gpu() -> dict[str, Any]:
     driver = Path("/proc/driver/nvidia/version").exists()
     if not driver and "cupy" not in sys.modules:
         return {"driver": False, "count": 0}
-    bootstrap.make_room_for_cupy()
+    provide_cupy_cache()
     return {"driver": driver, "count": cuda.device_count(), **cuda.device_facts()}
 
 
@@ -96,7 +98,7 @@ def plugin() -> dict[str, Any]:
 def _mpi() -> dict[str, Any]:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
-        if bootstrap.under_torchrun():
+        if environment.under_torchrun():
             return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}
         return {"running": False, **mpi_facts()}
     library = mpi.Get_library_version().split(",")[0].strip()
@@ -107,7 +109,7 @@ def _mpi() -> dict[str, Any]:
         "library": library,
         "thread level": mpi.Query_thread(),
         "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
-        "ulfm": bootstrap._has_ulfm(),
+        "ulfm": environment.has_ulfm(),
         "network chosen": os.environ.get(network),
     }
 

@@ -29,7 +29,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...bootstrap import connection as bootstrap
+from ...bootstrap import environment
+from ...bootstrap.connection import open_world
+from ...bootstrap.rank_exit import set_abort_group
 from ...comm import Communicator
 from ...errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
 from ...processes import ProcessId, sees_starter, this_host
@@ -89,7 +91,7 @@ def gather(timeout_s: float) -> MPIFleet:
     Raises:
         BootstrapError: BAGUA_SPARES leaves nobody to train.
     """
-    job, size = bootstrap.job(), MPI.COMM_WORLD.Get_size()
+    job, size = environment.job(), MPI.COMM_WORLD.Get_size()
     spares = job.spares
     if job.recruiter:
         return _joined(Origin.parse(job.recruiter), timeout_s)
@@ -128,11 +130,11 @@ class MPIFleet(Fleet):
         self._started = self._crew.size
         """How many processes were started with the job."""
         if welcome is not None:
-            bootstrap.ends_with(comm)
+            set_abort_group(comm)
             self._crew.meetings, self._started = welcome.meetings, welcome.started
             self._crew.dead = set(range(self._crew.size)) - set(welcome.numbers)
         self.recruits = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._recruiter = Recruiter(bootstrap.variables_of_the_job(), bootstrap.job())
+        self._recruiter = Recruiter(environment.job_variables(), environment.job())
         self.me, self.wanted, self.timeout_s = self._crew.me, wanted, timeout_s
         self._round = 0
         self._control: ChannelTransport | None = None
@@ -407,7 +409,7 @@ class MPIFleet(Fleet):
             self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s, with_window=not control
         )
         hosts = [self._cards[each].host for each in numbers]
-        comm = bootstrap.open_world(transport, hosts, gpu="none" if control else "auto")
+        comm = open_world(transport, hosts, gpu="none" if control else "auto")
         self._comms.append(comm)
         return comm
 
@@ -475,7 +477,7 @@ class MPIFleet(Fleet):
         comm, ranks = made
         numbers = recruits.numbered(crew.numbers, ranks, crew.size, len(newcomers))
         crew.move(comm, numbers)
-        bootstrap.ends_with(comm)
+        set_abort_group(comm)
         self._round = 0
         for number, each in zip(numbers[-len(newcomers) :], newcomers, strict=True):
             self._cards[number] = _Card(MEET, *each, ())

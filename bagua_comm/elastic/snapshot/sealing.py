@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...bootstrap import connection as bootstrap
+from ...bootstrap.environment import child_program
 from . import unsealing
 
 _ARGUMENT_BYTES = 1 << 16
@@ -49,5 +49,5 @@ def seal(variables: dict[str, str], shown: dict[str, str], program: Sequence[str
     parts = [text[at : at + _ARGUMENT_BYTES] for at in range(0, len(text), _ARGUMENT_BYTES)]
     shown = {**{name: variables[name] for name in _IN_THE_OPEN if name in variables}, **shown}
     start = [*(f"{name}={value}" for name, value in shown.items()), sys.executable]
-    code = bootstrap.code_of_a_process(inspect.getsource(unsealing))
+    code = child_program(inspect.getsource(unsealing))
     return Sealed([*start, "-S", "-c", code, str(len(parts)), *parts, *program], f"{unsealing.KEY}={key.hex()}")

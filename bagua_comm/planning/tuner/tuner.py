@@ -25,7 +25,7 @@ from ...bucket import DEFAULT_BUCKET_BYTES, Plan, TensorSpec
 from ...comm import Communicator
 from ...engine import check_fit
 from ...errors import ArrayError, BaguaError, CommMismatch, UnsupportedError
-from ...logs import tell
+from ...logs import log_on_root
 from .grid import Cell, Grid, Settings, Trial, make_grid, period_of, warmup_of
 from .profile import key_of, read_entry, write_entry
 from .search import Search
@@ -234,7 +234,7 @@ class Tuner:
             _log.debug("%s %s", what, self._grid[cell])
         else:
             done = "%s %s after %d measurements; %d settings to choose from"
-            tell(_log, self._comm.rank, done, what, self._grid[cell], len(self.history), len(self._grid))
+            log_on_root(_log, self._comm.rank, done, what, self._grid[cell], len(self.history), len(self._grid))
 
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid
