@@ -24,9 +24,9 @@ from bagua_comm.algorithms.base import (
 from bagua_comm.algorithms.combinators import Every
 
 from .arrays import as_array
-from .contents import Contents
 from .errors import MismatchError, MisuseError
 from .flats import layout_of, repeats
+from .model_state import Contents
 from .sharded import check_sharded
 
 
@@ -204,12 +204,12 @@ def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Alg
             "bagua_torch.QAdamOptimizer: give it"
         )
     for optimizer in optimizers:
-        if getattr(optimizer, "borrows", "") != lent:
+        if getattr(optimizer, "shares_state", "") != lent:
             raise ArrayError(
                 f"DistributedDataParallel: {type(algorithm).__name__} averages the {lent} of an optimizer that "
                 f"borrows it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
             )
-        optimizer.check_lender(core_of(algorithm))  # type: ignore[attr-defined]
+        optimizer.check_algorithm(core_of(algorithm))  # type: ignore[attr-defined]
 
 
 def check_ranks(

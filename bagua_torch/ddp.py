@@ -45,16 +45,16 @@ from bagua_comm.trace import ExchangeCounters
 
 from . import checks
 from .comm_hook import HookAlgorithm, check_hook
-from .contents import Contents
 from .engine import TorchEngine, average_tensors
 from .errors import MisuseError
-from .join import Join
 from .memory import pack, specs_of
+from .model_state import Contents
 from .process_group import default
-from .stage import Stage
-from .steps import TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-from .wrapping import end_older
+from .training.hooks import end_older
+from .training.join import Join
+from .training.stage import Stage
+from .training.steps import TrainingSteps
 
 _log = logging.getLogger("bagua_comm.torch")
 

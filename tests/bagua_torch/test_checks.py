@@ -18,7 +18,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import QAdamOptimizer, checks
-from bagua_torch.contents import Contents
+from bagua_torch.model_state import Contents
 
 
 class Elsewhere(torch.Tensor):

@@ -5,7 +5,7 @@ from support.torch_training import QADAM, batch, loss_of, wrapped
 
 from bagua_comm import ByteGrad, Decentralized
 from bagua_comm.testing import run_ranks
-from bagua_torch.stage import Stage
+from bagua_torch.training.stage import Stage
 
 IDLE, OPEN, AVERAGED, AGAIN, TOLD, CLOSED = Stage
 

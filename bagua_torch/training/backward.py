@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .errors import MisuseError
+from ..errors import MisuseError
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 

@@ -9,8 +9,8 @@ import torch
 
 from bagua_comm import CommMismatch, Communicator
 
-from .broadcast import broadcast_values
-from .contents import Contents
+from ..broadcast import broadcast_values
+from ..model_state import Contents
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

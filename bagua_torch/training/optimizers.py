@@ -10,14 +10,14 @@ from torch import nn
 
 from bagua_comm.algorithms.base import complete, core_of
 
-from .engine import TorchEngine
-from .fused import FusedOptimizer
-from .memory import BucketMemory
+from ..engine import TorchEngine
+from ..fused import FusedOptimizer
+from ..memory import BucketMemory
 
 
-def borrowers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+def sharing_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
     """The optimizers that can borrow."""
-    return [optimizer for optimizer in optimizers if getattr(optimizer, "borrows", "")]
+    return [optimizer for optimizer in optimizers if getattr(optimizer, "shares_state", "")]
 
 
 def lend(
@@ -27,20 +27,20 @@ def lend(
 
     From now on, or again after they have loaded a state.
     """
-    borrowers = borrowers_of(optimizers)
+    borrowers = sharing_optimizers(optimizers)
     if not borrowers:
         return
     lent = "" if engine is None else complete(engine.phase).lends
     tensors = {trained[name]: tensor for name, tensor in engine.lent().items()} if engine and lent else {}
     for optimizer in borrowers:
-        if engine is not None and optimizer.borrows == lent:
+        if engine is not None and optimizer.shares_state == lent:
             step = engine.buckets[0].step
-            optimizer.borrow(trained.values(), tensors, lender=core_of(engine.phase), step=step)
+            optimizer.attach(trained.values(), tensors, algorithm=core_of(engine.phase), step=step)
         else:
-            optimizer.give_back(trained.values())
+            optimizer.detach(trained.values())
 
 
-def lay_out(
+def flatten(
     optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], memory: BucketMemory
 ) -> None:
     """Let fused optimizers move parameters now, so that all forward passes find them at the same addresses.
@@ -52,6 +52,6 @@ def lay_out(
     if fused:
         fresh = memory.attach_all()
         for optimizer in fused:
-            optimizer.lay_out()
+            optimizer.flatten()
         for name in fresh:
             trained[name].grad = None

@@ -17,19 +17,20 @@ from bagua_comm.algorithms.base import exchanges_weights, phases_of
 from bagua_comm.pickling import Live
 from bagua_comm.trace import ExchangeCounters
 
-from . import checks, unfreezing
+from .. import checks
+from ..broadcast import broadcast_tensors
+from ..engine import BackwardSpan, TorchEngine, average_tensors
+from ..memory import BucketMemory, extended, pack
+from ..model_state import Contents
+from . import unfreezing
 from .backward import BackwardWatch, at_the_end_of_the_pass
-from .broadcast import broadcast_tensors
 from .buffers import SharedBuffers
-from .contents import Contents
-from .engine import BackwardSpan, TorchEngine, average_tensors
+from .hooks import Hooks, WeakCall, release_when_gone
 from .join import Join
-from .memory import BucketMemory, extended, pack
-from .optimizers import borrowers_of, lay_out, lend
+from .optimizers import flatten, lend, sharing_optimizers
 from .stage import Stage
 from .unused import UnusedParameters
 from .versions import WeightVersions
-from .wrapping import Hooks, WeakCall, release_when_gone
 
 
 class TrainingSteps(Live):
@@ -101,7 +102,7 @@ class TrainingSteps(Live):
         self._versions = WeightVersions(self._trained)
         self._hooks = Hooks()
         self._attach()
-        self._lay_out()
+        self._flatten()
 
     def start(self, algorithm: Algorithm) -> None:
         """Make the engine for `algorithm`, and what memory it needs.
@@ -121,7 +122,7 @@ class TrainingSteps(Live):
         self._past += self.engine.counters
         self.buffers.due = True  # ranks agree, however many steps each has made while stopped
         self.start(algorithm)
-        self._lay_out()
+        self._flatten()
 
     @property
     def counters(self) -> ExchangeCounters:
@@ -144,7 +145,7 @@ class TrainingSteps(Live):
         self.watch.regroup(memory.names)
         self.note_new_weights()
         self.lend()
-        self._lay_out()
+        self._flatten()
 
     def _begin_to_train(self, unfrozen: Mapping[str, torch.nn.Parameter], *, late: bool) -> None:
         """Train parameters that were frozen until now, in further buckets; see `unfreezing`. Collective."""
@@ -162,7 +163,7 @@ class TrainingSteps(Live):
         self._versions = WeightVersions(self._trained)
         self.unused.begin_anew()
         self.note_new_weights()
-        self._lay_out()
+        self._flatten()
 
     def close(self) -> None:
         """Finish what is under way, remove the hooks and free the engine. Closing twice does nothing.
@@ -487,8 +488,8 @@ class TrainingSteps(Live):
         """Let optimizers use what the algorithm lends; from now on, or again after they have loaded a state."""
         lend(self.optimizers, self._trained, None if self.stage is Stage.CLOSED else self.engine)
 
-    def _lay_out(self) -> None:
-        lay_out(self.optimizers, self._trained, self.memory)
+    def _flatten(self) -> None:
+        flatten(self.optimizers, self._trained, self.memory)
 
     def attach_to(self, wrapper: Any) -> None:
         """Hang on `wrapper` the hooks that its module does not take: it settles before it saves or loads."""
@@ -505,4 +506,6 @@ class TrainingSteps(Live):
             self._hooks.on_module(self.contents.module, **methods)
         else:
             self.watch.leaves = True  # which outputs are the wrapper's cannot be told from those of others
-        self._release = release_when_gone(self, self.watch, borrowers_of(self.optimizers), self._trained.values())
+        self._release = release_when_gone(
+            self, self.watch, sharing_optimizers(self.optimizers), self._trained.values()
+        )
