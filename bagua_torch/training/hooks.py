@@ -138,7 +138,7 @@ def _older(module: nn.Module) -> dict[str, Any]:
             steps: Any = watch.owner
             if steps is None or steps in older.values():
                 continue
-            theirs = steps.contents.module
+            theirs = steps.model.module
             if theirs is module or {id(p) for p in theirs.parameters()} == parameters:
                 older[name] = steps
     return older

@@ -1,4 +1,4 @@
-"""What steps do to optimizers: lend what an algorithm keeps, and lay out the parameters of fused ones."""
+"""Optimizers in a training step: state that they share with an algorithm, and the memory of fused ones."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from ..memory import BucketMemory
 
 
 def sharing_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    """The optimizers that can borrow."""
+    """The optimizers that can share state with an algorithm."""
     return [optimizer for optimizer in optimizers if getattr(optimizer, "shares_state", "")]
 
 
-def lend(
+def attach_states(
     optimizers: Sequence[torch.optim.Optimizer], trained: Mapping[str, nn.Parameter], engine: TorchEngine | None
 ) -> None:
-    """Let optimizers use what the algorithm of `engine` lends, or take it back if `engine` is None.
+    """Attach optimizers to the state of the algorithm of `engine`; detach them if `engine` is None.
 
-    From now on, or again after they have loaded a state.
+    Repeat it after an optimizer has loaded a state.
     """
-    borrowers = sharing_optimizers(optimizers)
-    if not borrowers:
+    sharing = sharing_optimizers(optimizers)
+    if not sharing:
         return
-    lent = "" if engine is None else complete(engine.phase).lends
-    tensors = {trained[name]: tensor for name, tensor in engine.lent().items()} if engine and lent else {}
-    for optimizer in borrowers:
-        if engine is not None and optimizer.shares_state == lent:
+    name = "" if engine is None else complete(engine.phase).lends
+    tensors = {trained[key]: tensor for key, tensor in engine.shared_state().items()} if engine and name else {}
+    for optimizer in sharing:
+        if engine is not None and optimizer.shares_state == name:
             step = engine.buckets[0].step
             optimizer.attach(trained.values(), tensors, algorithm=core_of(engine.phase), step=step)
         else:
@@ -46,7 +46,7 @@ def flatten(
     """Let fused optimizers move parameters now, so that all forward passes find them at the same addresses.
 
     A matrix product on the CPU may round by the address of a weight. A rank that joins in the middle of a
-    training must compute what the others compute.
+    training must compute the same as the other ranks.
     """
     fused = [optimizer for optimizer in optimizers if isinstance(optimizer, FusedOptimizer)]
     if fused:
