@@ -71,6 +71,7 @@ class TrainingStep(Live):
         self._passes = 0  # averaged backward passes of this step
         self._called = False  # by the wrapper, in a forward pass whose backward passes are averaged
         self._running = False  # the same while the module runs
+        self._stays = False  # a backward pass since the last step was not averaged
         self._fresh: set[str] = set()  # parameters without a gradient before the present backward pass
         self._trained = model.trained
         self._unused = UnusedParameters(comm, self._trained, find=find_unused, static=static)
@@ -247,6 +248,7 @@ class TrainingStep(Live):
 
     def _before_gradient(self, name: str) -> None:
         """Let autograd accumulate into the bucket in a pass that is not averaged."""
+        self._stays = True
         if self._trained[name].grad is None:  # otherwise it may be in the bucket of another wrapper
             self.memory.attach(name)
 
@@ -285,6 +287,7 @@ class TrainingStep(Live):
         self.attach_states()
         self.stage = Stage.AVERAGED
         self.averages += 1
+        self._stays = False
         self._stepped.clear()
         self.watch.strays.clear()  # those gradients were in the buckets, too
         self._fetch_buffers()
@@ -331,6 +334,7 @@ class TrainingStep(Live):
     def _end(self) -> None:
         self.stage = Stage.ANNOUNCED if self.stage in (Stage.REOPENED, Stage.ANNOUNCED) else Stage.IDLE
         self._passes = 0
+        self._stays = False
         self._stepped.clear()
         self.exchange.reclaim()
         self._buffers.keep()
@@ -340,6 +344,12 @@ class TrainingStep(Live):
     def complete(self) -> None:
         """Where weights are exchanged, end a step that the optimizers skipped (with a GradScaler). Collective."""
         if self.stage is Stage.AVERAGED and self.engine.payload == "weight":
+            self._end()
+
+    def _complete_repeated(self) -> None:
+        """End a further step by the same averaged gradients, before a graph needs its weights. Collective."""
+        repeated = self.stage is Stage.IDLE and len(self._stepped) == len(self.optimizers) and not self._stays
+        if repeated and self._stepped and self.engine.payload == "weight":
             self._end()
 
     def forget(self) -> None:

@@ -145,6 +145,7 @@ class TrainingSteps(TrainingStep):
         self._running, self._called = self._called, False
         if not self.model.module.training:
             self.complete()
+        self._complete_repeated()
         self.engine.settle()
         self.exchange.note_new_weights()
         self._buffers.keep()
