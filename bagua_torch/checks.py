@@ -24,9 +24,9 @@ from bagua_comm.algorithms.base import (
 from bagua_comm.algorithms.combinators import Every
 
 from .arrays import as_array
-from .contents import Contents
 from .errors import MismatchError, MisuseError
 from .flats import layout_of, repeats
+from .model_state import ModelState
 from .sharded import check_sharded
 
 
@@ -94,7 +94,7 @@ def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
             )
 
 
-def check_module(comm: Communicator, contents: Contents) -> torch.device:
+def check_module(comm: Communicator, model: ModelState) -> torch.device:
     """The device that the trained parameters are on.
 
     Raises:
@@ -102,7 +102,7 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
         UnsupportedError: The communicator cannot carry a parameter or a buffer, or they are on several devices,
             or on another than the communicator's, or a part is spread over fewer or more ranks.
     """
-    for name, part in contents.module.named_modules():
+    for name, part in model.module.named_modules():
         ranks = getattr(part, "ranks", comm.size) if getattr(part, "stays_on_rank", False) else comm.size
         if ranks != comm.size:
             raise UnsupportedError(
@@ -110,9 +110,9 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
                 "this wrapper: otherwise ranks would hold copies of one part, and nothing would average them; "
                 "give both the same communicator"
             )
-    if not contents.trained:
+    if not model.trained:
         raise MisuseError("DistributedDataParallel: the module has no parameter to train")
-    for name, tensor in contents.tensors().items():
+    for name, tensor in model.tensors().items():
         if nn.parameter.is_lazy(tensor):
             raise MisuseError(
                 f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
@@ -122,7 +122,7 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
             comm.transport_for(as_array(tensor), call="DistributedDataParallel", name=repr(name))
         except UnsupportedError as exc:
             raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
-    devices = {parameter.device for parameter in contents.trained.values()}
+    devices = {parameter.device for parameter in model.trained.values()}
     if len(devices) > 1:
         raise UnsupportedError(
             f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
@@ -204,16 +204,16 @@ def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Alg
             "bagua_torch.QAdamOptimizer: give it"
         )
     for optimizer in optimizers:
-        if getattr(optimizer, "borrows", "") != lent:
+        if getattr(optimizer, "shares_state", "") != lent:
             raise ArrayError(
                 f"DistributedDataParallel: {type(algorithm).__name__} averages the {lent} of an optimizer that "
                 f"borrows it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
             )
-        optimizer.check_lender(core_of(algorithm))  # type: ignore[attr-defined]
+        optimizer.check_algorithm(core_of(algorithm))  # type: ignore[attr-defined]
 
 
 def check_ranks(
-    comm: Communicator, contents: Contents, optimizers: Sequence[torch.optim.Optimizer], *, tuned: bool
+    comm: Communicator, model: ModelState, optimizers: Sequence[torch.optim.Optimizer], *, tuned: bool
 ) -> None:
     """Compare the modules of all ranks, before any of their values is sent.
 
@@ -225,8 +225,8 @@ def check_ranks(
         UnsupportedError: Elements of a parameter share memory.
     """
     mine = [
-        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in contents.trained else "")
-        for name, t in contents.tensors().items()
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in model.trained else "")
+        for name, t in model.tensors().items()
     ]
     mine.append((f"{len(optimizers)} optimizers", (), "", False, ""))
     mine.append(("a tuner" if tuned else "no tuner", (), "", False, ""))
@@ -238,7 +238,7 @@ def check_ranks(
                 f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
                 f"rank {comm.rank} has {here} where rank {rank} has {there}"
             )
-    check_memory(contents.trained)
+    check_memory(model.trained)
 
 
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -260,7 +260,7 @@ def in_memory(parameter: torch.Tensor) -> str:
     return "contiguous" if layout.is_contiguous else f"dimensions in the order {layout.order} in memory"
 
 
-def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
+def check_unchanged(model: ModelState) -> dict[str, nn.Parameter]:
     """Check, before a training forward pass, that the module has the parameters that it was wrapped with.
 
     Returns:
@@ -270,8 +270,8 @@ def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
         ArrayError: A parameter was added or replaced.
         UnsupportedError: An optimizer would step within the backward pass.
     """
-    unfrozen = {} if contents.unchanged else _unfrozen(contents)
-    for name, parameter in contents.trained.items():
+    unfrozen = {} if model.unchanged else _unfrozen(model)
+    for name, parameter in model.trained.items():
         # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UnsupportedError(
@@ -281,16 +281,16 @@ def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
     return unfrozen
 
 
-def _unfrozen(contents: Contents) -> dict[str, nn.Parameter]:
+def _unfrozen(model: ModelState) -> dict[str, nn.Parameter]:
     """The parameters that were unfrozen; raises `ArrayError` if one that is not ignored was added or replaced."""
     unfrozen: dict[str, nn.Parameter] = {}
-    trained = {id(p) for p in contents.trained.values()}
-    for name, parameter in contents.module.named_parameters():
-        if id(parameter) in trained or not parameter.requires_grad or name in contents.ignored:
+    trained = {id(p) for p in model.trained.values()}
+    for name, parameter in model.module.named_parameters():
+        if id(parameter) in trained or not parameter.requires_grad or name in model.ignored:
             continue
         if not isinstance(parameter, nn.Parameter):
             continue  # torch.func.functional_call lends it to the module for this call
-        before = contents.all.get(name)
+        before = model.all.get(name)
         if before is None:
             raise ArrayError(
                 f"DistributedDataParallel: {name!r} was added after the module was wrapped; close this one and "

@@ -53,7 +53,7 @@ def _in_stream_order(cls: Class) -> Class:
     return cls
 
 
-class _Lent(NamedTuple):
+class _SharedState(NamedTuple):
     """What an algorithm lends: arrays of its states, and tensors over their parts, by parameter."""
 
     arrays: list[Array]
@@ -85,7 +85,7 @@ class TorchEngine(Engine):
         callbacks: EngineCallbacks,
     ) -> None:
         self.device, self._memory = device, memory
-        self._lent = _Lent([], [], [], {})
+        self._shared_state = _SharedState([], [], [], {})
         self._later: Saved = {}
         """What was loaded for parameters that are frozen still: it waits until they are unfrozen."""
         with torch_stream(device):
@@ -166,7 +166,7 @@ class TorchEngine(Engine):
         extra = {name: pieces for name, pieces in saved["tensors"].items() if name not in self._names}
         self._later = extra if saved["phase_began"] == self._exchanges.began else {}
 
-    def lent(self) -> dict[str, torch.Tensor]:
+    def shared_state(self) -> dict[str, torch.Tensor]:
         """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing.
 
         The same tensors in every step, as long as nobody moves them.
@@ -175,13 +175,15 @@ class TorchEngine(Engine):
         if not phase.lends:
             return {}
         arrays = [phase.lent(state) for state in self.states]
-        lent = self._lent
+        lent = self._shared_state
         same = len(lent.arrays) == len(arrays) and all(map(is_, lent.arrays, arrays))
         if not same or list(map(torch.Tensor.data_ptr, lent.tensors.values())) != lent.addresses:
             flats = [Flat(as_tensor(array)) for array in arrays]
             tensors = self._memory.parts(flats)
-            self._lent = _Lent(arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors)
-        return self._lent.tensors
+            self._shared_state = _SharedState(
+                arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors
+            )
+        return self._shared_state.tensors
 
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)

@@ -180,7 +180,7 @@ def joined_view(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor | N
     return flat.tensor[start : start + count]
 
 
-def lodges(tensor: Tensor) -> bool:
+def shares_storage(tensor: Tensor) -> bool:
     """Whether a tensor lies in memory that is not its own alone."""
     shared = tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
     return shared or flat_of(tensor) is not None or room_of(tensor) != tensor.numel() * tensor.element_size()

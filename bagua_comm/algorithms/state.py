@@ -121,9 +121,10 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[StateHeader, str]]
         for name in names:
             mine, other = getattr(first, name), getattr(theirs, name)
             if mine != other:
+                hint = "; after `stop`, resume first and then save" if name == "step" else ""
                 raise ArrayError(
                     f"load_state_dict: ranks have states that were not saved together: {name!r} is {mine} "
-                    f"on rank 0 and {other} on rank {rank}"
+                    f"on rank 0 and {other} on rank {rank}{hint}"
                 )
         if digest != their_digest:
             raise ArrayError(

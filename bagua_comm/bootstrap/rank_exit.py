@@ -356,7 +356,7 @@ class ExitHandler:
         for world in list(self._worlds):
             with suppress(CommError):
                 self.leave(world)
-        from ..transports.mpi.blocking import BlockedCall
+        from ..transports.mpi.time_limit import BlockedCall
 
         if any(isinstance(thread, BlockedCall) for thread in threading.enumerate()):
             # A call that timed out still waits inside MPI, which cannot end before it returns.

@@ -18,7 +18,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import QAdamOptimizer, checks
-from bagua_torch.contents import Contents
+from bagua_torch.model_state import ModelState
 
 
 class Elsewhere(torch.Tensor):
@@ -26,7 +26,7 @@ class Elsewhere(torch.Tensor):
 
 
 def contents_of(module, *ignored):
-    return Contents(module, set(ignored))
+    return ModelState(module, set(ignored))
 
 
 def trained():

@@ -35,7 +35,7 @@ def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return parts
 
 
-class Contents:
+class ModelState:
     """The parameters and buffers of a module that all ranks share.
 
     Args:

@@ -6,7 +6,7 @@ from torch import nn
 
 from bagua_comm import Communicator
 
-from .sync_batchnorm import SyncBatchNorm, convert, revert
+from ..sync_batchnorm import SyncBatchNorm, convert, revert
 
 
 class BatchNormOverRanks:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-alone = threading.RLock()
+exclusive = threading.RLock()
 """Held while a thread uses the generators, or changes their state.
 
 Without it two threads that read and set the state may wait for each other for ever: PyTorch 2.13 holds the mutex
@@ -17,10 +17,10 @@ of a generator while it makes a Python object, and the garbage collector may the
 
 
 @contextmanager
-def forked(devices: Sequence[int] = ()) -> Iterator[None]:
+def fork(devices: Sequence[int] = ()) -> Iterator[None]:
     """In the body, the generators of the CPU and of these devices may be used; afterwards they go on as before.
 
     It may be entered again inside.
     """
-    with alone, torch.random.fork_rng(devices):
+    with exclusive, torch.random.fork_rng(devices):
         yield

@@ -11,9 +11,9 @@ from torch import nn
 from bagua_comm import Algorithm, Communicator, Exact, GradientAllReduce, Hierarchical, Reproducible
 from bagua_comm.algorithms.base import with_defaults
 
-from .checks import check_may_freeze
-from .engine import TorchEngine
-from .errors import MismatchError, MisuseError
+from ..checks import check_may_freeze
+from ..engine import TorchEngine
+from ..errors import MismatchError, MisuseError
 
 
 def keeps_zeros(algorithm: Algorithm) -> bool:

@@ -9,8 +9,8 @@ import torch
 
 from bagua_comm import CommMismatch, Communicator
 
-from .broadcast import broadcast_values
-from .contents import Contents
+from ..broadcast import broadcast_values
+from ..model_state import ModelState
 
 
 def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -26,11 +26,13 @@ class SharedBuffers:
 
     Args:
         comm: The ranks.
-        contents: The module that has them, as it is when it is wrapped.
+        model: The module that has them, as it is when it is wrapped.
     """
 
-    def __init__(self, comm: Communicator, contents: Contents) -> None:
-        self._comm, self._contents, self._at_first = comm, contents, _shapes_of(contents.buffers())
+    def __init__(self, comm: Communicator, model: ModelState, *, enabled: bool) -> None:
+        self._comm, self._model, self._at_first = comm, model, _shapes_of(model.buffers())
+        self.enabled = enabled
+        """Whether buffers are the same on all ranks after a step."""
         self._shapes: list[torch.Size] = []
         self._layout = torch.tensor(0)
         self.due = False
@@ -40,14 +42,15 @@ class SharedBuffers:
         """What was put, and what the buffer held before."""
 
     def fetch_if(self, due: bool, root: int) -> None:
-        """If they are due, get what the buffers of `root` hold, at the end of a backward pass. Collective."""
-        if due and self._comm.size > 1:
-            self._fetch(self._contents.buffers(of_step=True), root)
+        """At the end of a backward pass, get the values of `root`'s buffers, if `enabled` and due. Collective."""
+        if self.enabled and due and self._comm.size > 1:
+            self._fetch(self._model.buffers(of_step=True), root)
 
     def copy(self) -> None:
-        """Give all ranks the buffers of rank 0 at once. Collective."""
-        self._fetch(self._contents.buffers(), root=0)
-        self.put()
+        """Copy the buffers of rank 0 to all ranks, if `enabled`. Collective."""
+        if self.enabled:
+            self._fetch(self._model.buffers(), root=0)
+            self.put()
 
     def _fetch(self, buffers: Mapping[str, torch.Tensor], root: int) -> None:
         """Get what `root`'s buffers hold. Collective.

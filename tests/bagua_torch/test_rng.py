@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from bagua_torch.drawing import forked
+from bagua_torch.rng import fork
 
 PROGRAM = """
 import gc
@@ -14,7 +14,7 @@ import threading
 
 import pytest
 import torch
-from bagua_torch.drawing import forked
+from bagua_torch.rng import fork
 
 
 def work():
@@ -23,7 +23,7 @@ def work():
         garbage = [torch.ones(2)]
         garbage.append(garbage)
         del garbage
-        with forked():
+        with fork():
             torch.manual_seed(1)
 
 
@@ -47,10 +47,10 @@ def test_threads_never_wait_for_each_other_for_ever():
 
 def test_the_body_may_fork_again_and_nothing_of_it_is_left():
     before = torch.get_rng_state()
-    with forked():
+    with fork():
         torch.manual_seed(1)
         first = torch.rand(1)
-        with forked():
+        with fork():
             torch.rand(5)
         second = torch.rand(1)
     assert torch.equal(torch.get_rng_state(), before)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from .errors import MisuseError
+from ..errors import MisuseError
 
 Callback = TypeVar("Callback", bound=Callable[..., Any])
 
@@ -108,7 +108,7 @@ class BackwardWatch:
             before, complete = self.armed, self.complete
             self.armed = True
             self.came()
-            at_the_end_of_the_pass(lambda: self._came_by(complete, armed=before))
+            queue_callback(lambda: self._came_by(complete, armed=before))
 
         _hook(output, reached)
 
@@ -158,7 +158,7 @@ class BackwardWatch:
             self._task, self._computed = task, False
         self._computed = self._computed or computed
         complete = self.complete
-        at_the_end_of_the_pass(lambda: self._pass_has_ended(complete))
+        queue_callback(lambda: self._pass_has_ended(complete))
         if not self._begun:
             self._begun = True
             self.began()
@@ -276,7 +276,7 @@ def _nobody() -> None:
     return None
 
 
-def at_the_end_of_the_pass(call: Callable[[], None]) -> None:
+def queue_callback(call: Callable[[], None]) -> None:
     """Call when PyTorch has nothing left to compute in the pass that goes on, if it does not fail.
 
     If no pass goes on, call now.

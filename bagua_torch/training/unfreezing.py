@@ -17,10 +17,10 @@ from bagua_comm import Algorithm, ArrayError, BaguaError, CommMismatch, Unsuppor
 from bagua_comm.algorithms.base import runs_in_rounds
 from bagua_comm.engine import check_fit
 
-from . import checks
-from .engine import TorchEngine
-from .errors import MismatchError
-from .memory import pack
+from .. import checks
+from ..engine import TorchEngine
+from ..errors import MismatchError
+from ..memory import pack
 
 
 def check_together(

@@ -15,8 +15,8 @@ from torch import nn
 
 from bagua_comm import CommError, Communicator
 
+from ..flats import lay_out_state
 from .backward import BackwardWatch, watches_of
-from .flats import lay_out_state
 
 
 class WeakCall:
@@ -138,7 +138,7 @@ def _older(module: nn.Module) -> dict[str, Any]:
             steps: Any = watch.owner
             if steps is None or steps in older.values():
                 continue
-            theirs = steps.contents.module
+            theirs = steps.model.module
             if theirs is module or {id(p) for p in theirs.parameters()} == parameters:
                 older[name] = steps
     return older
@@ -176,4 +176,4 @@ def release(
     own = [p for p in (there() for there in parameters) if p is not None]
     for optimizer in (there() for there in borrowers):
         if optimizer is not None:
-            optimizer.give_back(own)
+            optimizer.detach(own)

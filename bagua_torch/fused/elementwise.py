@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from bagua_comm import UnsupportedError
 
-from . import drawing
+from .. import rng
 
 STEPS = 4
 """How many steps an optimizer makes on trial."""
@@ -131,7 +131,7 @@ def _trial(
         return (torch.randn(count, generator=generator, dtype=torch.float64) * scale).to(device, dtype)
 
     start, gradients = numbers(), [numbers() for _ in range(STEPS)]
-    with drawing.forked():
+    with rng.fork():
         several = _run(optimizer, kind, group, start, gradients, sizes, shape)
         flat = _run(optimizer, kind, group, start, gradients, [sum(sizes)], (-1,))
     return several, flat

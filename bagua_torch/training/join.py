@@ -11,10 +11,10 @@ import torch
 from bagua_comm import Communicator, Point
 from bagua_comm.algorithms.base import with_defaults
 
-from .engine import TorchEngine
-from .errors import EarlyEndError
-from .memory import BucketMemory, KeptGradients
-from .sharded import check_join
+from ..engine import TorchEngine
+from ..errors import EarlyEndError
+from ..memory import BucketMemory, KeptGradients
+from ..sharded import check_join
 
 
 @dataclass
