@@ -158,7 +158,7 @@ def test_a_network_stays_fast_for_some_calls_in_which_a_rank_is_slow(comm, monke
 
         def allreduce_over(*arguments):
             pause_s = pauses_s.pop(0)
-            time.sleep(pause_s if comm.rank == 0 else 0)
+            time.sleep(pause_s if comm.rank == 0 else 0)  # sleeps: one slow rank
             at_once(*arguments)
 
         monkeypatch.setattr(transport, "allreduce_over", allreduce_over)

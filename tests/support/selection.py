@@ -23,9 +23,9 @@ import pytest
 from cuda_on_cpu.machine import POLICIES
 
 SAMPLE = ("GradientAllReduce(average=Quantized(", "LowPrecisionDecentralized(")
-"""How the `repr` of a sampled algorithm begins; of several that begin alike, the first of a test's list is taken.
+"""How the `repr` of a sampled algorithm begins; the first of those that begin alike is taken.
 
-The first averages gradients; the second exchanges weights and keeps state. A test of a list that has neither keeps
+The first averages gradients; the second exchanges weights and keeps state. A test of a list with neither keeps
 the first algorithm of the list.
 """
 
