@@ -17,6 +17,7 @@ from support import needs, selection, tidy
 from bagua_comm import kernels
 
 MPI_TESTS = Path(__file__).parent / "mpi"
+LEFT_OUT = pytest.StashKey()
 PROCESSES = 2
 """How many processes pytest-xdist deals the tests of the whole suite to; `-n 0` runs all in one."""
 
@@ -73,6 +74,11 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def pytest_report_collectionfinish(config):
+    """Print with `-v` which cases this run leaves out."""
+    return config.stash.get(LEFT_OUT, [])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file():
     """Look for doctests in the packages alone: here are none, and the search would import helpers twice."""
@@ -81,7 +87,9 @@ def pytest_collect_file():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    selection.mark_what_others_cover(items)
+    selection.mark_slow_cases(items)
+    if config.option.verbose > 0 and "not slow" in config.option.markexpr:
+        config.stash[LEFT_OUT] = selection.summary(items, config.option.verbose)
     if "gpu" not in config.option.markexpr:  # as in `-m slow`: a real device must be asked for
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     # What may take longest comes first, so that at the end no process is left alone with it.

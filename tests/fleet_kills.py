@@ -64,7 +64,7 @@ def train_with_an_engine(state, timers):
                 engine.at(Point.STEP)
                 large = comm.allreduce(np.full(1 << 18, comm.rank, np.float32))  # through shared memory
                 assert large[-1] == comm.size * (comm.size - 1) / 2
-                time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S)  # sleeps: the length of a step
                 state.step += 1
                 state.commit()
 

@@ -108,6 +108,7 @@ def trained_on_host(algorithm):
 # The same bytes
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @policies_in_turn(
     ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]
@@ -137,6 +138,7 @@ def test_nodes_of_different_sizes_give_the_bytes_of_the_host(device, kind):
 # Nobody waits
 
 
+@pytest.mark.algorithms("sample")
 @policies_in_turn(("algorithm",), [(algorithm,) for algorithm in ALGORITHMS])
 def test_over_nccl_the_host_waits_neither_for_the_device_nor_for_peers(device, algorithm):
     import cupy

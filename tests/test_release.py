@@ -41,6 +41,17 @@ def test_the_changelog_has_the_sections_of_its_format_each_at_most_once_in_a_ver
         assert len({*sections}) == len(sections)
 
 
+def test_an_unreleased_change_is_one_short_line_of_the_changelog():
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    lines = [line for line in unreleased.splitlines()[1:] if line and not line.startswith("### ")]
+    assert [line for line in lines if not line.startswith("* ") or len(line) > 160] == []
+
+
+def test_links_of_the_changelog_lead_to_pages():
+    links = re.findall(r"\]\((docs/[^)#]+)", (ROOT / "CHANGELOG.md").read_text())
+    assert [link for link in links if not (ROOT / link).is_file()] == []
+
+
 def test_the_citation_is_valid_and_of_this_version():
     citation = needs.package("yaml").safe_load((ROOT / "CITATION.cff").read_text())
 

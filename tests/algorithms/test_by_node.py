@@ -152,6 +152,7 @@ def test_either_level_may_be_the_rarer_one():
     assert max(inside[1:4]) > max(spread[0] for spread in spread_of(often)[1:4])
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -131,6 +131,7 @@ def with_piece(state, tensor, path, change):
 # Ranks and steps -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*OWN, *ALIKE], ids=repr)
 def test_what_all_ranks_saved_together_is_loaded(algorithm):
     saved = saved_by(2, algorithm)
@@ -157,6 +158,7 @@ def test_what_is_the_same_on_all_ranks_is_loaded_by_any_rank_of_any_number(algor
     assert outcomes_of(algorithm, [saved[0]] * 3) == [None, None, None]
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*OWN, *ALIKE], ids=repr)
 def test_files_of_two_steps_are_not_mixed(algorithm):
     def body(comm):
@@ -170,6 +172,7 @@ def test_files_of_two_steps_are_not_mixed(algorithm):
     assert_refused(algorithm, [saved[0][0], saved[1][1]], "'step' is 3 on rank 0 and 5 on rank 1")
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*OWN, *ALIKE, AsyncModelAverage()], ids=repr)
 def test_files_of_two_trainings_are_not_mixed_though_both_are_of_one_step(algorithm):
     first, second = (saved_by(2, algorithm) for _ in range(2))

@@ -67,6 +67,7 @@ ALL = [
 ]
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -404,6 +405,7 @@ def test_what_cannot_go_through_a_combinator_is_refused():
 # All algorithms
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*ALL, AsyncModelAverage(interval_s=0, warmup_steps=2)], ids=repr)
 def test_algorithms_are_plain_data(algorithm):
     assert eval(repr(algorithm), vars(bagua_comm)) == algorithm

@@ -73,16 +73,19 @@ def trained(algorithm, **settings):
 # Combinators that change nothing -------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [x for x in ALL if not runs_in_rounds(x)], ids=repr)
 def test_every_1_changes_nothing(algorithm):
     assert trained(every(1, algorithm)) == trained(algorithm)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 def test_after_0_steps_changes_nothing(algorithm):
     assert trained(after(0, Decentralized(), algorithm)) == trained(algorithm)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 def test_by_node_changes_nothing_on_nodes_of_one_rank(algorithm):
     phases = phases_of(algorithm)
@@ -283,6 +286,7 @@ def assert_nothing_is_lost(algorithm, seed):
         np.testing.assert_allclose(end, start - moved, atol=0.15, err_msg=f"{actions} {midway}")
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", LINEAR, ids=repr)
 def test_stops_and_resumes_lose_no_step(algorithm):
     for seed in range(2):
@@ -296,6 +300,7 @@ def test_many_stops_and_resumes_lose_no_step(algorithm):
         assert_nothing_is_lost(algorithm, seed)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 @pytest.mark.parametrize("read", [False, True])
 def test_a_stopped_rank_trains_by_itself_and_goes_on_from_there(algorithm, read):
@@ -367,6 +372,7 @@ def test_a_phase_that_would_begin_while_stopped_begins_afterwards():
 BY_STEPS = [x for x in ALL if not runs_in_rounds(x)]  # a stop ends a round
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", BY_STEPS, ids=repr)
 def test_a_pause_without_steps_changes_nothing(algorithm):
     def body(comm, paused):

@@ -37,11 +37,13 @@ PLAN = Plan.pack([TensorSpec(name, (2, 2), "float32") for name in "abc"], bucket
 STEPWISE = [Plain(), Unhashable(), RandomPeer(), Half()]
 
 
+@pytest.mark.algorithms("all")
 @pytest.mark.parametrize("algorithm", OWN_ALGORITHMS, ids=repr)
 def test_it_keeps_the_contract(algorithm):
     check_algorithm(algorithm, sizes=(1, 2, 3))
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -84,6 +86,7 @@ def test_classes_that_a_function_defines_keep_the_contract_too():
         check_algorithm(algorithm, sizes=(2,))
 
 
+@pytest.mark.algorithms("all")
 @pytest.mark.parametrize("algorithm", OWN_ALGORITHMS, ids=repr)
 def test_the_cost_model_says_that_it_knows_nothing_of_it(algorithm):
     for whole in (algorithm, after(2, ByteGrad(), algorithm)):

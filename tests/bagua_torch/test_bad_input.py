@@ -75,6 +75,7 @@ def test_shift_one_on_an_odd_number_of_ranks_is_refused_before_the_steps_that_co
     refused(adam, after(2, GradientAllReduce(), Decentralized("shift_one")), ArrayError, "even number", ranks=3)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -292,6 +293,7 @@ class Shapes(nn.Module):
         return (x @ self.transposed) * self.scalar + self.empty.sum() + seen
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @pytest.mark.parametrize("algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS], ids=repr)
 def test_unusual_shapes_and_layouts(algorithm):

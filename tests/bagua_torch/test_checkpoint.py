@@ -52,6 +52,7 @@ STEPS = 8
 # Into the plain module, and back --------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_checkpoints_of_module_and_optimizer_load_into_plain_ones(algorithm):
     def body(comm):
@@ -184,6 +185,7 @@ def assert_restarts(ranks, algorithm, at, *, skipped=(), optimizers=1, other_buc
             assert torch.equal(actual[name], value), f"{name} of rank {rank}"
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", REPEATABLE, ids=repr)
 @pytest.mark.parametrize(("ranks", "at"), [(1, 4), (2, 1), (4, 4)])
@@ -194,12 +196,14 @@ def test_a_restart_changes_nothing(ranks, at, algorithm):
     assert_restarts(ranks, algorithm, at)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [a for a in REPEATABLE if not isinstance(a, QAdam)], ids=repr)
 def test_a_restart_where_optimizers_alternate(algorithm):
     """The step of the only optimizer that stepped has not ended yet when it is saved."""
     assert_restarts(2, algorithm, 4, optimizers=2)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 @pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one rank", "all ranks"])
@@ -312,6 +316,7 @@ def test_what_is_saved_beside_the_module_loads_where_the_algorithm_keeps_nothing
     run_ranks(2, body)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a not in KEEP_NOTHING], ids=repr)
 def test_a_state_dict_without_what_the_algorithm_keeps_is_refused(algorithm, steps):
@@ -446,6 +451,7 @@ def test_switching_through_all_algorithms(ranks):
         assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_switching_takes_the_mean_of_weights_that_differ(algorithm):
     def body(comm):
@@ -590,6 +596,7 @@ def test_switching_in_the_middle_of_a_backward_pass_is_refused():
 # Averages for evaluation, and pauses ----------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [*WEIGHT_ALGORITHMS, *ASYNC_ALGORITHMS], ids=repr)
 def test_averaged_weights_are_the_mean_of_all_ranks(algorithm):
     def body(comm):

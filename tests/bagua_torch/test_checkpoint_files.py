@@ -136,6 +136,7 @@ def assert_restarts(folder, ranks, algorithm, make=None):
 # Restarts -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("all")
 @pytest.mark.parametrize(
     ("ranks", "algorithm"),
     [

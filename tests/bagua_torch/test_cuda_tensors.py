@@ -156,6 +156,7 @@ def played(device, monkeypatch):
 KINDS = [("nccl", StreamLane), ("local", ThreadLane)]
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @policies_in_turn(
     ("algorithm", "kind", "lane"), [(algorithm, *kind) for algorithm in ALGORITHMS for kind in KINDS]

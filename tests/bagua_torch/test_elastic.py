@@ -70,6 +70,7 @@ ALGORITHMS = [
 ]
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_with_a_spare_the_model_is_that_of_an_undisturbed_training(algorithm):
     expected = by_rank(run_fleet(ThreadJob(3), training(algorithm)))
@@ -81,6 +82,7 @@ def test_with_a_spare_the_model_is_that_of_an_undisturbed_training(algorithm):
             assert torch.equal(value, got[rank][name]), f"rank {rank}: {name}"
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_without_a_spare_training_goes_on_with_fewer(algorithm):
     job = ThreadJob(3)

@@ -140,6 +140,7 @@ def test_a_generator_and_a_discriminator_that_is_frozen_in_every_other_pass(wrap
         torch.testing.assert_close(first, weights(plain), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not QADAM], ids=repr)
 def test_no_algorithm_hangs_where_a_layer_is_frozen_for_a_while(algorithm):
     def body(comm):

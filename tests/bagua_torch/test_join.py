@@ -180,6 +180,7 @@ def test_momenta_are_those_of_the_ranks_that_have_data(batches, weight_decay, di
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("batches", "parts", "synchronized"), [((3, 5), 1, "last"), ((4, 0), 2, "every"), ((1, 4, 2, 3), 2, "last")]
@@ -209,6 +210,7 @@ def evaluate_and_save(ddp):
     ddp.module.state_dict()
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_a_rank_evaluates_and_saves_while_others_have_ended(algorithm):
     for actual, _, _ in joined((4, 1), algorithm, between=evaluate_and_save):

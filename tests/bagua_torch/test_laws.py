@@ -59,6 +59,7 @@ def assert_equal(ranks, others):
 # Combinators that change nothing -------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", BY_STEPS, ids=repr)
 def test_every_1_and_after_0_change_nothing(algorithm):
     expected = trained(algorithm)
@@ -132,6 +133,7 @@ def with_buffers(algorithm):
     return model, optimizer_for(algorithm, model.parameters())
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_a_stopped_rank_trains_as_a_single_process_does_and_goes_on_from_there(algorithm):
     assert_trains_alone(algorithm)

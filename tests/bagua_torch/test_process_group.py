@@ -428,7 +428,7 @@ def test_abort_wakes_a_thread_of_this_rank():
     def body(transport):
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(error_of, transport.exchange, [], [(1 - transport.rank, np.empty(1))])
-            time.sleep(0.2)
+            time.sleep(0.2)  # sleeps: the other thread waits by then
             if transport.rank == 0:
                 transport.abort()
             return waiting.result()
@@ -711,7 +711,7 @@ def test_a_call_of_many_waits_has_one_deadline():
     def body(transport):
         if transport.rank == 1:
             for _ in range(20):
-                time.sleep(0.15)
+                time.sleep(0.15)  # sleeps: each message is in time, all together are not
                 if error_of(transport.exchange, [(0, np.ones(1))], []):
                     return None
             return None

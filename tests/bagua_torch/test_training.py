@@ -55,6 +55,7 @@ def even_ranks(algorithm, ranks):
 # Evaluation mode ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm", [*GRADIENT_ALGORITHMS, QADAM, *WEIGHT_ALGORITHMS, *CHANGING_ALGORITHMS], ids=str
 )
@@ -189,6 +190,7 @@ def test_quantized_averages_of_accumulated_gradients_are_close_and_the_same_ever
     assert torch.linalg.norm(trained(algorithm, algorithm) - trained(exact, algorithm)) < 0.1 * change
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_weights_are_exchanged_once_for_accumulated_gradients(algorithm):
     """Batches under no_sync are as good as one larger batch."""
@@ -272,6 +274,7 @@ def test_unused_parameters_change_from_step_to_step_and_differ_between_ranks(ran
         close(actual, weights(plain))
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_unused_parameters_hang_no_algorithm(algorithm):
     def body(comm):
@@ -369,6 +372,7 @@ THEN = {
 }
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("then", THEN)
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
@@ -389,6 +393,7 @@ def test_a_rank_may_skip_a_step_alone_where_weights_are_exchanged(algorithm, the
     assert len(set(run_ranks(2, body, timeout_s=3))) == 1
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_closing_after_a_rank_skipped_a_step_alone(algorithm):
     """It ends the step as `stop` does."""
@@ -566,6 +571,7 @@ def test_two_models_that_train_against_each_other(ranks):
             close(mine, weights(expected))
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_one_optimizer_over_two_models_trains_as_two_optimizers(algorithm):
     if "AsyncModelAverage" in repr(algorithm):
@@ -633,6 +639,7 @@ def test_two_optimizers_over_one_model(ranks, order):
         close(actual, weights(plain))
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 @pytest.mark.parametrize("order", ["both", "alternating"])
 def test_two_optimizers_make_one_step_together(algorithm, order):
@@ -787,6 +794,7 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_an_evaluation_on_one_rank_alone_waits_for_no_other_and_changes_nothing(algorithm):
     def body(comm, evaluates):
@@ -804,6 +812,7 @@ def test_an_evaluation_on_one_rank_alone_waits_for_no_other_and_changes_nothing(
     assert all(map(torch.equal, evaluated, run_ranks(2, lambda comm: body(comm, False), timeout_s=5)))
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 def test_two_forward_passes_before_one_backward_pass(algorithm):
     """They give what one pass over both batches gives; an evaluation between them changes nothing."""

@@ -52,6 +52,7 @@ def make_tuner(**settings):
     return Tuner(**{"bucket_bytes": SIZES, "steps_per_trial": 1, "warmup_steps": 0, **settings})
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", EXACT, ids=repr)
 def test_new_buckets_leave_training_as_it_is_to_the_bit(algorithm):
     def body(comm):

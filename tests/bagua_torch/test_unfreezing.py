@@ -121,6 +121,7 @@ def test_what_the_algorithm_keeps_for_other_parameters_stays():
     assert run_ranks(2, body, timeout_s=5) == [dict.fromkeys(names, 2)] * 2
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not QADAM and a not in ASYNC_ALGORITHMS])
 def test_no_algorithm_hangs_and_all_move_to_other_buckets_afterwards(algorithm):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cuda_on_cpu.install import environment
 from support.device_ranks import run_on_devices
+from support.waiting import until
 
 from bagua_comm import Float16, MinMaxUInt8, kernels
 from bagua_comm.kernels import host
@@ -291,9 +292,8 @@ def launcher(folder, *, mpi, crashes=False):
 
 def sleepers(folder, count=2):
     """The processes of all sleepers, once they are there."""
-    deadline = time.monotonic() + 30
-    while len(files := list(folder.glob("processes of *"))) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len([*folder.glob("processes of *")]) >= count)
+    files = folder.glob("processes of *")
     found = [int(process) for file in files for process in file.read_text().split()]
     assert len(found) == 2 * count
     return found
@@ -683,10 +683,7 @@ def test_a_command_that_is_killed_leaves_a_record_and_no_process(tmp_path, numbe
     processes = sleepers(tmp_path)
     command.send_signal(number)
     printed, _ = command.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while [state_of(process) for process in processes] != ["ended"] * 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [state_of(process) for process in processes] == ["ended"] * 4
+    until(lambda: [state_of(process) for process in processes] == ["ended"] * 4)
 
     if number == signal.SIGKILL:
         (tmp_path / "gpu.json").unlink()

@@ -17,6 +17,7 @@ import pytest
 from support import device_ranks
 from support.device_ranks import HostOnly
 from support.launch import run_python
+from support.waiting import until
 
 import bagua_comm
 from bagua_comm import BootstrapError
@@ -763,10 +764,7 @@ def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
     assert result.returncode == 128 + signal.SIGTERM
     children = [int(pid) for pid in re.findall(r"child (\d+)", result.stdout)]
     assert len(children) == 2
-    deadline = time.monotonic() + 10
-    while any(map(runs, children)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(runs, children))
+    until(lambda: not any(map(runs, children)), limit_s=10)
     assert seconds < SOON_S
 
 

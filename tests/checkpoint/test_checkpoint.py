@@ -639,7 +639,7 @@ def test_a_slow_disk_does_not_run_into_the_timeout_of_calls(tmp_path, monkeypatc
 
     def slowly(folder, job, rank, note):
         if rank == 1:
-            time.sleep(1.5)
+            time.sleep(1.5)  # sleeps: longer than the timeout of calls
         return write(folder, job, rank, note)
 
     monkeypatch.setattr(saving, "write", slowly)
@@ -864,7 +864,7 @@ def kill_again_and_again(folder, times, seed):
         ) as victim:
             assert victim.stdout.readline() == "begin\n", victim.stderr.read()
             lines = [victim.stdout.readline()] if turn % 4 == 0 else []  # this one completes a save
-            time.sleep(rng.uniform(0, 0.12))
+            time.sleep(rng.uniform(0, 0.12))  # sleeps: the moment of the kill
             victim.send_signal(signal.SIGKILL)
             lines += victim.communicate(timeout=30)[0].split()
         reached = max([reached, *map(int, lines)])

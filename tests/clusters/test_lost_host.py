@@ -1,9 +1,9 @@
 """A host dies in the middle of training: `run --restarts` goes on with the hosts that are left, from memory."""
 
 import sys
-import time
 
 import pytest
+from support.waiting import until
 
 from bagua_comm.bootstrap.job import entries
 
@@ -24,6 +24,8 @@ def train(comm):
         state.weights += comm.allreduce(np.full(1000, state.step, float), op="avg")
         state.step += 1
         state.commit()
+        if state.step == 10:
+            print("is at step 10", flush=True)
         time.sleep(0.1)
     return state.weights
 
@@ -41,9 +43,7 @@ def test_training_goes_on_from_memory_when_a_host_dies(pods, tmp_path):
     with open(out, "w") as file:
         job = pods.start([*run, "--record", str(record), str(program)], stdout=file, stderr=file)
         try:
-            while "enters" not in out.read_text() and job.poll() is None:
-                time.sleep(0.1)
-            time.sleep(2.0)  # some steps
+            until(lambda: "at step 10" in out.read_text() or job.poll() is not None, limit_s=300)
             pods.kill(pods.names[1])
             code = job.wait(timeout=300)
         finally:

@@ -371,7 +371,7 @@ def test_two_threads_on_one_communicator_are_refused():
         thread = threading.Thread(target=comm.recv, args=(np.zeros(3),), kwargs={"source": 1})
         thread.start()
         while comm.guard.is_free:
-            time.sleep(0.001)
+            time.sleep(0.001)  # sleeps: until the thread is in its call
         for call in (
             comm.barrier,
             lambda: comm.allreduce(x),
@@ -433,7 +433,7 @@ def test_a_call_waits_as_long_as_it_says_and_the_next_as_long_as_the_communicato
 def test_a_call_may_wait_longer_than_the_communicator():
     def body(comm):
         if comm.rank == 1:
-            time.sleep(0.4)
+            time.sleep(0.4)  # sleeps: longer than the limit of the communicator
         with comm.lane() as lane:
             lane.submit(lane.comm.allreduce, np.ones(2), timeout_s=20)
             lane.wait()

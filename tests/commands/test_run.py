@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.launch import run_python
+from support.waiting import until
 
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import run
@@ -60,18 +60,14 @@ def test_run_passes_signals_on(tmp_path):
     script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(60)")
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", str(script)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and (not pids.exists() or len(pids.read_text().split()) < 2):
-        time.sleep(0.05)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2, limit_s=90)
     ranks = [int(pid) for pid in pids.read_text().split()]
 
     process.send_signal(signal.SIGTERM)
 
     assert process.wait(timeout=90) != 0
     assert len(ranks) == 2
-    while time.monotonic() < deadline and any(_runs(pid) for pid in ranks):
-        time.sleep(0.05)
-    assert not any(_runs(pid) for pid in ranks)
+    until(lambda: not any(_runs(pid) for pid in ranks), limit_s=90)
 
 
 def _runs(pid):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support import cached_program
+from support.waiting import until
 
 from bagua_comm.data import Cached, LMDBStore, local_redis
 
@@ -117,9 +118,8 @@ def test_two_programs_at_once_share_the_work(tmp_path):
 def test_a_program_killed_in_mid_epoch_leaves_what_it_had_written(tmp_path):
     log = tmp_path / "log"
     with started(tmp_path / "db", log, "--delay", 0.05, "-n", 100, "--buffer", 0) as process:
-        while loads(log).total() < 4:
-            assert process.poll() is None
-            time.sleep(0.005)
+        until(lambda: loads(log).total() >= 4 or process.poll() is not None)
+        assert process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait(30)
     begun = loads(log).total()
@@ -135,7 +135,7 @@ def test_programs_killed_at_any_moment_never_leave_a_wrong_value(tmp_path):
     for round_ in range(10):
         with started(tmp_path / "db", log, "-n", 3000, "--buffer", 200, "--workers", 2) as process:
             process.stdout.readline()
-            time.sleep(0.05 * round_ / 3)
+            time.sleep(0.05 * round_ / 3)  # sleeps: the moment of the kill
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.send_signal(signal.SIGKILL)
             for child in children:
@@ -150,9 +150,8 @@ def test_programs_killed_at_any_moment_never_leave_a_wrong_value(tmp_path):
 def test_a_worker_that_is_stopped_while_it_loads_does_not_stop_others(tmp_path):
     log = tmp_path / "log"
     with started(tmp_path / "db", log, "--delay", 60) as stopped:
-        while not loads(log):
-            assert stopped.poll() is None
-            time.sleep(0.005)
+        until(lambda: loads(log) or stopped.poll() is not None)
+        assert stopped.poll() is None
         stopped.send_signal(signal.SIGSTOP)
         cached = Cached(cached_program.Slow(12, log, 0), LMDBStore(tmp_path / "db"), wait_s=0.1)
         with pytest.warns(RuntimeWarning, match="loaded here, too"):

@@ -3,12 +3,11 @@
 A rank dies, the others give their communicators up, and make new ones over the ranks that are left.
 """
 
-import time
-
 import numpy as np
 import pytest
 from cuda_on_cpu import fake_nccl
 from support.device_ranks import device_job
+from support.waiting import until
 
 from bagua_comm import ByteGrad, Decentralized, Engine, GradientAllReduce, Plan, Point, TensorSpec, kernels
 from bagua_comm.elastic import State, run
@@ -163,10 +162,7 @@ def test_nothing_is_left_of_communicators_that_were_given_up(device, monkeypatch
     dead = {1, 2}  # 2 took the place of 1
     trained(device, "nccl", 4, GradientAllReduce(), [(1, 2), (2, 4)], also_elsewhere, wanted=2)
     assert {comm._device for comm in made} == {0, 1, 2, 3}
-    until = time.monotonic() + 10
-    while left := [comm for comm in made if comm.comm and comm._device not in dead]:
-        assert time.monotonic() < until, left
-        time.sleep(0.01)
+    until(lambda: not [comm for comm in made if comm.comm and comm._device not in dead])
     assert [each for each in watchdogs if each._watches and each.device not in dead] == []
 
 

@@ -2,11 +2,11 @@
 
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
 from random_kills import ALGORITHMS
+from support.waiting import until
 
 import bagua_comm
 from bagua_comm import ArrayError, Engine, Plan, Point, TensorSpec
@@ -264,7 +264,4 @@ def test_another_algorithm_than_before_begins_anew(caplog):
 def test_engines_that_were_given_up_leave_no_thread():
     threads = set(threading.enumerate())
     check_same_bytes(bagua_comm.ByteGrad(), [(1, 60)])
-    deadline = time.monotonic() + 10
-    while left := [each for each in threading.enumerate() if each not in threads]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.01)
+    until(lambda: threads.issuperset(threading.enumerate()))

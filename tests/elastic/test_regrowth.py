@@ -51,7 +51,7 @@ TRAINING = """
                         shown.add(path.parent.name)
                 except OSError:
                     pass
-            time.sleep(0.001)
+            time.sleep(0.001)  # sleeps: between looks at all processes
 
     if "rank 0" not in kills and not is_new:
         threading.Thread(target=watch, daemon=True).start()
@@ -73,7 +73,7 @@ TRAINING = """
             waits = comm.broadcast_object(waits and time.monotonic() < until, root=0)
             if waits:
                 state.sums -= 1
-                time.sleep(0.02)
+                time.sleep(0.02)  # sleeps: the length of a step
             else:
                 state.step += 1
             state.commit()

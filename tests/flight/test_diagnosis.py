@@ -208,7 +208,7 @@ def test_a_rank_on_a_thread_comes_late():
     def body(comm):
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(1.2)
+            time.sleep(1.2)  # sleeps: a rank is late
         comm.allreduce(np.ones(8, np.float32))
 
     finding = only(lived(2, body))

@@ -237,7 +237,7 @@ def test_kernels_run_without_the_gil():
         thread = threading.Thread(target=encode)
         thread.start()
         while not done.is_set():
-            time.sleep(0)  # gives it away, and waits for it
+            time.sleep(0)  # sleeps: gives the lock away, and waits for it
             counted += 1
         thread.join()
     finally:

@@ -56,7 +56,7 @@ def wait_until(condition):
     give_up = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up
-        time.sleep(0.02)
+        time.sleep(0.02)  # sleeps: between looks at other processes
 
 
 def is_gone(process):

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from support.waiting import until
 
 from bagua_comm.launch import heartbeat, remote_shell
 from bagua_comm.launch.heartbeat import Heartbeat
@@ -35,14 +36,10 @@ def test_a_host_without_a_pulse_is_lost_unless_it_answers(monkeypatch, tmp_path)
     beats = Heartbeat(shell, ["a", "b"])
     try:
         assert beats.lost() == []
-        time.sleep(0.3)
+        time.sleep(0.3)  # sleeps: longer than the silence that is asked about
         assert beats.lost() == []  # no line has come for 0.2 s, as one comes every second; but both answer
         file.touch()
-        until = time.monotonic() + 20
-        while (lost := beats.lost()) != ["b"]:  # a line of b's may still have come a moment ago
-            assert lost == []
-            assert time.monotonic() < until
-            time.sleep(0.1)
+        assert until(beats.lost) == ["b"]  # a line of b's may still have come a moment ago
     finally:
         beats.close()
 

@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 from support.launch import run_python, with_packages
+from support.waiting import until
 
 from bagua_comm import __main__ as cli
 from bagua_comm import processes
@@ -174,10 +174,7 @@ def test_a_signal_ends_mpirun_and_the_supervision(number, code, mpirun, tmp_path
     assert found == code
     assert kinds(record, "attempt") == ["attempt"]
     started = [entry["pid"] for entry in record if entry["kind"] == "start"]
-    until_s = time.monotonic() + 10  # who was killed takes a moment to end
-    while any(processes.state_of(pid) == "running" for pid in started):
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+    until(lambda: all(processes.state_of(pid) != "running" for pid in started))
     assert f"{number.name} has ended this job" in capsys.readouterr().err
     assert signal.getsignal(number) is handler
 
@@ -214,9 +211,7 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_clea
     script.write_text(f"import os, time\nopen({str(pids)!r}, 'a').write(f'{{os.getpid()}} ')\ntime.sleep(100)")
     command = [sys.executable, "-m", "bagua_comm", "run", "-n", "2", "--restarts", "1", str(script)]
     job = subprocess.Popen(command, env=with_packages())
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and (not pids.exists() or len(pids.read_text().split()) < 2):
-        time.sleep(0.05)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2, limit_s=90)
     ranks = [int(pid) for pid in pids.read_text().split()]
     found = job_folder.shared_memory().glob(f"{job_folder.PREFIX}*")
     (folder,) = [each for each in found if is_of(each, job)]
@@ -224,9 +219,7 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_clea
     job.kill()
     job.wait()
 
-    while time.monotonic() < deadline and any(processes.state_of(rank) == "running" for rank in ranks):
-        time.sleep(0.05)
-    assert not any(processes.state_of(rank) == "running" for rank in ranks)
+    until(lambda: all(processes.state_of(rank) != "running" for rank in ranks), limit_s=90)
     supervise.clean_up(limit_s=1.0)
     assert not folder.exists()
 

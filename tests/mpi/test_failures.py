@@ -39,7 +39,7 @@ def world_of(comm, timeout_s=0.6):
 def raises_late(world, last, error, match, call):
     """On all ranks but the last, which comes to nothing, `call` raises."""
     if world.rank == last:
-        time.sleep(world.timeout_s + 0.8)
+        time.sleep(world.timeout_s + 0.8)  # sleeps: past the time limit of the others
         return
     with pytest.raises(error, match=match):
         call()
@@ -94,7 +94,12 @@ def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm,
         if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
             mine = world.transports[0]._endpoint
             make = mine.make
-            monkeypatch.setattr(mine, "make", lambda new: (time.sleep(1.5), make(new))[1])
+
+            def late(new):
+                time.sleep(1.5)  # sleeps: past the time limit of the others
+                return make(new)
+
+            monkeypatch.setattr(mine, "make", late)
             with suppress(CommError):
                 call(world)
         else:
@@ -112,7 +117,12 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
             start = messages.Messages.start
-            monkeypatch.setattr(messages.Messages, "start", lambda *args: (time.sleep(0.3), start(*args))[1])
+
+            def slow(*args):
+                time.sleep(0.3)  # sleeps: each answer is just in time
+                return start(*args)
+
+            monkeypatch.setattr(messages.Messages, "start", slow)
             with suppress(CommTimeout):  # it waits for nobody
                 world.allgather(np.ones(4000))
             return
@@ -148,7 +158,7 @@ def test_a_rank_that_left_is_not_missed_by_those_that_do_not_need_it_any_more(co
         if world.rank == last:
             world.transports[0].leave()
         elif world.rank == 0:
-            time.sleep(1.6)  # by then the others were told
+            time.sleep(1.6)  # sleeps: by then the others know
             if last > 1:
                 world.send(x, dest=1)
         elif world.rank == 1 and last > 1:
@@ -205,10 +215,10 @@ def test_groups_outlive_a_world_that_was_left_in_order(comm):
     with world_of(comm, timeout_s=20) as (world, last):
         group = world.dup()
         if comm.rank == last:
-            time.sleep(1.5)  # the others have told by then that they leave
+            time.sleep(1.5)  # sleeps: the others have left by then
         world.close()
         if comm.rank == 0:
-            time.sleep(1)
+            time.sleep(1)  # sleeps: the last one has left by then
         assert group.allreduce(np.ones(1))[0] == comm.size
         group.close()
 
@@ -293,7 +303,7 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
         give_up = time.monotonic() + 20
         while not heard and time.monotonic() < give_up:
             heard.extend(filter(None, [host.poll_failures({"another", "a group"})]))
-            time.sleep(0.001)
+            time.sleep(0.001)  # sleeps: between looks at the notices
 
     listener = threading.Thread(target=listen)
     if comm.rank == 0:

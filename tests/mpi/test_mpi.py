@@ -159,7 +159,7 @@ def test_a_network_stays_fast_for_some_calls_in_which_a_rank_is_slow(comm, monke
 
         def allreduce(*arguments):
             pause_s = pauses_s.pop(0)
-            time.sleep(pause_s if comm.rank == 0 else 0)
+            time.sleep(pause_s if comm.rank == 0 else 0)  # sleeps: one slow rank
             at_once(*arguments)
 
         monkeypatch.setattr(derived, "allreduce", allreduce)

@@ -26,7 +26,7 @@ class Slow:
     def __getitem__(self, index):
         with open(self.log, "ab", buffering=0) as file:
             file.write(b"%d\n" % index)
-        time.sleep(self.delay_s)
+        time.sleep(self.delay_s)  # sleeps: a sample that takes long to load
         return np.full(4, index, np.int16), None
 
 

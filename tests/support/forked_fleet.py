@@ -5,7 +5,6 @@ import itertools
 import os
 import pickle
 import signal
-import time
 import traceback
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.distributed as dist
 import bagua_comm
 from bagua_comm import CommError, cuda
 from bagua_torch.process_group.fleet import TorchrunFleet
+from support.waiting import until
 
 TIMEOUT_S = 20.0
 
@@ -43,7 +43,7 @@ class Processes:
         try:
             if rank in containers:
                 enter_container()
-            wait_for(port.exists)
+            until(port.exists)
             store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
             agent = None if agents is None else agents[rank]
             outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
@@ -98,10 +98,3 @@ def run(processes, size, body, **settings):
         processes.start(rank, size, body, **settings)
     processes.serve()
     return processes.results()
-
-
-def wait_for(happened):
-    until_s = time.monotonic() + TIMEOUT_S
-    while not happened():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)

@@ -1,17 +1,18 @@
-"""Which tests the default run makes, and which it leaves to `-m slow`.
+"""Choose the cases of the default run; `pytest -m slow` runs the others.
 
 A test with several parameters has a case for each combination of their values, and a test on `device` has each
-case three times, once for each policy of the streams. Many of these cases would fail for the same mistakes. So
-the default run takes a part of them, the same part each time, and the others are marked `slow`:
+case three times, once for each policy of the streams. Three marks say which cases the default run keeps:
 
-* `@pytest.mark.covering(2)` at a test: any two values of two parameters occur together in one of the cases that
-  stay. With `covering(1)` each value of each parameter occurs in one.
-* Of a test with at least `MANY` values of `algorithm`, every sixth of them stays: not the same as in the next
-  test. So each algorithm goes through a sixth of the tests.
-* Each case of a test on `device` runs under one policy, and the cases of a test run under all of them in turn.
-  `@pytest.mark.every_policy` keeps all three: for tests of the order in which streams do their work.
+* `@pytest.mark.algorithms("sample")`: the algorithms of `SAMPLE`. With `"all"`, all of them. A test with `MANY`
+  algorithms or more must have one of the two.
+* `@pytest.mark.covering(2)`: as few cases as contain each pair of values of two parameters (pairwise testing).
+  With `covering(1)`, as few as contain each value.
+* `@pytest.mark.every_policy`: each case under each policy, for tests of the order in which streams work. Without
+  the mark, a case runs under one policy: the cases of a test take the policies in turn, and the name of the test
+  says which is first.
 
-`pytest -m slow` runs exactly the cases that the default run leaves out.
+All other cases get the mark `slow`. `pytest --collect-only -v` prints how many cases of each test those are, and
+`-vv` their names.
 """
 
 import itertools
@@ -21,25 +22,50 @@ from collections import Counter, defaultdict
 import pytest
 from cuda_on_cpu.machine import POLICIES
 
-POLICY = "device"
-"""The parameter that says under which policy the streams of a device run."""
+SAMPLE = ("GradientAllReduce(average=Quantized(", "LowPrecisionDecentralized(")
+"""How the `repr` of a sampled algorithm begins; the first of those that begin alike is taken.
 
-ALGORITHM, MANY = "algorithm", 6
+The first averages gradients; the second exchanges weights and keeps state. A test of a list with neither keeps
+the first algorithm of the list.
+"""
+
+MANY = 6
+"""A test of so many algorithms must say with `algorithms(...)` which of them the default run tests."""
+
+ALGORITHM, POLICY = "algorithm", "device"
+"""The parameters that hold the algorithm, and the policy of a device's streams."""
 
 
-def mark_what_others_cover(items):
-    """Mark as slow the cases of `items` that the default run can do without."""
-    tests = defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for name, cases in tests.items():
+def mark_slow_cases(items):
+    """Mark as slow the cases of `items` that the default run leaves out."""
+    for name, cases in by_test(items).items():
         for case in left_out(name, cases):
             case.add_marker(pytest.mark.slow)
 
 
+def summary(items, verbose=1):
+    """Return the lines that say which cases of `items` are slow: a line for each test, or for each case."""
+    lines = []
+    for name, cases in by_test(items).items():
+        slow = [case for case in cases if case.get_closest_marker("slow")]
+        if slow and verbose > 1:
+            lines += [f"slow: {case.nodeid}" for case in slow]
+        elif slow:
+            lines.append(f"slow: {len(slow)} of {len(cases)} cases of {name}")
+    return lines
+
+
+def by_test(items):
+    """Group items by their test."""
+    tests = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return tests
+
+
 def left_out(name, cases):
-    """The cases of the test `name` that others cover."""
+    """Return the cases of the test `name` that its marks leave out."""
+    cases = [case for case in cases if hasattr(case, "callspec")]
     groups, earlier = defaultdict(list), Counter()  # of cases that differ only in the policy
     for case in cases:
         params = {**case.callspec.params}
@@ -49,39 +75,52 @@ def left_out(name, cases):
         same = tuple((name, id(value)) for name, value in params.items())
         earlier[same, policy] += 1  # several cases may have the same values
         groups[same, earlier[same, policy]].append(case)
-    stay, cover = list(groups), cases[0].get_closest_marker("covering")
-    if cover:
-        rows = [values_of(policies[0]) for policies in groups.values()]
-        stay = [stay[place] for place in covering(rows, *cover.args)]
 
+    kept = [*groups]
+    sampled = sampled_algorithms(name, cases)
+    if sampled is not None:
+        kept = [key for key in kept if repr(groups[key][0].callspec.params[ALGORITHM]) in sampled]
+    cover = cases[0].get_closest_marker("covering") if cases else None
+    if cover:
+        chosen = covering([values_of(groups[key][0]) for key in kept], *cover.args)
+        kept = [kept[index] for index in chosen]
+
+    for key in groups.keys() - {*kept}:
+        yield from groups[key]
     start = zlib.crc32(name.encode())
-    stay = in_turn(start, stay, groups)
-    for place in groups.keys() - set(stay):
-        yield from groups[place]
-    for turn, place in enumerate(stay):
-        policies = groups[place]
+    for turn, key in enumerate(kept):
+        policies = groups[key]
         chosen = (start + turn + turn // len(policies)) % len(policies)
         yield from (case for number, case in enumerate(policies) if number != chosen)
 
 
-def in_turn(start, places, groups):
-    """The `places` whose algorithm's turn it is, counted from `start`; all where there are few algorithms."""
-    texts = {place: repr(groups[place][0].callspec.params.get(ALGORITHM)) for place in places}
-    different = [*dict.fromkeys(texts.values())]
-    if len(different) < MANY:
-        return places
-    return [place for place in places if (different.index(texts[place]) + start) % 6 == 0]
+def sampled_algorithms(name, cases):
+    """Return the `repr` of each algorithm that the default run tests, or None where it tests all."""
+    texts = [*dict.fromkeys(repr(case.callspec.params.get(ALGORITHM)) for case in cases)]
+    mark = cases[0].get_closest_marker("algorithms") if cases else None
+    if mark is None:
+        if len(texts) >= MANY and not all(case.get_closest_marker("slow") for case in cases):
+            raise pytest.UsageError(
+                f'{name} has {len(texts)} algorithms; mark it with @pytest.mark.algorithms("sample") or ("all")'
+            )
+        return None
+    if mark.args == ("all",):
+        return None
+    if mark.args != ("sample",):
+        raise pytest.UsageError(f'{name}: algorithms{mark.args} is not algorithms("sample") or algorithms("all")')
+    found = [next((text for text in texts if text.startswith(start)), None) for start in SAMPLE]
+    return {text for text in found if text} or {texts[0]}
 
 
 def values_of(case):
-    """The parameters of a case, without the policy, as text: two lists may name one value in two places."""
+    """Return the parameters of a case, without the policy, as text, since two lists may hold equal values."""
     return tuple((name, repr(value)) for name, value in case.callspec.params.items() if name != POLICY)
 
 
 def covering(rows, strength):
-    """Choose rows, by their places: any `strength` things that occur together in a row do so in a chosen one.
+    """Choose rows, by index, that contain every combination of `strength` values that any row contains.
 
-    Greedy: the next row is the one with the most new combinations; of several, the one whose things have occurred
+    Greedy: the next row is the one with the most new combinations; of several, the one whose values have occurred
     least.
     """
     together = [{*itertools.combinations(row, min(strength, len(row)))} for row in rows]
@@ -89,7 +128,7 @@ def covering(rows, strength):
     while wanted:
         best = max(
             range(len(rows)),
-            key=lambda place: (len(together[place] & wanted), -sum(occurred[thing] for thing in rows[place])),
+            key=lambda index: (len(together[index] & wanted), -sum(occurred[value] for value in rows[index])),
         )
         chosen.append(best)
         wanted -= together[best]

@@ -267,7 +267,7 @@ def _wait_for_nodes(cluster):
         result = cluster.run("sinfo", "--noheader", "--Node", "--format=%t")
         if result.stdout.split() == ["idle"] * len(NODES):
             return
-        time.sleep(0.2)
+        time.sleep(0.2)  # sleeps: between questions to Slurm
     raise RuntimeError(
         f"Slurm's nodes are not idle after {START_S:g} s: {result.stdout}{result.stderr}\n{cluster.logs()}"
     )

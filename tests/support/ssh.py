@@ -16,12 +16,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import netlab
 from support.launch import TESTS
+from support.waiting import until
 
 SSHD = "/usr/sbin/sshd"
 
@@ -139,11 +139,10 @@ def _sshd(lab, host, name, folder):
     with open(folder / f"{name}.log", "w") as log:
         daemon = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 30
-        while "listening" not in (folder / f"{name}.log").read_text():
-            if time.monotonic() > deadline or daemon.poll() is not None:
-                raise RuntimeError(f"sshd does not answer: {(folder / f'{name}.log').read_text()}")
-            time.sleep(0.05)
+        printed = folder / f"{name}.log"
+        until(lambda: "listening" in printed.read_text() or daemon.poll() is not None)
+        if daemon.poll() is not None:
+            raise RuntimeError(f"sshd does not answer: {printed.read_text()}")
         yield
     finally:
         daemon.terminate()

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.selection import covering, left_out
+from support.selection import MANY, covering, left_out
+from support.torch_training import CHANGING_ALGORITHMS, GRADIENT_ALGORITHMS, WEIGHT_ALGORITHMS
 
 pytest_plugins = "pytester"
 
@@ -18,7 +19,10 @@ def case(marks=(), **values):
 
 def cases(*marks, **lists):
     rows = itertools.product(*lists.values())
-    return [case([mark.mark for mark in marks], **dict(zip(lists, row, strict=True))) for row in rows]
+    return [
+        case([getattr(mark, "mark", mark) for mark in marks], **dict(zip(lists, row, strict=True)))
+        for row in rows
+    ]
 
 
 def stay(found):
@@ -29,7 +33,7 @@ def stay(found):
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_all_combinations_of_so_many_values_occur_in_few_rows(strength):
     rows = [*itertools.product("abcd", "123", "xy")]
-    chosen = [rows[place] for place in covering(rows, strength)]
+    chosen = [rows[index] for index in covering(rows, strength)]
     for columns in itertools.combinations(range(3), strength):
         of_all, of_chosen = ({tuple(row[c] for c in columns) for row in some} for some in (rows, chosen))
         assert of_all == of_chosen
@@ -58,16 +62,37 @@ def test_marks_say_what_stays():
     assert {each["codec"] for each in kept} == {"a", "b"}
 
 
-def test_of_many_algorithms_a_part_stays_and_tests_take_turns():
-    found = cases(algorithm=range(7), ranks=(1, 2))
-    kept = []
-    for number in range(30):
-        out = [*left_out(f"test.py::test_{number}", found)]
-        kept.append({each.callspec.params["algorithm"] for each in found if each not in out})
-        assert len(found) - len(out) == 2 * len(kept[-1])
-    assert {len(some) for some in kept} <= {1, 2}
-    assert set().union(*kept) == {*range(7)}
-    assert len(stay(cases(algorithm=range(5)))) == 5
+ALGORITHMS = [*WEIGHT_ALGORITHMS, *GRADIENT_ALGORITHMS, *CHANGING_ALGORITHMS]
+
+
+def names(kept):
+    return [type(each["algorithm"]).__name__ for each in kept]
+
+
+def test_a_sample_of_algorithms_is_the_same_in_each_test():
+    kept = stay(cases(pytest.mark.algorithms("sample"), algorithm=ALGORITHMS, ranks=(1, 2)))
+    assert names(kept) == [name for name in ("LowPrecisionDecentralized", "GradientAllReduce") for _ in "12"]
+    assert names(stay(cases(pytest.mark.algorithms("sample"), algorithm=ALGORITHMS[:3]))) == ["Decentralized"]
+    assert len(stay(cases(pytest.mark.algorithms("all"), algorithm=ALGORITHMS))) == len(ALGORITHMS)
+
+
+def test_many_algorithms_need_the_mark():
+    assert len(stay(cases(algorithm=ALGORITHMS[: MANY - 1]))) == MANY - 1
+    assert len(stay(cases(pytest.mark.slow, algorithm=ALGORITHMS))) == len(ALGORITHMS)
+    with pytest.raises(
+        pytest.UsageError, match=r'14 algorithms; mark it with @pytest.mark.algorithms\("sample"\)'
+    ):
+        stay(cases(algorithm=ALGORITHMS))
+    with pytest.raises(pytest.UsageError, match="'some'"):
+        stay(cases(pytest.mark.algorithms("some"), algorithm=ALGORITHMS))
+
+
+def test_the_sample_is_covered_together_with_other_values():
+    marks = pytest.mark.algorithms("sample"), pytest.mark.covering(2)
+    kept = stay(cases(*marks, algorithm=ALGORITHMS, codec="abc"))
+    assert {(name, each["codec"]) for name, each in zip(names(kept), kept, strict=True)} == {
+        *itertools.product(("LowPrecisionDecentralized", "GradientAllReduce"), "abc")
+    }
 
 
 def test_cases_with_the_same_values_are_several():
@@ -75,7 +100,7 @@ def test_cases_with_the_same_values_are_several():
     assert len(stay(cases(device=POLICIES, value=["a", "a"]))) == 2
 
 
-def test_pytest_itself_leaves_one_policy_of_each_case(pytester):
+def test_pytest_itself_leaves_one_policy_of_each_case(pytester, capsys):
     """Its own numbers of parameters begin anew with each policy, which no stand-in shows."""
     pytester.makeconftest(
         """
@@ -88,7 +113,9 @@ def test_pytest_itself_leaves_one_policy_of_each_case(pytester):
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_collection_modifyitems(items):
-            selection.mark_what_others_cover(items)
+            selection.mark_slow_cases(items)
+            print(*selection.summary(items), sep="\\n")
+            print(*selection.summary(items, verbose=2), sep="\\n")
         """
     )
     pytester.makeini("[pytest]\nmarkers = slow\n    every_policy")
@@ -108,3 +135,6 @@ def test_pytest_itself_leaves_one_policy_of_each_case(pytester):
     )
     result = pytester.inline_run("-m", "not slow", "-p", "no:cacheprovider")
     assert len(result.listoutcomes()[0]) == 4 + 3
+    printed = capsys.readouterr().out
+    assert "slow: 8 of 12 cases of test_pytest_itself_leaves_one_policy_of_each_case.py::test_some\n" in printed
+    assert printed.count("slow: test_pytest_itself_leaves_one_policy_of_each_case.py::test_some[") == 8

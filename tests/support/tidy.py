@@ -110,6 +110,6 @@ def still_running(threads):
         gc.collect()  # a pool that nobody holds ends its threads
     end = time.monotonic() + ENDING_S
     while threads and time.monotonic() < end:
-        time.sleep(0.001)
+        time.sleep(0.001)  # sleeps: threads may still end, and need not
         threads = [thread for thread in threads if thread.is_alive()]
     return threads

@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_stop_is_given_up_on():
         if comm.rank == 0:
             raise LookupError("no")
         while True:
-            time.sleep(0.01)
+            time.sleep(0.01)  # sleeps: a rank that does not end
 
     with pytest.raises(CommTimeout, match="rank 1 still runs"):
         run_ranks(2, body, timeout_s=0.2)

@@ -171,7 +171,7 @@ def test_a_call_of_many_waits_has_one_deadline():
     def body(comm):
         if comm.rank == 1:
             for _ in range(8):
-                time.sleep(0.1)
+                time.sleep(0.1)  # sleeps: each message is in time, all together are not
                 comm.send(np.ones(1), dest=0)
             return
 

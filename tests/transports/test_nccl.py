@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.device_ranks import HostOnly, over, run_over_nccl
+from support.waiting import until
 
 import bagua_comm
 from bagua_comm import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
@@ -244,8 +245,7 @@ def test_the_watchdog_ends_no_capture_of_any_mode(device, monkeypatch):
             comm.allreduce(x)
             stream.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
             looks.clear()
-            while len(looks) < 3:
-                time.sleep(0.001)
+            until(lambda: len(looks) >= 3)
             stream.end_capture()
         comm.transports[0].barrier()
         if comm.rank == 1:
@@ -270,14 +270,13 @@ def call_until_it_fails(comm, x):
     x.get()  # the stream goes on
     while True:
         comm.allreduce(x)
-        time.sleep(0.01)
+        time.sleep(0.01)  # sleeps: between calls until one of them fails
 
 
 def call_once_it_fails(comm):
     """As `call_until_it_fails`, but what is in flight is not added to."""
     watch = comm.transports[1]._watch
-    while watch._failure is None:
-        time.sleep(0.01)
+    until(lambda: watch._failure)
     watch.check_usable()
 
 
@@ -351,7 +350,7 @@ def test_close_raises_what_no_call_has(device):
                 comm.close()
             comm.close()
         else:
-            time.sleep(0.6)
+            time.sleep(0.6)  # sleeps: longer than the time limit of rank 0
 
     in_time(lambda: run_over_nccl(device, 2, body=body, timeout_s=0.4))
 
@@ -396,8 +395,7 @@ def test_an_error_of_the_device_is_raised_at_once_in_cudas_words(device):
         if comm.rank == 0:
             comm.allreduce(x)
             device.break_device(0)
-            while comm.transports[1]._watch._failure is None:
-                time.sleep(0.01)
+            until(lambda: comm.transports[1]._watch._failure)
             with pytest.raises(
                 CommError, match=r"rank 0 of 2: CUDA failed: .*an illegal memory access"
             ) as caught:
@@ -461,8 +459,7 @@ def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
                 assert waiting.wait(5)
                 group.allreduce(x, op="max")  # not the call that the others make
                 device.break_device(0)
-                while group.transports[1]._watch._failure is None:
-                    time.sleep(0.01)
+                until(lambda: group.transports[1]._watch._failure)
             else:
                 group.allreduce(x)
                 waiting.set()
@@ -635,7 +632,7 @@ def test_the_watchdog_sleeps_when_nothing_is_in_flight(device, monkeypatch):
         looks = []
         with monkeypatch.context() as patch:
             patch.setattr(watch, "look", lambda: looks.append(1))
-            time.sleep(0.3)
+            time.sleep(0.3)  # sleeps: a time without looks
         return len(looks)
 
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)

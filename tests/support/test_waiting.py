@@ -1,0 +1,35 @@
+import ast
+from pathlib import Path
+
+import pytest
+
+from support.waiting import until
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_it_returns_what_the_condition_found():
+    found = iter([0, None, "", 3])
+    assert until(lambda: next(found)) == 3
+
+
+def test_it_fails_after_its_limit_with_the_last_value():
+    with pytest.raises(AssertionError, match=r"was still \[\] after 0.02 s"):
+        until(list, limit_s=0.02)
+
+
+def test_no_test_sleeps_without_a_reason():
+    """`time.sleep` stands where time itself is the subject; a comment `# sleeps: ...` says how."""
+    silent = []
+    for path in TESTS.rglob("*.py"):
+        source = path.read_text()
+        if "sleep(" not in source:
+            continue
+        lines = source.splitlines()
+        silent += [
+            f"{path.relative_to(TESTS)}:{call.lineno}"
+            for call in ast.walk(ast.parse(source))
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("time.sleep", "sleep")
+            if "# sleeps: " not in lines[call.lineno - 1]
+        ]
+    assert silent == []
