@@ -209,6 +209,7 @@ def bodies_of(tree):
 LINES = 520
 """At most in a file of Python."""
 
+
 def test_no_file_is_longer_than_one_subject_takes():
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PROGRAMS}
     assert {name: length for name, length in lengths.items() if length > LINES} == {}
