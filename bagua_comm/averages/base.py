@@ -45,6 +45,7 @@ class Average(Protocol):
 class Exact:
     """The mean, in the array's own precision (float16 and bfloat16 are added in float32).
 
+    >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(2, lambda comm: Exact().bind(comm)(np.array([0.0, comm.rank])))
     [array([0. , 0.5]), array([0. , 0.5])]

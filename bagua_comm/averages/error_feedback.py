@@ -27,6 +27,7 @@ class ErrorFeedback:
     Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957.
 
+    >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
     ...     mean, x = ErrorFeedback(Quantized(MinMaxUInt8())).bind(comm), np.array([0, 0.3, 255], np.float32)

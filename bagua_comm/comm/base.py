@@ -81,7 +81,7 @@ class CommBase(Shared):
         self.guard = CallGuard(self.transports, checked=check)
         self._ids: Counter[str] = Counter()
         self._inner: Sequence[CommBase] = ()
-        """Communicators that share this one's time limit and are closed with it; see `Communicator.by_node`."""
+        """Communicators that take over this one's time limit; see `Communicator.by_node`."""
         self._message_checker = MessageChecker()
         self.op_order = op_order
 
@@ -109,16 +109,15 @@ class CommBase(Shared):
     def op_order(self) -> OpOrder:
         """The order in which host arrays are reduced over MPI: "rank" or "any".
 
-        "rank": floats are added in the order of the ranks. "any": `allreduce`, `reduce` and `reduce_scatter` are
-        MPI's own calls, which add in an order that MPI chooses, by number of ranks, size and hosts; so bits may
-        differ from run to run. They stay this library's where MPI does not compute what is promised here apart
-        from the order: of 16-bit floats, 8- and 16-bit integers, averages of integers, products of complex
-        numbers, "min" and "max" of floats where MPI loses NaN; and where MPI takes longer: of small arrays, and
-        `reduce` of more than 64 KiB. Other transports reduce as they do. Communicators that are made from this
-        one have its order.
+        "rank": floats are added in the order of the ranks. "any": `allreduce`, `reduce` and `reduce_scatter` use
+        MPI's own reductions, whose order depends on the number of ranks, the size and the hosts, so bits may
+        differ from run to run. This library still reduces where MPI's result would differ in more than the order
+        (16-bit floats, 8- and 16-bit integers, averages of integers, products of complex numbers, "min" and "max"
+        of floats if MPI loses NaN), and where MPI is slower (small arrays, and `reduce` of more than 64 KiB).
+        Other transports ignore it. Derived communicators inherit it.
 
-        Set it on all ranks alike, before a reduction. A call in two orders is a `CommMismatch` where MPI would
-        reduce.
+        Set it to the same value on all ranks, before a reduction. Ranks that call MPI's reductions in different
+        orders raise `CommMismatch`.
         """
         return self._op_order
 
@@ -184,7 +183,3 @@ class CommBase(Shared):
         if not own and x is not None and x.size != sum(found):
             raise ArrayError(f"{call}: x has {x.size} elements, expected {sum(found)}, the sum of {name}")
         return [int(n) for n in found]
-
-    def close(self) -> None:
-        """Free what this communicator holds. Collective."""
-        raise NotImplementedError

@@ -24,11 +24,11 @@ class CoalescedCollectives(CommBase):
         op: Op = "sum",
         timeout_s: float | None = None,
     ) -> list[A]:
-        """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype: for many small arrays.
+        """Reduce each of `xs` over all ranks, in one message for all arrays of a dtype.
 
-        Collective. The results have the bytes that `allreduce` of each array would give; over NCCL, which adds
-        in an order that depends on the size, sums of floats may be rounded differently, but the same on all
-        ranks. Every array is copied to the message and back.
+        Collective. For many small arrays, which are copied to the message and back. The results have the bytes of
+        an `allreduce` of each array. Only over NCCL, whose order of addition depends on the size, may sums of
+        floats be rounded differently, though equally on all ranks.
 
         Args:
             xs: Arrays of the same shapes and dtypes, in the same order, on every rank. They may have several
@@ -38,10 +38,11 @@ class CoalescedCollectives(CommBase):
             timeout_s: See `allreduce`.
 
         Raises:
-            ArrayError: There are more or fewer `outs` than `xs`, one does not fit or overlaps an array other than
-                its own input, or `op` is unknown.
+            ArrayError: The numbers of `outs` and `xs` differ, an output does not fit or overlaps an array other
+                than its own input, or `op` is unknown.
             UnsupportedError: No such reduction for a dtype, or no transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.allreduce_many([np.ones(2), np.array(comm.rank)]))[0]
         [array([2., 2.]), array(1)]
@@ -69,14 +70,15 @@ class CoalescedCollectives(CommBase):
     def broadcast_many(self, xs: Sequence[A], *, root: int, timeout_s: float | None = None) -> list[A]:
         """Copy each of root's `xs` to every other rank, in one message for all arrays of a dtype.
 
-        Collective. Does the same as `broadcast` of each array. Meant for many small arrays: they are copied to
-        the message and back. Returns them. `xs` have the same shapes and dtypes, in the same order, on every
-        rank. They may have several dtypes, and some may be host arrays and some device arrays.
+        Collective. For many small arrays, which are copied to the message and back. Returns `xs`. They have the
+        same shapes and dtypes, in the same order, on every rank. They may have several dtypes, and some may be
+        host arrays and some device arrays.
 
         Raises:
             ArrayError: `root` is not a rank, or an array cannot be written to or overlaps another one.
             UnsupportedError: No transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
         ...     return comm.broadcast_many([np.array(comm.rank), np.full(2, 0.5 * comm.rank)], root=1)

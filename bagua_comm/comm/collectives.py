@@ -28,15 +28,16 @@ class Collectives(CommBase):
         Args:
             x: The array of this rank.
             out: Where to put the result.
-            op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. The average
-                of integers is added in 64 bits and truncated towards zero. float16 and bfloat16 are reduced in
-                float32. Complex numbers have "sum", "avg" and, in host arrays, "prod".
-            timeout_s: How long this call may wait for other ranks; the communicator's own `timeout_s` if None.
+            op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. Integers are averaged
+                in 64 bits, and truncated towards zero. float16 and bfloat16 are reduced in float32. Complex
+                numbers have "sum", "avg" and, in host arrays, "prod".
+            timeout_s: The time limit of this call, in seconds; the communicator's `timeout_s` if None.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
         [array([1. , 0.5]), array([1. , 0.5])]
@@ -57,9 +58,9 @@ class Collectives(CommBase):
     def reduce(
         self, x: A, out: A | None = None, *, root: int, op: Op = "sum", timeout_s: float | None = None
     ) -> A | None:
-        """Reduce `x` over all ranks; only `root` gets the result, the others None.
+        """Reduce `x` over all ranks; return the result on `root`, and None on the others.
 
-        Collective. `x` has the same shape and dtype on every rank. `out` matters on `root` alone, and
+        Collective. `x` has the same shape and dtype on every rank. Only `root` uses `out`, which
         may be `x`. For `op` see `allreduce`.
 
         Raises:
@@ -88,7 +89,7 @@ class Collectives(CommBase):
         return result
 
     def broadcast(self, x: A, *, root: int, timeout_s: float | None = None) -> A:
-        """Copy `x` of `root` into `x` of every other rank; returns `x`.
+        """Copy `x` of `root` into `x` of every other rank, and return it.
 
         Collective. `x` has the same shape and dtype on every rank.
 
@@ -123,15 +124,16 @@ class Collectives(CommBase):
     def allgather(self, x: A, out: None = None, *, timeout_s: float | None = None) -> A: ...
 
     def allgather(self, x: Any, out: Any = None, *, timeout_s: float | None = None) -> Any:
-        """Collect `x` of every rank: row r of the result is rank r's.
+        """Gather `x` of all ranks on every rank: row r of the result is that of rank r.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
-        An `out` of any shape with as many elements will do. `x` may be this rank's row of `out`.
+        `out` may have any shape with that many elements. `x` may be this rank's row of `out`.
 
         Raises:
             ArrayError: `out` does not fit.
             UnsupportedError: No transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
         array([[0, 7], [1, 7]])
@@ -196,17 +198,18 @@ class Collectives(CommBase):
 
         Args:
             x: The array of this rank.
-            out: Where to put the result. May be this rank's chunk of `x`. With `counts`, any shape of as many
-                elements will do.
+            out: Where to put the result; may be this rank's chunk of `x`. With `counts`, it may have any shape
+                with that many elements.
             op: See `allreduce`.
-            counts: How many elements each rank keeps, the same on every rank; as many each if None.
+            counts: Numbers of elements that the ranks keep, (p,), the same on every rank; equal ones if None.
             timeout_s: See `allreduce`.
 
         Raises:
-            ArrayError: `x` does not split evenly or is not as long as `counts` say, `out` does not fit, or `op`
+            ArrayError: `x` does not split evenly or has not sum(counts) elements, `out` does not fit, or `op`
                 is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(2, lambda comm: comm.reduce_scatter(np.arange(4.0)))
         [array([0., 2.]), array([4., 6.])]
@@ -236,7 +239,7 @@ class Collectives(CommBase):
         return call.result
 
     def scan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
-        """Reduce `x` of ranks 0 to `rank`: each rank gets the reduction up to and including itself.
+        """Reduce `x` of ranks 0 to `rank`, this one included.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
         "avg" is the average of rank + 1 arrays.
@@ -245,6 +248,7 @@ class Collectives(CommBase):
             ArrayError: `out` does not fit `x`, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
         [array([1, 0]), array([2, 1]), array([3, 3])]
@@ -256,13 +260,14 @@ class Collectives(CommBase):
         """Reduce `x` of the ranks before this one, 0 to rank - 1.
 
         Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
-        "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` as it is, None if
-        none is given. Pass zeros as `out` to get zero on rank 0.
+        "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` unchanged, or
+        None. Pass zeros as `out` to get zero on rank 0.
 
         Raises:
             ArrayError: `out` does not fit `x`, or `op` is unknown.
             UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
         [array(0), array(10), array(21)]
@@ -303,7 +308,7 @@ class Collectives(CommBase):
         return result
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
-        """Return when every rank has called.
+        """Wait until every rank has called it.
 
         Collective.
         """

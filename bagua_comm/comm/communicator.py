@@ -47,45 +47,45 @@ class Nodes(NamedTuple):
 
 
 class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint):
-    """A group of `size` ranks that call collectives together; this is `rank` of them.
+    """A group of `size` ranks that make collective calls together; this process is rank `rank`.
 
     Rules for all methods:
 
     * "Collective." means that all ranks call it, in the same order.
     * Arrays are NumPy or CuPy arrays, PyTorch tensors that do not require grad, or anything with `__dlpack__`, of
       any shape and of integer, floating-point (float16 and bfloat16 too), bool or complex dtype.
-    * An input that is not C-contiguous, or not aligned, is copied once. If `out` is not, the result is copied
-      into it.
-    * `out=None` makes a new array. Where `out` may be the input itself, or lie in it, the method says
-      so; any other overlap is refused. The result is returned: `out` itself if it was given, else an array of
-      the library of the input, a tensor for a tensor.
-    * A host array's result is there when the call returns. A device array is read and written in the order of
-      CuPy's current stream: the result is there for what is enqueued on it after the call. Over NCCL the host
-      waits neither for the device nor for peers. The next call may be on another stream: where both use memory
-      of the communicator, that stream waits for the first one.
-    * A call that waits for longer than `timeout_s` raises `CommTimeout`. Work that NCCL has in flight for longer
-      is given up; the next call or `close` raises the error. `timeout_s=` of a call is its own limit, in seconds,
-      instead of the communicator's; ranks may give different ones. The first rank whose time is over gives the
-      communicator up, and tells the others. Leave the arrays of a call that raised `CommError` alone until all
-      ranks know of it: others may still read them.
+    * An input that is not C-contiguous or not aligned is copied once. The result is copied into an `out` that is
+      not.
+    * `out=None` allocates a new array. A method says if `out` may be the input or lie in it; any other overlap
+      raises `ArrayError`. The result is returned: `out` if it was given, else an array of the library of the
+      input, a tensor for a tensor.
+    * The result of a call on host arrays is complete when the call returns. Device arrays are read and written in
+      the order of CuPy's current stream: work that is enqueued on it after the call sees the result. Over NCCL
+      the host waits neither for the device nor for peers. If the next call is on another stream and both use
+      memory of the communicator, that stream waits for the first one.
+    * A call that waits for longer than `timeout_s` raises `CommTimeout`. NCCL work in flight for longer is
+      aborted, and the next call or `close` raises the error. `timeout_s=` of a call, in seconds, replaces the
+      communicator's limit; ranks may give different ones. The first rank to time out aborts the communicator and
+      notifies the others. After a `CommError`, do not modify the arrays of the call until all ranks have raised
+      it: others may still read them.
 
     One thread uses a communicator at a time: a call raises `CommError` while another thread is in one. See `lane`
-    for work beside it. A process that was forked off cannot use its parent's communicator. It cannot be pickled;
-    a copy of what holds it, by `copy.deepcopy` too, holds the same communicator.
+    for concurrent work. A forked process cannot use its parent's communicator. A communicator cannot be pickled;
+    copies of an object that holds one, by `copy.deepcopy` too, share it.
 
     Args:
-        transports: What moves the bytes; the first that `moves` an array is used for it. The first of all carries
-            host arrays, which barriers, objects and checks go through.
-        nodes: A label (a host name, say) for the node of every rank; None if all share one.
+        transports: The transports that move the bytes; an array goes over the first one that `moves` it. The
+            first of all moves host arrays, and carries barriers, objects and checks.
+        nodes: A label, such as a host name, for the node of each rank; None if all ranks share one node.
         device: The index of this rank's GPU, if it has one.
-        check: Compare every call among the ranks before it runs, and raise `CommMismatch` naming both calls
-            where they don't fit together: in dtype, shape, counts, op, root or codec. Costs a small allgather a
-            call, and a small message before each message between two ranks.
-        tracer: Where spans go; by default a `Recorder` of this communicator's own.
+        check: Compare every call among the ranks before it runs, and raise `CommMismatch`, which names both
+            calls, if they differ in dtype, shape, counts, op, root or codec. Costs a small allgather for each
+            collective call, and a small message before each message between two ranks.
+        tracer: Receives the spans; by default a new `Recorder`.
         op_order: See `op_order`; the same on all ranks.
 
     Raises:
-        ArrayError: `op_order` is not one of the two.
+        ArrayError: `op_order` is neither "rank" nor "any".
     """
 
     _nodes: Nodes | None = None
@@ -98,8 +98,8 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         Collective. Ranks that give the same `key` are ordered by rank.
 
         Raises:
-            ArrayError: On all ranks alike: one gives a `color` that is not an integer from 0 to 2^31 - 1, or a
-                `key` that is not an integer of 64 bits.
+            ArrayError: The `color` of a rank is not an integer from 0 to 2^31 - 1, or its `key` is not an integer
+                of 64 bits. Raised on all ranks.
         """
 
         def split(*_: Array) -> Communicator:
@@ -110,7 +110,7 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return derived
 
     def dup(self) -> Communicator:
-        """Another communicator over the same ranks, whose messages never match this one's.
+        """Return another communicator over the same ranks, whose messages never match this one's.
 
         Collective.
         """
@@ -122,10 +122,10 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return derived
 
     def by_node(self) -> Nodes:
-        """Communicators inside this node, and across nodes among ranks of equal `local_rank`.
+        """Return communicators inside this node, and across nodes among ranks of equal `local_rank`.
 
-        Collective. The first call splits; later ones return the same pair, which is closed with this one and
-        counts its bytes here.
+        Collective. The first call splits this communicator; later ones return the same pair. The pair is closed
+        with this communicator, and shares its counters.
         """
         if self._nodes is None:
             intra = self.split(self.node)
@@ -136,22 +136,21 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return self._nodes
 
     def lane(self, kind: Literal["thread", "stream"] | None = None) -> Lane[Communicator]:
-        """A lane: work beside the caller, on its own duplicate of this communicator.
+        """Return a lane, which runs tasks concurrently with the caller, on a duplicate of this communicator.
 
         Collective. Close it, or use it as a context manager.
 
-        Where MPI grants less than MPI_THREAD_MULTIPLE, a lane of kind "thread" works at once, on the caller's
-        thread and stream, and a warning says so.
+        If MPI grants less than MPI_THREAD_MULTIPLE, a "thread" lane runs its tasks at once, on the caller's
+        thread and stream, and warns of it.
 
         Args:
-            kind: "thread", also if None: tasks run on a thread of their own and, where this communicator works on
-                a device, on a CUDA stream of their own. "stream": tasks run at once, but on such a stream; for
-                tasks that only enqueue work, as calls on device arrays over NCCL do. The host then waits neither
-                for the device nor for another thread. A lane cannot be captured in a CUDA graph, whatever its
-                kind.
+            kind: "thread", the default: tasks run on a thread of the lane and, if this communicator has a device,
+                on a CUDA stream of the lane. "stream": tasks run at once on the caller's thread, on a CUDA stream
+                of the lane; for tasks that only enqueue work, such as calls on device arrays over NCCL. The host
+                then waits neither for the device nor for another thread. No lane can be captured in a CUDA graph.
 
         Raises:
-            ArrayError: `kind` is something else.
+            ArrayError: `kind` is neither "thread" nor "stream".
             UnsupportedError: `kind` is "stream", but calls of this communicator wait for the host or for peers.
 
         >>> from bagua_comm.testing import run_ranks
@@ -184,12 +183,12 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return lane
 
     def check_consistency(self, x: AnyArray, *, timeout_s: float | None = None) -> None:
-        """Raise on every rank unless all ranks hold the same bytes, shape and dtype in `x`.
+        """Raise `CommMismatch` on every rank unless `x` has the same bytes, shape and dtype on all ranks.
 
         Collective. Compares 128-bit BLAKE2 hashes.
 
         Raises:
-            CommMismatch: The ranks' arrays differ; the message says which ranks agree.
+            CommMismatch: The arrays differ. The message lists the groups of ranks whose arrays are equal.
         """
         value = Call(self, "check_consistency", x).x
         digest = hashlib.blake2b(f"{value.dtype.name}{value.shape}".encode(), digest_size=16)
@@ -203,19 +202,18 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             raise CommMismatch(f"check_consistency: x differs; these agree with each other: {found}")
 
     def trace(self, path: str | Path) -> None:
-        """Write what all ranks did lately to `path`, as a Chrome trace that Perfetto opens.
+        """Write the latest spans of all ranks to `path`, as a Chrome trace, which Perfetto opens.
 
-        Collective. Rank 0 writes the file. In the picture, each process is a rank, and each row one of its
-        threads.
+        Collective. Rank 0 writes the file. The trace shows each rank as a process, and each thread as a row.
 
         Raises:
-            ArrayError: `path` is not a path, or a rank has a span that JSON cannot hold; on all ranks alike.
-            OSError: The file cannot be written; on all ranks alike.
+            ArrayError: `path` is not a path, or a span of a rank cannot be written as JSON. Raised on all ranks.
+            OSError: The file cannot be written. Raised on all ranks.
         """
         mine: tuple[list[trace.Span], str | None] = ([], None)
         try:
             mine = (trace.plain(self.tracer.spans() if isinstance(self.tracer, Recorder) else []), None)
-        except Exception as exc:  # the other ranks wait for this one
+        except Exception as exc:  # raised below, on all ranks
             mine = ([], f"rank {self.rank} has a span that JSON cannot hold: {exc!r}")
         rows = self.allgather_object(mine)
         failure: ArrayError | OSError | None = None
@@ -242,21 +240,21 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         after: Listener | None = None,
         failed: Listener | None = None,
     ) -> Hook:
-        """Have functions called for every call of this communicator, and of all that are made from it.
+        """Register functions that are called for every call of this communicator and of those derived from it.
 
-        Each takes a `CallView`. What they may raise, and on which thread they run, is said in `bagua_comm.hooks`.
-        While there are none, a call pays for one look at an attribute.
+        Each takes a `CallView`. `bagua_comm.hooks` describes on which thread they run and what they may raise.
+        Without hooks, a call pays for the lookup of one attribute.
 
         Args:
-            before: Called when the call begins, before anything is sent.
-            after: Called when it has ended well, with the result; on a device it may still be at work.
-            failed: Called when it has failed, with the error.
+            before: Called when a call begins, before it sends anything.
+            after: Called with the result when a call has succeeded; a device may still work on it.
+            failed: Called with the error when a call has failed.
 
         Returns:
-            A handle; its `remove()` ends this.
+            A handle; its `remove()` removes the functions.
 
         Raises:
-            ArrayError: One of them cannot be called, or there is none.
+            ArrayError: An argument is not callable, or all three are None.
 
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
@@ -274,12 +272,12 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     # Failure and end --------------------------------------------------------------------------------
 
     def shrink(self) -> Communicator:
-        """A communicator over the ranks that are still alive, after `RankFailed`.
+        """Return a communicator over the ranks that are still alive, after `RankFailed`.
 
         Collective among the survivors.
 
         Raises:
-            UnsupportedError: The library below cannot go on after a rank has died.
+            UnsupportedError: The library of the transport cannot continue after a rank has died.
         """
         first, *rest = self.transports
         host = first.shrink()
@@ -288,21 +286,21 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         return survivors
 
     def abort(self, exit_code: int = 1) -> None:
-        """Give up, on all ranks: under MPI all processes end with `exit_code`."""
+        """Abort all ranks: under MPI all processes end with `exit_code`."""
         for transport in self.transports:
             transport.abort(exit_code)
 
     def close(self) -> None:
-        """Free what this communicator holds; closing twice does nothing.
+        """Free the resources of this communicator; closing it again does nothing.
 
         Collective.
         """
         if self.guard.closed or not self.guard.is_of_this_process:
             return
-        self.guard.closed = True
-        for comm in self._inner:
+        self.guard.close()
+        for comm in self._nodes or ():
             comm.close()
-        with ExitStack() as ends:  # the last transport first: it may be set up over the first
+        with ExitStack() as ends:  # the last transport first: it may use the first one
             ends.callback(self.scratch.clear)
             ends.callback(self.call_cache.clear)
             for transport in self.transports:
@@ -323,10 +321,10 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
         if not self.guard.is_of_this_process:
             return
         if isinstance(error, SystemExit):
-            # This rank leaves in the middle: its peers would wait for it.
+            # The other ranks would wait for this one.
             if not isinstance(error.code, int):
                 print(error.code, file=sys.stderr, flush=True)
-                error.code = 1  # it is printed
+                error.code = 1  # the exit code of a printed message
             self.abort(error.code)
         if not isinstance(error, CommError):
             self.flight.write(left=f"{type(error).__name__}: {error}")
@@ -340,15 +338,15 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
     # Derived communicators --------------------------------------------------------------------------
 
     def _survivors(self, transports: Sequence[Transport], **settings: Any) -> Communicator:
-        """What `shrink` makes."""
+        """Return the result of `shrink`."""
         return Communicator(transports, **settings)
 
     def _derived(
         self, transports: Sequence[Transport], kind: str = "", make: Callable[..., Communicator] | None = None
     ) -> Communicator:
-        """A communicator over transports split off from this one's, with all that is passed on.
+        """Return a communicator over transports derived from this one's, with this one's settings.
 
-        `kind` is the end of its name, which tells it from others that are split off at the same time.
+        `kind` ends its name in the flight recorder, and distinguishes it from others made by the same call.
         """
         first = transports[0]
         former = np.empty((first.size, 1), np.int64)

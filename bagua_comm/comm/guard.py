@@ -76,6 +76,10 @@ class CallGuard:
         """Whether the communicator was made in this process, and not in a parent before a fork."""
         return self.forks == forks
 
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self.closed = True
+
     def count(self, collective: bool) -> int:
         """Count a call that begins; return its number among the collective calls or among the other ones."""
         self.calls += 1

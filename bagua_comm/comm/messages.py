@@ -27,9 +27,9 @@ class PointToPoint(CommBase):
     def send(self, x: AnyArray, *, dest: int, timeout_s: float | None = None) -> None:
         """Send `x` to `dest`, which calls `recv`.
 
-        Returns when `x` may be changed again, which can be before or after it is received. On a lane, a send or a
-        recv goes on while the caller works (MPI's isend and irecv). Tasks of a lane run one after the other, so a
-        long send waits there for its recv: where two ranks send to each other, submit `sendrecv` or `exchange`.
+        Returns when `x` may be modified, which can be before or after it is received. Submitted to a lane, a send
+        or recv runs concurrently with the caller, as MPI's isend and irecv do. The tasks of a lane run in order,
+        so a long send blocks it until the recv: if two ranks send to each other, submit `sendrecv` or `exchange`.
 
         Raises:
             ArrayError: `dest` is not a rank.
@@ -52,13 +52,13 @@ class PointToPoint(CommBase):
             self._exchange("send", [(dest, x)], [], timeout_s, dest=dest)
 
     def recv(self, out: A, *, source: int, timeout_s: float | None = None) -> A:
-        """Receive into `out` what `source` sends to this rank next; returns `out`.
+        """Receive the next array that `source` sends to this rank into `out`, and return it.
 
-        On a lane it goes on while the caller works; see `send`.
+        Submitted to a lane, it runs concurrently with the caller; see `send`.
 
         Raises:
             ArrayError: `source` is not a rank, or `out` cannot be written to.
-            CommMismatch: The message has another size than `out`.
+            CommMismatch: The sizes of the message and of `out` differ.
             UnsupportedError: No transport takes such an array.
         """
         if not self._run_if_known("recv", (source,), out, None, timeout_s):
@@ -68,18 +68,18 @@ class PointToPoint(CommBase):
     def sendrecv(
         self, x: AnyArray, out: A, *, dest: int | None, source: int | None, timeout_s: float | None = None
     ) -> A:
-        """Send `x` to `dest` and receive `out` from `source` at once; returns `out`.
+        """Send `x` to `dest` while receiving `out` from `source`; return `out`.
 
-        Where `dest` is None nothing is sent, and where `source` is None `out` is left as it is (MPI's PROC_NULL):
-        at the ends of a row of ranks, say.
+        Nothing is sent if `dest` is None, and `out` is unchanged if `source` is None (MPI's PROC_NULL), as at the
+        ends of a row of ranks.
 
         Raises:
             ArrayError: `dest` or `source` is not a rank, or `out` cannot be written to or overlaps `x`.
-            CommMismatch: The message has another size than `out`.
+            CommMismatch: The sizes of the message and of `out` differ.
             UnsupportedError: No transport takes such an array.
 
         >>> from bagua_comm.testing import run_ranks
-        >>> def body(comm):   # everybody's left neighbour
+        >>> def body(comm):   # the left neighbour of each rank
         ...     right = comm.rank + 1 if comm.rank + 1 < comm.size else None
         ...     left = comm.rank - 1 if comm.rank > 0 else None
         ...     return comm.sendrecv(np.array(comm.rank), np.array(-1), dest=right, source=left)
@@ -93,15 +93,15 @@ class PointToPoint(CommBase):
     def exchange(
         self, sends: Sequence[MaybeMessage], recvs: Sequence[MaybeMessage], *, timeout_s: float | None = None
     ) -> None:
-        """Send and receive many messages at once: lists of (peer, array).
+        """Send and receive several messages, given as lists of (peer, array), concurrently.
 
-        Between two ranks, messages match in the order of the lists; `send` and `recv` match as well. Where a peer
-        is None nothing is sent or received, and the array is left as it is.
+        Between two ranks, messages match in the order of the lists; they also match `send` and `recv`. A message
+        whose peer is None is left out.
 
         Raises:
             ArrayError: A peer is not a rank, or an array to receive into cannot be written to or overlaps another
                 one.
-            CommMismatch: A message has another size than the array it should fill.
+            CommMismatch: The sizes of a message and of the array that receives it differ.
             UnsupportedError: No transport takes such arrays.
         """
         self._exchange("exchange", sends, recvs, timeout_s)

@@ -27,7 +27,7 @@ class ObjectCalls(CommBase):
     def broadcast_object(self, obj: T | None, *, root: int, timeout_s: float | None = None) -> T: ...
 
     def broadcast_object(self, obj: Any, *, root: int, timeout_s: float | None = None) -> Any:
-        """Give every rank the object of `root`, by pickle; `obj` is ignored elsewhere.
+        """Return the object of `root` on every rank, by pickle; `obj` is ignored elsewhere.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
@@ -43,7 +43,7 @@ class ObjectCalls(CommBase):
         return obj if mine.size > 0 else packet.open()
 
     def allgather_object(self, obj: T, *, timeout_s: float | None = None) -> list[T]:
-        """The objects of all ranks in rank order, by pickle.
+        """Return the objects of all ranks in rank order, by pickle.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
@@ -57,7 +57,7 @@ class ObjectCalls(CommBase):
         return [packet.open() for packet in failed or found]
 
     def gather_object(self, obj: T, *, root: int, timeout_s: float | None = None) -> list[T] | None:
-        """The objects of all ranks in rank order, by pickle, on `root`; None elsewhere.
+        """Return the objects of all ranks in rank order, by pickle, on `root`; None elsewhere.
 
         Collective. Unpickling runs code chosen by the sender: ranks trust each other.
 
@@ -84,13 +84,13 @@ class ObjectCalls(CommBase):
     def scatter_object(self, objs: Iterable[T] | None, *, root: int, timeout_s: float | None = None) -> T: ...
 
     def scatter_object(self, objs: Iterable[Any] | None, *, root: int, timeout_s: float | None = None) -> Any:
-        """Deal the objects of `root` to the ranks, by pickle: the result is object number `rank`.
+        """Scatter the objects of `root`, by pickle: the result is object number `rank`.
 
-        Collective. `objs` are p objects; they matter on `root` alone and are None elsewhere. Unpickling runs code
-        chosen by the sender: ranks trust each other.
+        Collective. `objs` are p objects on `root`, and None elsewhere. Unpickling runs code chosen by the sender:
+        ranks trust each other.
 
         Raises:
-            ArrayError: `root` is not a rank, or it gives more or fewer than p objects, which raises on all ranks.
+            ArrayError: `root` is not a rank; or the number of its objects is not p, raised on all ranks.
             UnsupportedError: An object cannot be pickled; raised on all ranks.
 
         >>> from bagua_comm.testing import run_ranks
@@ -107,12 +107,12 @@ class ObjectCalls(CommBase):
     def send_object(self, obj: Any, *, dest: int, timeout_s: float | None = None) -> None:
         """Send an object, by pickle, to `dest`, which calls `recv_object`.
 
-        Returns when `obj` may be changed again, which can be before or after it is received. Objects never match
-        the arrays of `send` and `recv`; receive both in the order in which they are sent.
+        Returns when `obj` may be modified, which can be before or after it is received. Objects never match the
+        arrays of `send` and `recv`; receive both in the order in which they are sent.
 
         Raises:
             ArrayError: `dest` is not a rank.
-            UnsupportedError: The object cannot be pickled; nothing is sent then.
+            UnsupportedError: The object cannot be pickled. Nothing was sent.
         """
         name = "send_object"
         self._check_peer(name, "dest", dest)
@@ -128,7 +128,7 @@ class ObjectCalls(CommBase):
         Call(self, name, payload=packet.size, dest=dest, timeout_s=timeout_s).unchecked().run(move)
 
     def recv_object(self, *, source: int, timeout_s: float | None = None) -> Any:
-        """The object that `source` sends to this rank next, by `send_object`.
+        """Receive the next object that `source` sends to this rank by `send_object`.
 
         Unpickling runs code chosen by the sender: ranks trust each other.
 

@@ -31,10 +31,10 @@ class UnevenCollectives(CommBase):
     def gather(self, x: A, out: A | None = None, *, root: int, timeout_s: float | None = None) -> A | None: ...
 
     def gather(self, x: Any, out: Any = None, *, root: int, timeout_s: float | None = None) -> Any:
-        """Collect `x` of every rank on `root`, where row r of the result is rank r's; None elsewhere.
+        """Gather `x` of all ranks on `root`, where row r of the result is that of rank r; return None elsewhere.
 
         Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
-        `out` matters on `root` alone; any shape with as many elements will do. `x` may be its row of `out`.
+        Only `root` uses `out`, of any shape with that many elements. `x` may be its row of `out`.
 
         Raises:
             ArrayError: `out` does not fit, or `root` is not a rank.
@@ -85,17 +85,18 @@ class UnevenCollectives(CommBase):
         root: int,
         timeout_s: float | None = None,
     ) -> Any:
-        """Collect arrays of different lengths on `root`, one behind the other in rank order; None elsewhere.
+        """Concatenate arrays of different lengths on `root`, in rank order; return None elsewhere.
 
-        Collective. Rank r gives counts[r] elements, in any shape; the result has shape (sum(counts),). `out` and
-        `counts` matter on `root` alone, which must give `counts`; an `out` of any shape with as many elements
-        will do. `x` may be its own part of `out`.
+        Collective. Rank r sends counts[r] elements, in any shape; the result has shape (sum(counts),). Only
+        `root` uses `counts`, which it must give, and `out`, of any shape with that many elements. `x` may be this
+        rank's part of `out`.
 
         Raises:
             ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`, or `root` is not a rank.
-            CommMismatch: A rank gives another number of elements than `counts` says.
+            CommMismatch: The number of elements of a rank differs from `counts`.
             UnsupportedError: No transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> run_ranks(3, lambda comm: comm.gatherv(np.full(comm.rank, comm.rank), counts=[0, 1, 2], root=0))[0]
         array([1, 2, 2])
@@ -142,10 +143,10 @@ class UnevenCollectives(CommBase):
     def scatter(self, x: A, out: None = None, *, root: int, timeout_s: float | None = None) -> A: ...
 
     def scatter(self, x: Any, out: Any = None, *, root: int, timeout_s: float | None = None) -> Any:
-        """Deal the rows of `x` of `root` to the ranks: the result is row `rank`.
+        """Scatter the rows of `x` of `root`: the result is row `rank`.
 
-        Collective. `x`, (p, ...), matters on `root` alone and is None elsewhere, where `out` gives the
-        shape and dtype to expect. On `root`, `out` may be None or that row of `x`.
+        Collective. `x`, (p, ...), is None on ranks other than `root`, whose `out` has the shape and dtype to
+        expect. On `root`, `out` may be None or this rank's row of `x`.
 
         Raises:
             ArrayError: `x` does not have p rows, `out` is missing or does not fit, `root` is not a rank.
@@ -183,18 +184,19 @@ class UnevenCollectives(CommBase):
     def scatterv(
         self, x: Any, counts: Sequence[int] | None, out: Any = None, *, root: int, timeout_s: float | None = None
     ) -> Any:
-        """Deal parts of `x` of `root` to the ranks, counts[r] elements to rank r.
+        """Scatter parts of `x` of `root`, counts[r] elements to rank r.
 
-        Collective. The parts lie one behind the other in `x`, in rank order. `x` and `counts` matter on `root`
-        alone and are None elsewhere, where `out` gives the number of elements and the dtype to expect. On `root`,
-        `out` may be None or that part of `x`; an `out` of any shape will do.
+        Collective. The parts are consecutive in `x`, in rank order. `x` and `counts` are None on ranks other than
+        `root`, whose `out` has the number of elements and the dtype to expect. On `root`, `out` may be None or
+        this rank's part of `x`. `out` may have any shape.
 
         Raises:
             ArrayError: `counts` is missing or does not fit the ranks, `x` or `out`; `x` or `out` is missing;
                 `root` is not a rank.
-            CommMismatch: A rank expects another number of elements than `counts` says.
+            CommMismatch: The number of elements that a rank expects differs from `counts`.
             UnsupportedError: No transport takes such an array.
 
+        >>> import numpy as np
         >>> from bagua_comm.testing import run_ranks
         >>> def body(comm):
         ...     x, counts = (np.arange(3), [1, 2]) if comm.rank == 0 else (None, None)
@@ -237,7 +239,7 @@ class UnevenCollectives(CommBase):
             chunks, mine = parts(call.x, counts or []), call.target.reshape(-1)
             call.check_overlap(chunks[root])
         call.sends(call.x if at_root else None)
-        call.x = call.target  # what is compared and counted is a rank's part
+        call.x = call.target  # ranks compare and count their parts
 
         def move(x: Array, target: Array) -> None:
             if not is_even:
@@ -253,10 +255,10 @@ class UnevenCollectives(CommBase):
         return call.result
 
     def allgatherv(self, x: AnyArray, out: A, counts: Sequence[int], *, timeout_s: float | None = None) -> A:
-        """Collect arrays of different lengths, one behind the other, on every rank.
+        """Concatenate arrays of different lengths on every rank, in rank order.
 
-        Collective. Rank r gives counts[r] elements; `out` has sum(counts), and every rank the same
-        `counts`. `x` may be its own part of `out`.
+        Collective. Rank r sends counts[r] elements; `out` has sum(counts) elements, and `counts` is the same on
+        every rank. `x` may be this rank's part of `out`.
 
         Raises:
             ArrayError: `counts` does not fit the ranks, `x` or `out`.
@@ -271,7 +273,7 @@ class UnevenCollectives(CommBase):
         chunks = parts(whole, counts)
         call.check_overlap(chunks[self.rank])
         call.sends(send)
-        call.x, call.payload = whole, send.nbytes  # ranks give different sizes, and all get the same
+        call.x, call.payload = whole, send.nbytes  # inputs differ among ranks; the outputs are alike
         others = self._others()
 
         def move(x: Array, target: Array) -> None:
@@ -294,8 +296,8 @@ class UnevenCollectives(CommBase):
     ) -> A:
         """Send counts[j] elements of `x` to rank j; out_counts[i] elements come from rank i.
 
-        Collective. The parts lie one behind the other in `x` and in `out`, in the order of the ranks.
-        Rank i's counts[j] must equal rank j's out_counts[i].
+        Collective. The parts are consecutive in `x` and in `out`, in rank order. counts[j] of rank i must equal
+        out_counts[i] of rank j.
 
         Raises:
             ArrayError: The counts do not fit the ranks, `x` or `out`.
