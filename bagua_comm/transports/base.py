@@ -5,7 +5,7 @@ library below does better. Arrays that arrive here are checked, C-contiguous and
 otherwise, `out` and `x` do not overlap. A transport is used by one thread at a time.
 
 A call on host arrays returns when the result is there. Device arrays are read and written in the order of CuPy's
-current stream, and the result is there for what is enqueued on it after the call.
+current stream, and the result is there for work enqueued on it after the call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Transport(CallState, Live, ABC):
     """Whether calls on device arrays return once their work is enqueued, without waiting for device or peers."""
     adds_in_rank_order: bool = True
     """Whether sums and products of floats have the bytes of `kernels.host.reduce_rows`, as in the derived
-    collectives; False if the library below adds in an order of its own, even if only above some size."""
+    collectives; False if the library below adds in another order, even if only above some size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Transport(CallState, Live, ABC):
                 warnings.warn(f"Transport.{former} is now Transport.{name}", DeprecationWarning, 2)
                 setattr(cls, name, vars(cls)[former])
 
-    # What a transport must have ---------------------------------------------------------------------
+    # Required ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def moves(self, x: Array) -> bool:
@@ -248,7 +248,7 @@ class Transport(CallState, Live, ABC):
         """End the call in progress after an exception that is not of this library, such as KeyboardInterrupt.
 
         The other ranks are still in the call, which this one leaves. This default refuses all later calls of this
-        rank. `arrays` are those that the others may read or write.
+        rank. The others may read or write `arrays`.
         """
         if self.size > 1:
             self._break(f"a call was interrupted by {type(error).__name__}")
@@ -297,7 +297,7 @@ class Transport(CallState, Live, ABC):
     # For subclasses, and former names ---------------------------------------------------------------
 
     def _members(self, color: int, key: int) -> list[int]:
-        """The ranks that give the same `color`, ordered by (`key`, rank); what `split` groups. Collective."""
+        """The ranks that give the same `color`, ordered by (`key`, rank), as `split` groups them. Collective."""
         return derived.members(self, color, key)
 
     def _apart(self, x: Array, out: Array) -> Array:

@@ -39,7 +39,7 @@ class CallState:
         Args:
             name: The name of the call.
             collective: Whether all ranks make it, in the same order.
-            describe: Returns what must be the same on all ranks in a collective call, such as dtype, op and root.
+            describe: Returns the arguments that must be the same on all ranks, such as dtype, op and root.
         """
         self._call, self._in_collective, self._deadline_s = name, collective, None
         self._describe = describe
@@ -67,7 +67,7 @@ class CallState:
         return self._timeout_s if self._limit_s is None else self._limit_s
 
     def signature(self) -> str:
-        """What all ranks must have in common in the collective call in progress; empty outside of one."""
+        """The name and common arguments of the collective call in progress; empty outside of one."""
         if not self._in_collective or self._describe is None:
             return ""
         return self._describe()

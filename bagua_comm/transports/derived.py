@@ -1,4 +1,4 @@
-"""Collectives derived from exchanges, for transports whose library has none of its own.
+"""Collectives derived from exchanges, for transports whose library has none.
 
 They move each byte as few times as possible, by direct exchange between all pairs of ranks, and reduce in rank
 order, in float32 where the dtype is narrower. Each chunk has one owner, which sends the same bytes to all ranks,

@@ -1,7 +1,7 @@
-"""Ranks are threads of one process; messages are copies left in a mailbox.
+"""Ranks as threads of one process; messages are copies left in a mailbox.
 
-For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait
-has a timeout, and an error on one rank wakes all others.
+For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait has a timeout,
+and an error on one rank wakes all others.
 
 Device arrays are copied in stream order: a rank waits until its peer has enqueued the copy, but not for the
 device.
@@ -43,10 +43,10 @@ class Hub:
         self.aborted_groups: dict[str, tuple[int, CommError]] = {}
         """By the name of a group (see `Transport.notify_failure`): the rank that has aborted it, and why."""
         self.broken: dict[int, CommError] = {}
-        """By rank: why it makes no more calls in this group."""
+        """By rank: the error after which it makes no more calls in this group."""
 
     def fail(self, rank: int, error: CommError) -> None:
-        """Wake the ranks that wait for `rank`, which makes no more calls because of `error`."""
+        """Wake the ranks that wait for `rank`, which makes no more calls after `error`."""
         with self.changed:
             self.broken.setdefault(rank, error)
             self.changed.notify_all()
@@ -91,7 +91,7 @@ class LocalTransport(Transport):
         return True
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
+        """Leave copies for the peers, then take theirs; see `Transport.exchange`."""
         hub = self._hub
         while self._read and passed(self._read[0][1]):
             self._read.popleft()
@@ -115,7 +115,7 @@ class LocalTransport(Transport):
                 self._receive(peer, out, tag, signature, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
-                    self._abort_after(exc, peer)  # the next messages would be taken for those of this call
+                    self._abort_after(exc, peer)  # the next messages would be mistaken for messages of this call
                 raise
             except (CommTimeout, CommAborted) as exc:
                 self._abort_after(exc, peer)
@@ -151,12 +151,11 @@ class LocalTransport(Transport):
         after(copied)
         _copy(message, out)
         if copied is not None:
-            # If it were freed now, its memory could be reused in the sender's stream, which may be ahead of this
-            # one.
+            # Freed now, its memory could be reused in the sender's stream, which may be ahead of this one.
             self._read.append((message, mark(message)))
 
     def _departure(self, peer: int, error: CommError) -> CommError:
-        """The error to raise if `peer` will send nothing more, because of its `error`."""
+        """The error to raise because `peer` sends nothing more after its `error`."""
         if isinstance(error, CommMismatch):
             return CommMismatch(str(error))
         return aborted(f"rank {self.rank} of {self.size}: rank {peer}", type(error).__name__, str(error))
@@ -206,7 +205,7 @@ class LocalTransport(Transport):
 
 
 def _copy(x: Array, out: Array) -> None:
-    """Copy the bytes of `x` to `out`, which has as many."""
+    """Copy the bytes of `x` to `out`, which has the same number of bytes."""
     if x.dtype == out.dtype and x.shape == out.shape:
         out[...] = x
     else:

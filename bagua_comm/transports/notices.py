@@ -42,7 +42,7 @@ class Notice:
 def aborted(who: str, error: str, reason: str) -> CommError:
     """The error to raise because another rank has aborted, after an error of class `error`."""
     kind = CommTimeout if error == CommTimeout.__name__ else CommAborted
-    return kind(f"{who} gave up, by {error}: {reason}")
+    return kind(f"{who} aborted after {error}: {reason}")
 
 
 class Notices:

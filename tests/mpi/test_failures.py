@@ -317,7 +317,7 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
         (error,) = heard
         assert type(error) is CommAborted
         assert str(error).startswith(f"rank {comm.rank} of {comm.size}: rank 0 (on ")
-        assert str(error).endswith(" gave up, by CommError: the device has met an error")
+        assert str(error).endswith(" aborted after CommError: the device has met an error")
     assert host.poll_failures({"another"}) is None
     comm.barrier()
 
@@ -338,7 +338,7 @@ def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_r
             return
         if world.rank == last:
             monkeypatch.setattr(type(world.transports[0]._routes.direct.memory), "read", refuse)
-        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* gave up.* cannot read 8 bytes"
+        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* aborted.* cannot read 8 bytes"
         with pytest.raises(CommError, match=match):
             world.allgather(np.ones(300_000))
 
@@ -552,7 +552,7 @@ def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, 
             interrupted_after(monkeypatch, owner, place, lambda: make(world))
         else:
             start = time.monotonic()
-            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+            with pytest.raises(CommAborted, match="aborted after Interrupt"):
                 make(world).barrier()
             assert time.monotonic() - start < 10
 
@@ -569,6 +569,6 @@ def test_a_call_interrupted_before_it_moves_anything_can_be_made_again_and_inter
             world.transports[0].interrupted(Interrupt("in the middle"), ())
         else:
             start = time.monotonic()
-            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+            with pytest.raises(CommAborted, match="aborted after Interrupt"):
                 world.barrier()
             assert time.monotonic() - start < 10

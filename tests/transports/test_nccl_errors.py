@@ -43,7 +43,7 @@ def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(de
             comm.close()
         else:
             comm.allreduce(x)
-            with pytest.raises(CommAborted, match=f"rank 0 gave up, by CommError: .*{type(error).__name__}"):
+            with pytest.raises(CommAborted, match=f"rank 0 aborted after CommError: .*{type(error).__name__}"):
                 call_once_it_fails(comm)
         comm.transports[0].barrier()
 

@@ -1,4 +1,4 @@
-"""Collective calls, counted, so that ranks can tell which call each of them has reached."""
+"""Collective calls with their count, by which ranks can tell which call each of them has reached."""
 
 from __future__ import annotations
 

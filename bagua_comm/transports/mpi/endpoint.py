@@ -231,7 +231,7 @@ class Endpoint:
                 time.sleep(tuning.SLEEPS_S[0])
         except CommError as exc:
             return exc
-        return CommAborted(f"{self.detector.who}: rank {rank} gave up while its array was read")
+        return CommAborted(f"{self.detector.who}: rank {rank} aborted while its array was read")
 
     def keep_for_ever(self, in_flight: object = None) -> None:
         """Never free the arrays of unfinished calls, to which MPI may write, and which peers may read."""

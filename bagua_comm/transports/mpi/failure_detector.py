@@ -19,7 +19,7 @@ from .world import World
 
 
 class FailureDetector:
-    """What one rank of a communicator knows of the failures of the others.
+    """The knowledge of one rank of a communicator about failures of the others.
 
     Args:
         comm: The communicator.
@@ -123,7 +123,7 @@ class FailureDetector:
     def departure(self, rank: int, notice: Notice) -> CommError:
         """The error to raise because `rank` takes no part in the call, by its `notice`."""
         if notice.error:
-            doing = "left" if notice.kind == LEFT else f"gave up, by {notice.error}"
+            doing = "left" if notice.kind == LEFT else f"aborted after {notice.error}"
             return CommAborted(f"{self.who}: {self.name(rank)} {doing}: {notice.reason}")
         return CommMismatch(
             f"{self.who} waits for {self.name(rank)}, which has left: its program ended, or it closed "

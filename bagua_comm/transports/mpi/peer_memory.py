@@ -96,7 +96,7 @@ class PeerMemory:
 class DirectCalls:
     """Collectives of rank `window.rank` that read from arrays of all ranks, whose addresses are known.
 
-    Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
+    Arrays are C-contiguous host arrays; see `Transport` for the calls.
     """
 
     def __init__(self, window: SharedWindow, memory: PeerMemory) -> None:

@@ -55,6 +55,9 @@ class Routes:
         self.direct: DirectCalls | None = None
         """Calls by reading memory; None unless all ranks share a window, and each may read that of all others."""
         self._known: dict[tuple[str, tuple[int, ...], DType], Move] = {}
+        """Routes of calls on small arrays and through shared memory, by call, shape and dtype."""
+        self._agreed: dict[tuple[str, str, int | None, int, DType], Move] = {}
+        """Other routes, by name, op, root, size in bytes and dtype."""
 
     def use_memory(self, direct: DirectCalls | None) -> None:
         """Read larger arrays in the memory of other ranks from now on; None not to."""
@@ -63,17 +66,28 @@ class Routes:
 
     def set_order(self, order: OpOrder) -> bool:
         """Reduce in this order from now on; returns whether floats are added in rank order."""
+        self._agreed.clear()
         self._reduced_by_mpi, has_floats = in_any_order(self._endpoint.world.sound if order == "any" else ())
         return not has_floats
 
     def clear(self) -> None:
         """Forget the routes of calls."""
         self._known.clear()
+        self._agreed.clear()
         self._small.clear()
 
     def choose(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move:
         """The route of a collective on arrays such as `x`; takes the array of this rank and the array to fill."""
-        return self.fast_path(name, x, op, root) or self._agreed_route(name, x, op, root)
+        route = self.fast_path(name, x, op, root)
+        if route is not None:
+            return route
+        key = name, op, root, x.nbytes, x.dtype
+        route = self._agreed.get(key)
+        if route is None:
+            if len(self._agreed) >= tuning.TABLES:
+                self._agreed.clear()
+            route = self._agreed[key] = self._agreed_route(name, x, op, root)
+        return route
 
     # Small arrays, and ranks that share memory ------------------------------------------------------
 
@@ -140,6 +154,7 @@ class Routes:
     # Other calls: once the ranks have agreed --------------------------------------------------------
 
     def _agreed_route(self, name: str, x: Array, op: str, root: int | None) -> Move:
+        """The route of a call on arrays such as `x` on which the ranks agree first."""
         call, at = call_name(name, op, root), -1 if root is None else root
         if self._is_reduced_by_mpi(name, x, op):
             return self._after_agreement(f"{call} in any order", self._natively(name, op, at))

@@ -74,7 +74,7 @@ class PeerAbortedError(Exception):
     """
 
     def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} gave up while its array was read")
+        super().__init__(f"rank {rank} aborted while its array was read")
         self.rank = rank
 
 
@@ -125,7 +125,7 @@ class Rows:
 class SharedWindow:
     """Memory that all ranks of one host map, and collectives through it; this is rank `rank` of `size`.
 
-    Arrays are C-contiguous host arrays; see `Transport` for what the calls do.
+    Arrays are C-contiguous host arrays; see `Transport` for the calls.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, size: int, wait: WaitUntil) -> None:

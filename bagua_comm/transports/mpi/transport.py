@@ -1,6 +1,6 @@
 """Host arrays over MPI, through mpi4py. Importing this module starts MPI.
 
-Messages travel as bytes, so every dtype can be sent. `routes` has the ways in which a collective may go; floats
+Messages travel as bytes, so every dtype can be sent. `routes` lists the ways of a collective; floats
 are added in rank order on all of them, however many there are, so a sum does not depend on what else was in its
 bucket. With `set_order("any")`, MPI reduces larger arrays in its own order.
 

@@ -88,7 +88,7 @@ class Revocable(Protocol):
 
 
 class World:
-    """The state that a transport shares with those that are derived from it by `split` and `dup`.
+    """The state that a transport shares with all that are derived from it by `split` and `dup`.
 
     Args:
         comm: Carries the notices.
@@ -132,7 +132,7 @@ class World:
         return f" ({self.places[member]})" if self.places else ""
 
     def latest_groups(self) -> list[str]:
-        """The groups that were made last, as many as fit into a short message."""
+        """The latest groups, up to the number that fits into a short message."""
         return list(self.completed)[-_GROUPS_LISTED:]
 
     def notify(
