@@ -25,7 +25,7 @@ exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
     *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Meeting", "Order", "Steps"),
-    *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session", "Wrapper"),
+    *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session"),
     *("Encoding", "Failure", "Hooks", "LaneComm", "Momentum", "Ranks"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.

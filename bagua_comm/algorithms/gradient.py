@@ -1,4 +1,4 @@
-"""Averaging gradients while the backward pass runs: g <- (1/p) sum of g over the ranks."""
+"""Averages of gradients during the backward pass: g <- (1/p) sum of g over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .residuals import bind_average
 
 @dataclass
 class _Bound:
-    """What `GradientAllReduce` keeps: its bound average, which may keep residuals."""
+    """State of `GradientAllReduce`: its bound average, which may keep residuals."""
 
     average: InPlace
 
@@ -38,7 +38,7 @@ class GradientAllReduce:
         check_average_argument("GradientAllReduce", self.average)
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of the average."""
+        """Supports the dtypes of the average."""
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:

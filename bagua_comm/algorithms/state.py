@@ -65,7 +65,7 @@ def read_header(saved: object, algorithm: Algorithm, names: Iterable[str]) -> St
     if missing:
         raise ArrayError(
             f"the state has no {', '.join(map(repr, missing))}: it is damaged, or was saved by an earlier "
-            "version; to go on without it, load the weights alone"
+            "version; to continue without it, load the weights alone"
         )
     header = StateHeader(*(saved[name] for name in StateHeader._fields))
     for name in ("algorithm", "phase", "digest", "checksum"):

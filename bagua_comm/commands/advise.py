@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--flow-bandwidth",
         type=bandwidth,
         default=math.inf,
-        help="what one flow (TCP connection) carries at most: 5gbit, 100mbit; by default as much as the link",
+        help="limit of one flow (TCP connection): 5gbit, 100mbit; by default that of the link",
     )
     parser.add_argument(
         "--flows",
@@ -67,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="flows between two ranks on different nodes (1)",
     )
     parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on (gpu)")
+    parser.add_argument(
+        "--device", choices=("gpu", "cpu"), default="gpu", help="the device that ranks compute on (gpu)"
+    )
     parser.add_argument(
         "--cores-per-rank",
         type=number,
@@ -265,7 +267,7 @@ def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 
 def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
-    """A line about flows, if they may be what a step waits for."""
+    """A line about flows, if they may limit the step."""
     c = cluster
     if c.flow_bandwidth_gbit >= c.bandwidth_gbit:
         return []
@@ -285,7 +287,7 @@ def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
 
 
 def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
-    """A line about the calls of the model itself, if it has any."""
+    """A line about calls of the model itself, if it has any."""
     count = sum(call.times for call in job.blocking)
     if not count:
         return []
@@ -298,7 +300,7 @@ def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list
 
 
 def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
-    """What to train with, and what this model does not know."""
+    """The advice, and the limits of the model."""
     gradients, weights = best_of_gradients(rows), best_of_weights(rows)
     times = _ratio(exact_s, gradients.prediction.step_s)
     lines = ["Speed-ups are over exact, per step.", ""]
@@ -381,8 +383,8 @@ WEIGHTS = {
 def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
     """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
 
-    Averages of gradients and of weights have a panel each, with a scale of its own: relaxed algorithms can be
-    hundreds of times as fast on a slow network, beside which a factor of two would not be seen.
+    Averages of gradients and of weights have a panel each: relaxed algorithms can be hundreds of times as fast on
+    a slow network, and on the same scale a factor of two would not be visible.
 
     Raises:
         CommandError: matplotlib is missing, or the file cannot be written.

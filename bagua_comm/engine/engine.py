@@ -193,7 +193,7 @@ class Engine(Live):
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
         self._schedule.at(point)
         if point is Point.STEP:
-            self._exchanges.step += 1
+            self._exchanges.set_step(self.step + 1)
             if self._drifts or self.stopped:
                 self._differ = True
             if self._differ and not self.stopped:
@@ -249,7 +249,7 @@ class Engine(Live):
         """
         if not self.stopped:
             self._schedule.stop()
-            self._exchanges.stopped = True
+            self._exchanges.stop()
 
     def resume(self) -> None:
         """Exchange again after `stop`, with the weights as they are now. Does nothing if not stopped.
@@ -265,10 +265,10 @@ class Engine(Live):
             return
         # The lane is idle, so that its communicator can be used here.
         table = self._comm.allgather(np.array([self.step, self._differ, self._in_step]))
-        self._exchanges.stopped = False
+        self._exchanges.resume()
         self._differ = bool(table[:, 1].any())
         if not runs_in_rounds(self._phase):
-            self._exchanges.step = int(table[:, 0].max())
+            self._exchanges.set_step(int(table[:, 0].max()))
         if self._differ and not table[:, 2].any():  # else when the step ends
             self._make_equal()
         self._schedule.resume()
@@ -399,7 +399,8 @@ class Engine(Live):
         self._schedule.before_loading()  # the lane must be idle before its communicator is used here
         names = [name for bucket in self.buckets for name in bucket.views]
         loaded = check_state_dict(self._comm, self.algorithm, self._buckets, names, saved)
-        self._training, self._exchanges.step = loaded.training, loaded.header.step
+        self._training = loaded.training
+        self._exchanges.set_step(loaded.header.step)
         self._begin_phase(loaded.header.phase_began, loaded.states)
         self._differ = self._drifts and loaded.continues
         if loaded.continues:
@@ -436,7 +437,7 @@ class Engine(Live):
         if self._closed:
             return
         self._closed = True
-        self._exchanges.stopped = True
+        self._exchanges.stop()
         self._callbacks.detach()
         self._lane.give_up()
 

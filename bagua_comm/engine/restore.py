@@ -31,7 +31,7 @@ class Checkpoint(NamedTuple):
     header: StateHeader
     states: list[State]
     continues: bool
-    """Whether its phase goes on; else the phase ends at FORWARD, and nothing is loaded."""
+    """Whether its phase continues; else the phase ends at FORWARD, and nothing is loaded."""
 
 
 def save_states(buckets: Iterable[Bucket], states: Iterable[State]) -> Saved:

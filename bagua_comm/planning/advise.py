@@ -32,7 +32,7 @@ AS_FAST = 1.02
 
 
 def best_of_gradients(rows: Iterable[Advice]) -> Advice:
-    """The average of gradients with the smallest error among those that are as fast as the fastest.
+    """The average of gradients with the smallest error among the fastest ones.
 
     QAdam is left out, since it is an optimizer as well; its step is about as long as that of its average.
     """
@@ -43,19 +43,19 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
 
 
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
-    """The fastest that averages weights; None if none is faster than averages of gradients."""
+    """The fastest average of weights; None if none is faster than averages of gradients."""
     limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
     faster = (row for row in rows if payload(row.method) == "weights" and row.prediction.step_s < limit_s)
     return min(faster, key=lambda row: row.prediction.step_s, default=None)
 
 
 def payload(method: object) -> str:
-    """What an algorithm averages: "gradients", in every step, or "weights"."""
+    """The payload of an algorithm: "gradients", averaged in every step, or "weights"."""
     return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"
 
 
 def expression(value: object) -> str:
-    """The Python expression that makes an algorithm, an average or a codec; defaults are left out.
+    """The Python expression of an algorithm, an average or a codec, without defaults.
 
     >>> from bagua_comm.algorithms import from_name
     >>> expression(from_name("hierarchical-bytes")), expression(from_name("bytegrad"))
@@ -99,7 +99,7 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
 
 
 def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:
-    """The fewest flows between two ranks with which exact averaging is as fast as flows can make it."""
+    """The smallest number of flows between two ranks with which exact averaging is as fast as with more."""
 
     def step_s(flows: int) -> float:
         return predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), rates).step_s

@@ -46,17 +46,16 @@ _ADVISED = (
 METHODS: Mapping[str, Method] = MappingProxyType(
     {"ddp": TorchDDP(), **{name: from_name(name) for name in _ADVISED}}
 )
-"""What `advise` compares: PyTorch's own averaging, and algorithms by their names in `algorithms.NAMED`."""
+"""The methods that `advise` compares: PyTorch's averaging, and algorithms of `algorithms.NAMED`."""
 
 
 def advise(
     job: Job, cluster: Cluster, rates: Rates | None = None, methods: Mapping[str, Method] = METHODS
 ) -> list[Advice]:
-    """Predict every algorithm that supports this job and this cluster; the shortest step comes first.
+    """Predict the step of every algorithm that supports this job and this cluster; the shortest comes first.
 
-    Algorithms that exchange weights, or not in every step, may need more steps for the same result; the model
-    predicts only time. Hierarchical averages are left out if all ranks are on one node, or each rank is alone on
-    its node.
+    Algorithms that exchange weights, or not in every step, may need more steps for the same result; only time is
+    predicted. Hierarchical averages are left out if all ranks are on one node, or each node has one rank.
 
     >>> [advice.name for advice in advise(Job(100_000_000, 0.1, 0.2), Cluster(4, bandwidth_gbit=1))][:2]
     ['diloco-100-bytes', 'async']

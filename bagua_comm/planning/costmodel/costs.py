@@ -28,26 +28,26 @@ from .inputs import Cluster, Method, Rates, TorchDDP
 
 
 class LaneTask(NamedTuple):
-    """A task of a lane: it waits for the wire and works, both at once."""
+    """A task of the lane: it waits for the wire and works at the same time."""
 
     wire_s: float = 0.0
     work_s: float = 0.0
     """Seconds of work of one core, or of the device."""
     poll_s: float = 0.0
-    """Seconds of polling, if there is a core for it; the task does not depend on it."""
+    """Seconds of polling, if a core is free; the task does not depend on it."""
     wire_bytes: float = 0
     node_bytes: float = 0
 
 
 class RankGroup(NamedTuple):
-    """Ranks that exchange with each other, equally many on each node. Every rank is in one such group."""
+    """Ranks that exchange with each other, the same number on each node. Every rank is in one group."""
 
     size: int
     per_node: int
 
 
 class BucketExchange(NamedTuple):
-    """The tasks for one bucket: those of its lane, in order, and those of the training thread around them."""
+    """The tasks of one bucket: those of the lane, in order, and that of the training thread around them."""
 
     lane: list[LaneTask]
     trainer: LaneTask
@@ -151,7 +151,7 @@ class Costs:
         raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
 
     def among_nodes(self, algorithm: Algorithm, n: int) -> list[LaneTask]:
-        """What `algorithm` does with `n` bytes where each rank exchanges with one of every other node."""
+        """The tasks of `algorithm` for `n` bytes, if each rank exchanges with one rank of every other node."""
         k = self.cluster.ranks_per_node
         if self.cluster.nodes == 1:
             return []
@@ -162,7 +162,7 @@ class Costs:
         return [task._replace(node_bytes=k * task.node_bytes) for task in [*exchange.lane, exchange.trainer]]
 
     def ring_allreduce(self, n: int, group: RankGroup) -> list[LaneTask]:
-        """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes come."""
+        """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes arrive."""
         half = self.ring(n, group)
         return [half._replace(work_s=half.work_s + self.work(add=n).work_s), half]
 
@@ -176,13 +176,13 @@ class Costs:
         return self.transfer(away * message, inside * message, messages=size - 1, pairs=pairs)
 
     def allgather(self, message: float, group: RankGroup) -> LaneTask:
-        """Each rank of a group gets `message` bytes from each other rank."""
+        """Each rank of a group receives `message` bytes from each other rank."""
         if self.cluster.transport == "nccl":
             return self.ring(message * group.size, group)
         return self.pairs(message, group)
 
     def ring(self, n: float, group: RankGroup) -> LaneTask:
-        """Each rank of a group sends (p - 1) / p of `n` bytes, all its chunks but one, to its successor."""
+        """Each rank of a group sends (p - 1) / p of `n` bytes, all chunks but one, to its successor."""
         p, k = group
         sent = self.chunk(n, p) * (p - 1)
         away = sent / k if p > k else 0  # a ring leaves each node once
@@ -213,9 +213,9 @@ class Costs:
         hops: int = 1,
         share: float | None = None,
     ) -> LaneTask:
-        """Each rank sends `away` bytes to other nodes and `inside` bytes within its own, and receives as many.
+        """Each rank sends `away` bytes to other nodes and `inside` bytes within its node, and receives as many.
 
-        The bytes that leave a node do so between `pairs` pairs of ranks at once.
+        `pairs` pairs of ranks share the link of a node at once.
         """
         c, rates = self.cluster, self.rates
         link_s = (
@@ -252,22 +252,22 @@ class Costs:
     # Time -------------------------------------------------------------------------------------------
 
     def alone(self, task: LaneTask) -> float:
-        """Seconds of a task beside which nothing else runs."""
+        """Seconds of a task that runs alone."""
         return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
 
     def beside(self, task: LaneTask) -> tuple[float, float]:
-        """Seconds of a task beside computation, and the share of its speed that computation keeps."""
+        """Seconds of a task beside computation, and the relative speed of computation meanwhile."""
         cores = self.cluster.cores_per_rank
         free = min(1.0, cores / 2)
         spent = max(task.wire_s, task.work_s / free)
         return spent, 1 - min(free, (task.work_s + task.poll_s) / spent) / cores if spent else 1.0
 
     def overlap(self, compute_s: float, tasks: Sequence[tuple[float, Sequence[LaneTask]]]) -> tuple[float, float]:
-        """Seconds until computation and a lane beside it have ended, and how long the lane is busy.
+        """Seconds until computation and the lane have both ended, and seconds during which the lane is busy.
 
         Args:
-            compute_s: Seconds of the computation if it were alone.
-            tasks: For each bucket in turn, the computation that comes before it, and the tasks of the lane.
+            compute_s: Seconds of the computation alone.
+            tasks: For each bucket in turn, the computation before it, and the tasks of the lane.
         """
         now = done = busy = 0.0
         for ready_s, bucket in tasks:
@@ -277,7 +277,7 @@ class Costs:
                 spent, speed = self.beside(task)
                 if done + spent * speed <= compute_s:
                     done += spent * speed
-                else:  # computation ends first; the rest of this task goes on alone
+                else:  # computation ends first; the rest of this task runs alone
                     left = max(0.0, compute_s - done) / speed
                     spent = left + (1 - left / spent) * self.alone(task)
                     done = compute_s

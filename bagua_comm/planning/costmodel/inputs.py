@@ -15,15 +15,15 @@ from ...errors import ArrayError, shown
 from ..models import Blocking, Layer
 
 MOST_RANKS, MOST_BUCKETS, MOST_FLOWS = 2**20, 100_000, 1000
-"""The largest cluster and job. There is a limit because a prediction visits every bucket."""
+"""Limits of clusters and jobs: a prediction visits every bucket."""
 
 SMALLEST, LARGEST = 1e-18, 1e18
-"""The range of rates and sizes, in any unit, so that nothing overflows; a rate may also be infinite."""
+"""The range of rates and sizes, in any unit, within which nothing overflows; a rate may also be infinite."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks and what connects them.
+    """Ranks and the links between them.
 
     Args:
         nodes: Number of nodes.
@@ -33,11 +33,11 @@ class Cluster:
         intra_gbs: Bandwidth from a rank to others of its node, each way, in GB/s.
         intra_latency_s: Latency of a message inside a node.
         cores_per_rank: Cores that computation and communication of a rank share; infinite if communication
-            takes nothing from computation.
+            does not slow computation down.
         transport: How exact averages travel. "mpi": each rank exchanges with all others at once, as host arrays
             do. "nccl": along rings and trees, as device arrays do.
-        flows: Number of flows (TCP connections) that share what a rank sends to another on a different node.
-        flow_bandwidth_gbit: What a flow carries at most, in Gbit/s; infinite if nothing but the link holds it.
+        flows: Number of flows (TCP connections) between two ranks on different nodes, which share their data.
+        flow_bandwidth_gbit: The bandwidth limit of a flow, in Gbit/s; infinite if only the link limits it.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -77,7 +77,7 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def reached_gbit(self, pairs: float = 1.0) -> float:
-        """Gbit/s that leave a node from which `pairs` pairs of ranks send at once.
+        """Gbit/s that leave a node when `pairs` pairs of ranks communicate at once.
 
         >>> Cluster(2, bandwidth_gbit=1, flows=4, flow_bandwidth_gbit=0.1).reached_gbit()
         0.4
@@ -91,15 +91,15 @@ class Job:
 
     Args:
         model_bytes: Bytes of all gradients, or of all weights.
-        forward_s: Seconds of the forward pass. This and the other times hold while all ranks of the node compute.
+        forward_s: Seconds of the forward pass. All times are measured while all ranks of the node compute.
         backward_s: Seconds of the backward pass.
         optimizer_s: Seconds of the optimizer's step.
-        bucket_bytes: The size at which a bucket is closed.
+        bucket_bytes: The size at which a bucket is full.
         layers: The layers in the order in which their gradients become complete; if empty, gradients become
             complete evenly over the backward pass.
         dtype: The dtype of gradients and weights.
-        blocking: Calls for which the step waits, in any order; `models.sync_batchnorm` and
-            `models.mixture_of_experts` list those of such layers.
+        blocking: Calls for which the step waits, in any order; see `models.sync_batchnorm` and
+            `models.mixture_of_experts`.
 
     Raises:
         ArrayError: An argument is out of range, or the layers do not add up to `model_bytes`.
@@ -148,7 +148,7 @@ class Job:
         return self.forward_s + self.backward_s + self.optimizer_s
 
     def buckets(self) -> list[tuple[int, float]]:
-        """Bytes of each bucket, and the share of the backward pass after which it is complete.
+        """Bytes of each bucket, and the fraction of the backward pass after which it is complete.
 
         >>> Job(25, bucket_bytes=10).buckets()
         [(10, 0.4), (10, 0.8), (5, 1.0)]
@@ -174,30 +174,30 @@ def _even_layers(nbytes: int, piece: int) -> tuple[Layer, ...]:
 
 @dataclass(frozen=True)
 class CodecRates:
-    """Bytes of full-precision arrays that a core, or a device, codes in a second."""
+    """Bytes of full-precision arrays that a core or a device encodes or decodes in a second."""
 
     encode: float
     decode: float
     combine: float
-    """Bytes of all arrays that are decoded and added, not of their sum alone."""
+    """Bytes of all arrays that are decoded and added, not of their sum."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The costs of communication beside the wire. The defaults are those of NumPy's kernels on one core.
+    """The costs of communication besides the wire. The defaults are those of NumPy's kernels on one core.
 
     Args:
-        minmax: Rates of eight-bit codecs, and of all others that are not casts.
+        minmax: Rates of eight-bit codecs, and of all other codecs that are not casts.
         cast: Rates of sixteen-bit codecs.
         add: Bytes that sums and other elementwise arithmetic read in a second.
         copy: Bytes copied in a second.
         message_s: Seconds of work for a message, on either side.
-        network_s_per_byte: Seconds of work for a byte to or from another node: the operating system copies it.
-        polling: The share of a free core that a rank takes while it waits for messages, since it polls over MPI.
-            Not counted on a ring, where PyTorch waits without polling.
-        direct: The share of the line rate that ranks reach when each exchanges with many others, or with one, at
+        network_s_per_byte: Seconds of work for a byte to or from another node, which the operating system copies.
+        polling: The fraction of a free core that a rank uses while it waits for messages, since MPI polls. Not
+            counted on a ring, where PyTorch waits without polling.
+        direct: The fraction of the line rate that ranks reach when each exchanges with one or many others at
             once.
-        ring: The share of the line rate that ranks reach on a ring.
+        ring: The fraction of the line rate that ranks reach on a ring.
 
     Raises:
         ArrayError: A rate is not positive, or a share is not between 0 and 1.
@@ -228,13 +228,13 @@ class Rates:
 
     @classmethod
     def gpu(cls) -> Rates:
-        """Rates of a data-centre GPU over NCCL, guessed from a memory bandwidth of 2 TB/s; not measured."""
+        """Rates of a data-centre GPU over NCCL, estimated from a memory bandwidth of 2 TB/s; not measured."""
         codec = CodecRates(encode=1.0e12, decode=1.0e12, combine=1.0e12)
         return cls(codec, codec, add=1.5e12, copy=0.8e12, message_s=1e-6, network_s_per_byte=0.0, polling=0.0)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rates:
-        """The rates in a dictionary made by `dataclasses.asdict`; a missing rate has its default.
+        """Rates from the dictionary of `dataclasses.asdict`; a missing rate has its default.
 
         Raises:
             ArrayError: The dictionary has an unknown name, or a rate is out of range.
@@ -249,7 +249,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class TorchDDP:
-    """PyTorch's own DistributedDataParallel, the yardstick: exact averages on a ring, in buckets of its own.
+    """PyTorch's DistributedDataParallel, for comparison: exact averages on a ring, in its own buckets.
 
     Args:
         bucket_bytes: Its `bucket_cap_mb`, in bytes.
@@ -267,13 +267,13 @@ Method: TypeAlias = "Algorithm | TorchDDP"
 
 @dataclass(frozen=True)
 class Prediction:
-    """The time and the bytes of a training step, on average over the steps."""
+    """The time and the bytes of a training step, averaged over the steps."""
 
     step_s: float
     compute_s: float
     """Seconds of the step without communication."""
     communication_s: float
-    """Seconds in which the lane is busy."""
+    """Seconds during which the lane is busy."""
     wire_bytes: float
     """Bytes that a rank sends to other ranks."""
     node_bytes: float
@@ -286,7 +286,7 @@ class Prediction:
 
     @property
     def hidden(self) -> float:
-        """The share of communication that costs no time, between 0 and 1."""
+        """The fraction of communication that adds no time to the step, between 0 and 1."""
         return 1 - min(1.0, self.exposed_s / self.communication_s) if self.communication_s else 1.0
 
 

@@ -15,13 +15,14 @@ from .inputs import Cluster, Job, Method, Prediction, Rates, TorchDDP
 
 
 def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = None) -> Prediction:
-    """The step time and bytes of training `job` on `cluster` with an algorithm, after its warm-up.
+    """Predict the step time and bytes of training `job` on `cluster` with an algorithm, after its warm-up.
 
     Raises:
         ArrayError: The algorithm does not support this number of ranks.
-        UnsupportedError: The model does not know what the algorithm, or its average, exchanges; or the algorithm
-            does not take the dtype of the job.
+        UnsupportedError: The model does not know the exchange of the algorithm or its average, or the algorithm
+            does not support the dtype of the job.
 
+    >>> from bagua_comm.algorithms import from_name
     >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
     >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))
     >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
@@ -41,7 +42,7 @@ def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = No
 
 
 def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
-    """Seconds in which a step waits for the calls of the model itself.
+    """Seconds during which a step waits for the calls of the model itself.
 
     >>> from bagua_comm.planning.models import sync_batchnorm
     >>> job = Job(100, blocking=sync_batchnorm(64, layers=50))
@@ -53,7 +54,7 @@ def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
 
 
 def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
-    """The tasks of the calls for which the step waits, and how often."""
+    """The calls for which the step waits: how often each is made, and its task."""
     everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
     if everyone.size == 1:
         return []
@@ -70,7 +71,7 @@ def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
 
 
 def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
-    """What `predict` says of a model that does not communicate itself."""
+    """Predict the step of a model that does not communicate itself."""
     if isinstance(method, TorchDDP):
         job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
     else:
@@ -121,10 +122,10 @@ def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], c
 
 
 def _predict_rounds(interval_s: float, job: Job, exchanges: list[BucketExchange], costs: Costs) -> Prediction:
-    """Predict the step of an algorithm whose rounds of exchanges go on beside training, which never waits.
+    """Predict the step of an algorithm whose rounds of exchanges run beside training, which never waits.
 
-    A round begins at the end of a step, at the earliest `interval_s` after the round before. Computation loses
-    the cores that the round works with.
+    A round begins at the end of a step, at least `interval_s` after the previous round began. Computation loses
+    the cores that the round uses.
     """
     if not exchanges:
         return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
@@ -139,13 +140,13 @@ def _predict_rounds(interval_s: float, job: Job, exchanges: list[BucketExchange]
 
 
 def _bytes_sent(exchanges: Iterable[BucketExchange]) -> tuple[float, float]:
-    """The bytes that a rank sends, and that a node sends."""
+    """Bytes that a rank sends, and bytes that a node sends."""
     tasks = [task for exchange in exchanges for task in exchange.lane]
     return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
 
 
 def _mean_over(n: float, step: Prediction) -> Prediction:
-    """The mean over `n` steps, of which one is `step` and the others do not communicate."""
+    """The mean over `n` steps, of which only `step` communicates."""
     return Prediction(
         step.compute_s + step.exposed_s / n,
         step.compute_s,

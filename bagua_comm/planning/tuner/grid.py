@@ -15,10 +15,10 @@ from ...codecs import MinMaxUInt8
 from ...errors import ArrayError
 
 BUCKET_BYTES = tuple(2**exponent for exponent in range(20, 28))
-"""The bucket sizes that are tried: 1 MiB to 128 MiB."""
+"""Bucket sizes to try: 1 MiB to 128 MiB."""
 
 BLOCKS = (128, 256, 512, 1024, 2048)
-"""The blocks of MinMaxUInt8 that are tried, in elements."""
+"""Blocks of MinMaxUInt8 to try, in elements."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings and the seconds of a step with them: the median over steps of the slowest rank's time."""
+    """Settings and the seconds of a step with them: the median over steps of the time of the slowest rank."""
 
     settings: Settings
     seconds: float
 
 
 Cell: TypeAlias = tuple[int, int, int]
-"""The place of settings in a grid: the indices of the bucket size, of the average, and of the block."""
+"""The indices of settings in a grid: of the bucket size, of the average, and of the block."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Grid:
         return Settings(self.bucket_bytes[i], self.families[j][k])
 
     def cell_of(self, bucket_bytes: int, algorithm: str) -> Cell | None:
-        """The cell of these settings, with the algorithm given by its repr; None if there is no such cell."""
+        """The cell of these settings, the algorithm given by its repr; None if there is none."""
         matches = (
             p for p in self if self[p].bucket_bytes == bucket_bytes and repr(self[p].algorithm) == algorithm
         )
         return next(matches, None)
 
     def neighbours(self, cell: Cell) -> list[Cell]:
-        """The cells with the next smaller or larger bucket size or block, or with another average."""
+        """Cells with the next smaller or larger bucket size or block, or with another average."""
         i, j, k = cell
         beside = [(i - 1, j, k), (i + 1, j, k), (i, j, k - 1), (i, j, k + 1)]
         others = [self.nearest(i, other, k) for other in range(len(self.families)) if other != j]
@@ -99,12 +99,11 @@ def make_grid(
     averages: Sequence[Average] | None,
     blocks: Sequence[int] | None,
 ) -> Grid:
-    """All settings that can be chosen for these tensors, with the settings that training begins with among them.
+    """Make the grid of all settings for these tensors; it includes the settings that training begins with.
 
     Raises:
-        ArrayError: `averages` or `blocks` are given, but the algorithm has no average or block that they could
-            replace; or bucket sizes are to be chosen, but the state of the algorithm cannot move to other
-            buckets.
+        ArrayError: `averages` or `blocks` are given, but the algorithm has no average or block to replace; or
+            bucket sizes are given, but the state of the algorithm cannot move to other buckets.
     """
     families = _families(algorithm, averages, blocks)
     sizes = {own_bytes, *(BUCKET_BYTES if bucket_bytes is None else bucket_bytes)}
@@ -124,7 +123,7 @@ def make_grid(
 def _families(
     algorithm: Algorithm, averages: Sequence[Average] | None, blocks: Sequence[int] | None
 ) -> tuple[tuple[Algorithm, ...], ...]:
-    """`algorithm` with its own average and with each of `averages`, each of these with all `blocks`."""
+    """`algorithm` with its average and with each of `averages`, each of these with all `blocks`."""
     with_averages = [algorithm]
     if averages and not any(map(_has_average, _parts(algorithm))):
         raise ArrayError(
@@ -146,8 +145,8 @@ def _families(
     return tuple(families)
 
 
-# An algorithm is a tree of frozen dataclasses: with its average, the codec of this, and so on. Of `after`, only
-# the algorithm that stays is part of the tree, because the search begins when the first one has ended.
+# An algorithm is a tree of frozen dataclasses: the algorithm, its average, the codec of the average, and so on.
+# Of `after`, only the last algorithm is part of the tree, because the search begins when the first has ended.
 
 
 def _fields(part: Any) -> list[str]:
@@ -165,7 +164,7 @@ def _parts(tree: Any) -> Iterator[Any]:
 
 
 def _replaced(tree: Any, field: str, value: Any, where: Callable[[Any], bool]) -> Any:
-    """A copy of a tree, with `value` in this field of those parts for which `where` is true."""
+    """A copy of a tree, with `value` in this field of all parts for which `where` is true."""
     fields = {name: _replaced(getattr(tree, name), field, value, where) for name in _fields(tree)}
     if where(tree):
         fields[field] = value
@@ -177,27 +176,24 @@ def _has_average(part: Any) -> bool:
 
 
 def _has_block(part: Any) -> bool:
-    """Whether this is a codec whose block may change; that of `MinMaxUInt8.bagua()`, a whole chunk, may not."""
+    """Whether this is a codec whose block may change; `MinMaxUInt8.bagua()` always has a whole chunk."""
     return isinstance(part, MinMaxUInt8) and part.block is not None
 
 
 def _state_is_per_bucket(algorithm: Algorithm) -> bool:
-    """Whether its state has arrays of other lengths than the buckets', which cannot move to other buckets."""
+    """Whether its state has arrays of other lengths than the bucket, which cannot move to other buckets."""
     levels = (part for part in _parts(algorithm) if isinstance(part, Hierarchical))
     return any(isinstance(part, ErrorFeedback) for level in levels for part in _parts(level))
 
 
 def warmup_of(algorithm: Algorithm) -> int:
-    """How many steps of training pass before the algorithm does what it goes on doing to the end.
-
-    These are the steps of `after`, and the `warmup_steps` of every part that has some.
-    """
+    """Number of training steps before the algorithm's last phase: those of `after`, and all `warmup_steps`."""
     parts = _parts(algorithm)
     return sum(part.steps if isinstance(part, After) else getattr(part, "warmup_steps", 0) for part in parts)
 
 
 def period_of(algorithm: Algorithm) -> int:
-    """The algorithm communicates in one of this many steps.
+    """The number of steps of which the algorithm communicates in one.
 
     >>> from bagua_comm import Decentralized, GradientAllReduce
     >>> period_of(DiLoCo(8)), period_of(Every(4, Decentralized())), period_of(GradientAllReduce())

@@ -21,7 +21,7 @@ def key_of(about: dict[str, Any]) -> str:
 
 
 def _read_entries(path: Path) -> dict[str, Any]:
-    """All entries of a profile, by key; no entries if the file does not exist yet."""
+    """All entries of a profile, by key; none if the file does not exist yet."""
     try:
         if path.exists() and not path.is_file():
             raise ValueError("expected a file, found a folder or a device")
@@ -43,7 +43,7 @@ def _read_entries(path: Path) -> dict[str, Any]:
 
 
 def read_entry(path: Path, key: str, grid: Grid) -> Cell | None:
-    """The best cell of the grid according to the profile; None if it has no entry with this key."""
+    """The cell of the best settings in the profile; None if it has no entry with this key."""
     entries = _read_entries(path)
     if key not in entries:
         if entries:
@@ -65,7 +65,7 @@ def read_entry(path: Path, key: str, grid: Grid) -> Cell | None:
 
 
 def write_entry(path: Path, key: str, entry: dict[str, Any]) -> None:
-    """Add an entry, or replace it; a reader finds the file as it was before or as it is after, never half."""
+    """Add or replace an entry; the file is replaced at once, so that readers never see half of it."""
     try:
         entries = {**_read_entries(path), key: entry}
         text = json.dumps({"format": _FORMAT, "entries": entries}, indent=1) + "\n"

@@ -11,24 +11,24 @@ import numpy as np
 from .grid import Cell, Grid
 
 FINALISTS, ROUNDS = 3, 3
-"""How many settings are measured again at the end, and how often each."""
+"""Number of settings that are measured again at the end, and how often each."""
 
 
 class Search:
-    """Says in `cell` which cell of a grid to measure next, and is told by `tell` how long a step took there.
+    """Hill climbing with restarts: `cell` is the cell to measure next, `tell` takes its seconds.
 
-    It climbs: from `start` it moves to the first neighbour that is faster, and so on until no neighbour is; the
-    neighbour in the direction of the last move comes first. Then it begins anew at a cell drawn at random from
-    those not yet measured. This part measures each cell at most once and ends after `trials` cells. It cannot run
-    in circles, whatever the noise: a cell's seconds stay as measured, and each move makes them smaller.
+    From `start` it moves to the first neighbour that is faster, until no neighbour is; the neighbour in the
+    direction of the last move comes first. Then it restarts at a random cell that was not measured yet. This part
+    measures each cell at most once and ends after `trials` cells. It cannot cycle, whatever the noise: the
+    seconds of a cell stay as measured, and each move makes them smaller.
 
     At the end the fastest few cells are measured again, in turn, and the medians of these measurements decide.
 
     Args:
         grid: All settings that can be chosen.
         start: The first cell to measure.
-        trials: How many cells to measure at most, before the fastest are measured again.
-        seed: Seed of the cells at which climbs begin anew.
+        trials: Maximum number of cells to measure, before the fastest are measured again.
+        seed: Seed of the cells at which climbs restart.
     """
 
     def __init__(self, grid: Grid, start: Cell, *, trials: int, seed: int) -> None:
@@ -41,14 +41,14 @@ class Search:
         """The cell to measure next; None if the search has ended."""
 
     def tell(self, seconds: float) -> None:
-        """Give the seconds that a step took at `cell`, and go on to the next cell."""
+        """Report the seconds of a step at `cell`, and set `cell` to the next one."""
         try:
             self.cell = self._measurements.send(seconds)
         except StopIteration:
             self.cell = None
 
     def _measure(self, cells: Iterable[Cell]) -> Generator[Cell, float, None]:
-        """Yield these cells and then the fastest of them again, and receive the seconds of each."""
+        """Yield these cells, then the fastest of them again, and receive the seconds of each."""
         for cell in cells:
             self._seconds[cell] = yield cell
             self.best = min(self._seconds, key=self._seconds.__getitem__)
@@ -60,14 +60,14 @@ class Search:
         self.best = min(again, key=lambda cell: float(np.median(again[cell])))
 
     def _climbs(self, start: Cell, seed: int) -> Iterator[Cell]:
-        """All cells of the grid, each once, in the order of one climb after another."""
+        """All cells of the grid, each once, one climb after another."""
         chance = random.Random(seed)
         yield from self._climb(start)
         while unknown := [cell for cell in self._grid if cell not in self._seconds]:
             yield from self._climb(chance.choice(unknown))
 
     def _climb(self, at: Cell) -> Iterator[Cell]:
-        """The unknown cells on the way from `at` to a local optimum; each is measured before the next comes."""
+        """Unmeasured cells on the way from `at` to a local optimum; each is measured before the next one."""
         seconds, before = self._seconds, at
         yield at
         while True:

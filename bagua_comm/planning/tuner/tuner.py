@@ -31,7 +31,7 @@ from .profile import key_of, read_entry, write_entry
 from .search import Search
 
 UNTIMED_STEPS = 1
-"""Steps that are not timed after settings have changed, because they touch new memory for the first time."""
+"""Steps that are not timed after a change of settings: they touch new memory for the first time."""
 
 T = TypeVar("T")
 
@@ -39,38 +39,37 @@ _log = logging.getLogger(__name__)
 
 
 class Tuner:
-    """Searches for the settings that train fastest, while training goes on; then training stays with them.
+    """Searches for the settings that train fastest while training runs, then keeps them.
 
-    It measures whole training steps on all ranks; the slowest rank's time counts. From the settings that training
-    begins with it goes to neighbouring ones for as long as they are faster, and begins anew elsewhere while
-    trials are left. In the end it measures the fastest three again, three times in turn, and chooses the best of
-    them. A search takes at most (trials + 9) * (steps_per_trial + 1) steps, all of which train.
+    It measures whole training steps on all ranks; the time of the slowest rank counts. From the settings that
+    training begins with it moves to neighbouring ones while they are faster, and restarts elsewhere while trials
+    are left. At the end it measures the fastest three again, three times in turn, and chooses the best of them. A
+    search takes at most (trials + 9) * (steps_per_trial + 1) steps, all of which train.
 
     Give a tuner to `bagua_torch.DistributedDataParallel`; with an `Engine` of your own, call `start` once and
     `step` after every training step. All ranks make an equal tuner. A tuner serves one training.
 
     It chooses among bucket sizes only, unless the algorithm already sends blocks of MinMaxUInt8 or `averages` are
     given. So an exact algorithm stays exact, and has the same results wherever transports add in the order of
-    ranks (NCCL does not). A larger block is coarser; `blocks=()` keeps the algorithm's own, and
-    MinMaxUInt8.bagua() always stays as it is. The settings that training begins with are among the choices.
+    ranks (NCCL does not). A larger block is coarser; `blocks=()` keeps the block of the algorithm, and
+    MinMaxUInt8.bagua() never changes. The settings that training begins with are among the choices.
 
-    When settings change, the state of the algorithm moves to the new buckets; at that moment the old buckets and
-    the new ones are both in memory. The search begins when the warm-up of the algorithm (`after`, `warmup_steps`)
-    has ended.
+    When settings change, the state of the algorithm moves to the new buckets; old and new buckets are both in
+    memory then. The search begins when the warm-up of the algorithm (`after`, `warmup_steps`) has ended.
 
     Args:
         bucket_bytes: The bucket sizes to choose from, in bytes; 1 MiB to 128 MiB if None. Sizes that make the
             same buckets count as one.
-        averages: The averages to choose from, besides the algorithm's own.
+        averages: The averages to choose from, besides that of the algorithm.
         blocks: The blocks of MinMaxUInt8 to choose from, in elements; 128 to 2048 if None.
-        trials: How many different settings to measure at most.
-        steps_per_trial: How many steps to time with the same settings; their median counts. With an algorithm
+        trials: Maximum number of different settings to measure.
+        steps_per_trial: Number of steps to time with the same settings; their median counts. With an algorithm
             that communicates in one of n steps, n times as many steps, and the median of the means of n.
-        warmup_steps: How many steps to train before the search begins.
-        seed: Seed of the settings at which the search begins anew.
+        warmup_steps: Number of training steps before the search begins.
+        seed: Seed of the settings at which the search restarts.
         profile: The file that keeps the best settings found. If it has an entry for the same tensors, ranks,
-            nodes, transports, algorithm and choices, training uses this entry and does not search. Rank 0 reads
-            and writes it.
+            nodes, transports, algorithm and choices, training uses it and does not search. Rank 0 reads and
+            writes the file.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -105,9 +104,9 @@ class Tuner:
         self._comm: Communicator | None = None
         self._search: Search | None = None
         self.searching = False
-        """Whether the search is still going on."""
+        """Whether the search is running."""
         self.history: list[Trial] = []
-        """All measurements, in order; at the end come those of the fastest settings, measured again."""
+        """All measurements, in order; the last are those of the fastest settings, measured again."""
         self.best: Settings
         """The best settings known; before any measurement, those that training begins with."""
 
@@ -119,7 +118,7 @@ class Tuner:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> Settings:
-        """Begin, and return the settings to train with: the given ones, or the best ones if the profile has them.
+        """Begin, and return the settings to train with: the given ones, or the best ones of the profile.
 
         Collective.
 
@@ -130,8 +129,8 @@ class Tuner:
             bucket_bytes: The bucket size that training begins with, in bytes.
 
         Raises:
-            ArrayError: This tuner was started before; the algorithm has no average or block to replace with those
-                given; its state cannot move to other buckets; or the profile was not written by a Tuner.
+            ArrayError: This tuner was started before; the algorithm has no average or block to replace; its
+                state cannot move to other buckets; or the profile was not written by a Tuner.
             CommMismatch: Ranks have different tuners, tensors or algorithms.
             UnsupportedError: An algorithm among the choices does not support a tensor, or cannot be timed.
         """
@@ -179,11 +178,11 @@ class Tuner:
         return [self._grid[cell] for cell in self._grid]
 
     def algorithm_named(self, name: str) -> Algorithm | None:
-        """The algorithm among the choices with this repr, as checkpoints have it; None if no choice has it."""
+        """The algorithm among the choices with this repr, as in checkpoints; None if there is none."""
         return {repr(choice.algorithm): choice.algorithm for choice in self.choices}.get(name)
 
     def step(self, seconds: float) -> Settings | None:
-        """Tell how long a step took on this rank; returns the settings to go on with, or None to keep them.
+        """Report the seconds of a step on this rank; return the settings to change to, or None to keep them.
 
         Collective while `searching`. Returns the same on all ranks.
         """
@@ -202,7 +201,7 @@ class Tuner:
         return None if self._cell == before else self._grid[self._cell]
 
     def _end_trial(self) -> None:
-        """Agree on the seconds of the trial that ends here, and on the settings to go on with. Collective."""
+        """Agree on the seconds of the trial that ends here, and on the next settings. Collective."""
         assert self._comm is not None
         comm, search, grid = self._comm, self._search, self._grid
         mine = np.reshape(self._seconds, (self._steps_per_trial, self._period)).mean(axis=1)
@@ -225,7 +224,7 @@ class Tuner:
             _on_root(comm, lambda: write_entry(profile, key_of(self._about), self._entry()))
 
     def _go_to(self, cell: Cell) -> None:
-        """Train with the settings of this cell from now on, and say so in the trace."""
+        """Train with the settings of this cell from now on, and add them to the trace."""
         assert self._comm is not None
         self._cell, self._began_ns = cell, time.perf_counter_ns()
         what = "tuner: try" if self.searching else "tuner: stay with"
@@ -239,7 +238,7 @@ class Tuner:
     def _compare(
         self, comm: Communicator, algorithm: Algorithm, specs: Sequence[TensorSpec], grid: Grid
     ) -> dict[str, Any]:
-        """Check that all ranks search alike; returns all that a profile's entry is valid for. Collective."""
+        """Check that all ranks search alike; return what an entry of the profile is valid for. Collective."""
         about = {
             "tensors": hashlib.blake2b(repr(specs).encode(), digest_size=16).hexdigest(),
             "bytes": sum(spec.nbytes for spec in specs),
@@ -259,19 +258,18 @@ class Tuner:
         return {**about, "nodes": [node for _, _, node in rows]}
 
     def _entry(self) -> dict[str, Any]:
-        """The entry of a profile: what it is valid for, the best settings, and all measurements."""
+        """The entry of a profile: its validity, the best settings, and all measurements."""
         history = [{**trial.settings.plain(), "seconds": trial.seconds} for trial in self.history]
         return {"about": self._about, "best": self.best.plain(), "history": history}
 
 
 def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 only; all ranks return what it returns there, or raise what it raises there.
+    """Call `function` on rank 0 only; all ranks return its result or raise its error.
 
     Collective.
 
     Raises:
-        BaguaError: `function` raised it, or another exception that it stands for, so that no rank waits for one
-            that has left.
+        BaguaError: `function` raised it, or raised another exception, which this one describes.
     """
     outcome: tuple[T | None, BaguaError | None] = (None, None)
     if comm.rank == 0:
@@ -281,8 +279,8 @@ def _on_root(comm: Communicator, function: Callable[[], T]) -> T:
             outcome = (None, exc)
         except Exception as exc:
             outcome = (None, BaguaError(f"Tuner: rank 0 cannot go on: {exc!r}"))
-    told: Any = comm.broadcast_object(outcome, root=0)
-    value, error = told
+    result: Any = comm.broadcast_object(outcome, root=0)
+    value, error = result
     if error is not None:
         raise error
     return value  # type: ignore[no-any-return]
