@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..bootstrap.environment import MPI_SETTINGS
 from ..bootstrap.job import Job
 from ..net import choosing
-from . import cli as base
+from . import cli
 from .cli import CommandError, count, parse_variable, program_name
 from .hosts import LOOPBACK, Host, Placement, first_allocated, is_here, named_hosts, ranks_of
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting
@@ -158,32 +158,34 @@ def make_plan(
         job = job or Job(spares=placement.ranks.spares, min_ranks=options.min_ranks)
     hostfile = options.hostfile if placement.hosts == hosts else None
     alone = not hosts and stays_here(mpirun, options.mpirun)
-    cores = len(base.cores())
-    made = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)
-    variables = list(_variables(made))
-    settings = [*_arguments(made), *variables, *_forwarded(made, variables), *_for_mpirun_itself(made)]
+    cores = len(cli.cores())
+    request = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)
+    variables = list(_variables(request))
+    settings = [*_arguments(request), *variables, *_forwarded(request, variables), *_for_mpirun_itself(request)]
     if options.mpirun:
         settings.append(Setting("--mpirun: your arguments", tuple(options.mpirun)))
     python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
     program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
-    return Plan(mpirun, made.ranks, made.where(), tuple(settings), program)
+    return Plan(mpirun, request.ranks, request.where(), tuple(settings), program)
 
 
-def _arguments(job: _Request) -> Iterator[Setting]:
+def _arguments(request: _Request) -> Iterator[Setting]:
     """The arguments for the placement and the communication of ranks."""
-    options, mpirun = job.options, job.mpirun
-    survives = options.ulfm or job.supervised is not None
-    if job.hosts:
-        yield Setting("you named these hosts", mpirun.hosts(job.hosts, job.hostfile))
+    options, mpirun = request.options, request.mpirun
+    survives = options.ulfm or request.supervised is not None
+    if request.hosts:
+        yield Setting("you named these hosts", mpirun.hosts(request.hosts, request.hostfile))
     if mpirun.is_open_mpi:
         yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
-    if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
-        why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: a rank that waits yields its core"
+    if mpirun.is_open_mpi and request.alone and request.ranks > request.cores:
+        share = f"{count(request.ranks, 'rank')} share {count(request.cores, 'core')}"
+        why = f"{share}: a rank that waits yields its core"
         yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
-    elif mpirun.is_open_mpi and job.alone and job.ranks > (physical := base.physical_cores()):
-        why = f"Open MPI sees {count(physical, 'core')} here, with {job.cores} hardware threads; a rank uses one"
+    elif mpirun.is_open_mpi and request.alone and request.ranks > (physical := cli.physical_cores()):
+        sees = f"Open MPI sees {count(physical, 'core')} here, with {request.cores} hardware threads"
+        why = f"{sees}; a rank uses one"
         yield Setting(why, ("--oversubscribe",))
-    if mpirun.is_open_mpi and job.alone and _can_use_shared_memory(job.ranks, options.mpirun):
+    if mpirun.is_open_mpi and request.alone and _can_use_shared_memory(request.ranks, options.mpirun):
         if survives:
             why = "one host: ranks use shared memory, and new processes TCP on the loopback interface"
             own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
@@ -200,52 +202,52 @@ def _arguments(job: _Request) -> Iterator[Setting]:
         yield Setting(why, mpirun.links(options.links))
 
 
-def _variables(job: _Request) -> Iterator[Setting]:
+def _variables(request: _Request) -> Iterator[Setting]:
     """The environment variables of ranks: those that they need, unless they are set, and the user's."""
-    options, mpirun = job.options, job.mpirun
+    options, mpirun = request.options, request.mpirun
     chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
     ours = {name: value for name, value in MPI_SETTINGS.items() if name not in chosen}
     if ours and mpirun.is_open_mpi:
         yield Setting("pieces of collectives are sent eagerly", variables=ours)
-    if "OMP_NUM_THREADS" not in chosen and job.alone:
+    if "OMP_NUM_THREADS" not in chosen and request.alone:
         why = "the cores are divided among the ranks; by default, each would start a thread on every core"
-        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
-    hosts = job.hosts or _allocated(options)
-    if mpirun.is_open_mpi and (job.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, request.cores // request.ranks))})
+    hosts = request.hosts or _allocated(options)
+    if mpirun.is_open_mpi and (request.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
         address, port, free = rendezvous_address(hosts)
         why = "the rendezvous of torch.distributed; the port is free now"
         if not free:
             why = f"the rendezvous of torch.distributed; whether the port is free on {address} is not known here"
         yield Setting(why, variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)})
     if options.interface:
-        if job.alone:
+        if request.alone:
             _check_interface(options.interface)
         yield mpirun.interface(options.interface)
     if options.net:
         yield Setting("--net: the network of NCCL between hosts", variables={choosing.VARIABLE: options.net})
-    if job.supervised is not None:
+    if request.supervised is not None:
         why = "the job: the number of spares, and the folder for data that outlives ranks"
-        yield Setting(why, variables=job.supervised.variables())
+        yield Setting(why, variables=request.supervised.variables())
     for text in options.env:
         yield Setting("--env", variables=_variable(text), is_secret=True)
 
 
-def _forwarded(job: _Request, settings: Sequence[Setting]) -> Iterator[Setting]:
+def _forwarded(request: _Request, settings: Sequence[Setting]) -> Iterator[Setting]:
     """The arguments that export variables to ranks on other hosts."""
     names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     variables = {name: os.environ[name] for name in names if name in os.environ}
     for setting in settings:
         variables |= setting.variables
-    arguments = job.mpirun.forward(variables)
-    if arguments and not job.alone:
+    arguments = request.mpirun.forward(variables)
+    if arguments and not request.alone:
         yield Setting("these variables are exported to ranks on other hosts", arguments)
 
 
-def _for_mpirun_itself(job: _Request) -> Iterator[Setting]:
+def _for_mpirun_itself(request: _Request) -> Iterator[Setting]:
     """The environment variables that mpirun itself needs."""
-    if path := job.mpirun.search_path():
+    if path := request.mpirun.search_path():
         yield Setting("mpirun finds its own programs in its folder", variables=path)
-    if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
+    if request.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
         allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
         yield Setting("you are root, which Open MPI refuses by default", variables=allowed)
 

@@ -204,7 +204,7 @@ class _Supervisor:
             process = subprocess.Popen(
                 plan.command, env=environment, start_new_session=True, preexec_fn=die_with_supervisor()
             )
-            signals.process = process
+            signals.forward_to(process)
         heartbeat = Heartbeat(self.shell, [host.name for host in placement.hosts if host.name in self.others])
         lost: list[str] = []
         deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
@@ -228,7 +228,7 @@ class _Supervisor:
                 if time.monotonic() > deadline:
                     process.kill()
         finally:
-            signals.process = None
+            signals.forward_to(None)
             heartbeat.close()
             remove_session(process.pid)
 
