@@ -22,7 +22,7 @@ from ..net import choosing
 from ..transports import LocalTransport, Transport
 
 GPU: TypeAlias = Literal["auto", "nccl", "staged", "none"]
-"""What carries device arrays; see `connect`."""
+"""The transport of device arrays; see `connect`."""
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _OTHER_GPU = "free it, hide it by CUDA_VISIBLE_DEVICES, or pass gpu='none'"
 
 ADVICE = (
     "NCCL needs one GPU for each rank: start no more ranks on a machine than it has GPUs. (Ranks can share a GPU "
-    "if each gets an NCCL_HOSTID of its own; they then talk over the network. From NCCL 2.30 on, two ranks can "
+    "if each gets an NCCL_HOSTID of its own; they then use the network. From NCCL 2.30 on, two ranks can "
     "also share one with NCCL_MULTI_RANK_GPU_ENABLE=1, and more of them with a small NCCL_MAX_CTAS as well.)"
 )
 
@@ -109,7 +109,7 @@ def provide_cupy_cache() -> None:
         if not folder.startswith("~"):  # else there is no home
             os.makedirs(folder, exist_ok=True)
     if not os.access(folder, os.W_OK | os.X_OK):
-        with suppress(OSError):  # no folder for temporary files either: then there are no GPUs
+        with suppress(OSError):  # without a folder for temporary files, CuPy cannot be imported
             os.environ["CUPY_CACHE_DIR"] = str(private_folder() / "cupy")
 
 

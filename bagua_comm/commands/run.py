@@ -25,8 +25,8 @@ SUMMARY = "start a Python script on several ranks"
 
 DESCRIPTION = (
     "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, "
-    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT where the first host is known, so "
-    "that Accelerate, Transformers and torch.distributed find the ranks. What is set already stays as it is."
+    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT if the first host is known, so that "
+    "Accelerate, Transformers and torch.distributed find the ranks. Variables that are set are not changed."
 )
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--host", metavar="LIST", help="hosts to run on: node1:4,node2:4 for 4 ranks on each")
-    hosts.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: node1 slots=4")
+    hosts.add_argument("--hostfile", metavar="FILE", help="a file with one host on each line: node1 slots=4")
     parser.add_argument(
         "--env",
         action="append",
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--net",
         choices=get_args(Net),
-        help="what NCCL sends with between hosts: our plugin, which uses many TCP connections; its own; "
-        "or, with auto, the plugin where it can be built and there are several hosts",
+        help="the network of NCCL between hosts: our plugin, which uses many TCP connections; NCCL's own; "
+        "or, with auto, the plugin if it can be built and there are several hosts",
     )
     parser.add_argument(
         "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
@@ -69,32 +69,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ulfm",
         action="store_true",
-        help="let the other ranks go on when one dies: they get RankFailed, and call shrink() (Open MPI)",
+        help="let the other ranks continue when one dies: they get RankFailed, and call shrink() (Open MPI)",
     )
     parser.add_argument(
         "--spares",
         type=natural,
         metavar="S",
-        help="so many more ranks, which stand by; one takes the place of a rank that dies (implies --ulfm)",
+        help="start S more ranks as spares; one replaces a rank that dies (implies --ulfm)",
     )
     parser.add_argument(
         "--restarts",
         type=natural,
         metavar="N",
-        help="start mpirun again, at most N times, when ranks or hosts are lost (implies --ulfm)",
+        help="restart mpirun, at most N times, when ranks or hosts are lost (implies --ulfm)",
     )
     parser.add_argument(
         "--min-ranks",
         type=positive,
         metavar="M",
-        help="with --spares or --restarts: training goes on with fewer ranks, but not with fewer than M (1)",
+        help="with --spares or --restarts: training continues with fewer ranks, but not with fewer than M (1)",
     )
     parser.add_argument(
         "--record",
         metavar="FILE",
-        help="with --spares or --restarts: write what happened there, a line of JSON for each event",
+        help="with --spares or --restarts: write a line of JSON for each event there",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, how, and why so")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print the command, and the reason for each part"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -115,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _is_python(script: str) -> bool:
-    """Whether somebody has written a command for Python where the script belongs: python, python3.11."""
+    """Whether this is a command for Python in place of a script: python, python3.11."""
     return Path(script).name.rstrip("0123456789.") == "python"
 
 
@@ -123,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     """Start the ranks; returns only for `--dry-run` and `--write`.
 
     Raises:
-        CommandError: The arguments do not go together, or there is no mpirun.
+        CommandError: The arguments exclude each other, or there is no mpirun.
     """
     if not options.module and not Path(options.script).is_file():
         advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
@@ -158,7 +160,7 @@ def _write_script(options: argparse.Namespace) -> None:
     """Write the script of `--write`.
 
     Raises:
-        CommandError: The arguments do not go together, or the file exists or cannot be written.
+        CommandError: The arguments exclude each other, or the file exists or cannot be written.
     """
     kind, file = options.write
     text = job_scripts.job_script(options, kind, file)
@@ -175,10 +177,10 @@ def _write_script(options: argparse.Namespace) -> None:
 
 
 def _measured_links(options: argparse.Namespace, mpirun: Mpirun) -> int | None:
-    """What `--links auto` finds. Starts ranks.
+    """The result of `--links auto`. Starts ranks.
 
     Raises:
-        CommandError: It cannot be measured.
+        CommandError: The measurement is not possible.
     """
     mpirun.must_be_open_mpi("--links")
     if options.dry_run:
@@ -188,7 +190,7 @@ def _measured_links(options: argparse.Namespace, mpirun: Mpirun) -> int | None:
 
 
 def _check_supervision(options: argparse.Namespace) -> None:
-    """Raise `CommandError` if the arguments of supervision do not go together."""
+    """Raise `CommandError` if the arguments of supervision exclude each other."""
     for flag, given in (("--min-ranks", options.min_ranks), ("--record", options.record)):
         if given is not None and not is_supervised(options):
             raise CommandError(f"{flag} is for --spares and --restarts; --restarts 0 supervises without restarts")

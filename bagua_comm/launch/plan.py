@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from ..bootstrap.environment import MPI_SETTINGS
 from ..bootstrap.job import Job
 from ..net import choosing
-from . import cli as base
+from . import cli
 from .cli import CommandError, count, parse_variable, program_name
 from .hosts import LOOPBACK, Host, Placement, first_allocated, is_here, named_hosts, ranks_of
 from .mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting
 
 MASTER_PORT = 29500
-"""The port where ranks meet, on a host whose free ports cannot be asked from here: PyTorch's own choice."""
+"""The rendezvous port on another host, whose free ports are unknown here: PyTorch's default."""
 
 OTHER_HOSTS = (
     "--host",
@@ -59,17 +59,17 @@ ALLOCATIONS = (
     "HYDRA_HOST_FILE",
     "I_MPI_HYDRA_HOST_FILE",
 )
-"""Environment variables in which mpirun finds other hosts."""
+"""Environment variables from which mpirun may read other hosts."""
 
 
 def is_supervised(options: argparse.Namespace) -> bool:
-    """Whether `run` supervises mpirun, instead of becoming it."""
+    """Whether `run` supervises mpirun, in place of becoming it."""
     return options.spares is not None or options.restarts is not None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `run` starts."""
+    """The command that `run` starts, with the reason for each part."""
 
     mpirun: Mpirun
     ranks: int
@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that mpirun gets beside those that are there."""
+        """The environment variables that are added for mpirun."""
         return {name: value for setting in self.settings for name, value in setting.variables.items()}
 
     def shell(self) -> str:
@@ -95,7 +95,7 @@ class Plan:
         return shlex.join([*(["env", *variables] if variables else []), *self.command])
 
     def lines(self) -> Iterator[str]:
-        """What is started, with which arguments and variables, and why."""
+        """Return lines that describe the command and the reasons, with the values of `--env` hidden."""
         by = f"{self.mpirun.path} ({self.mpirun})"
         yield f"{program_name()} run: {count(self.ranks, 'rank')} on {self.where}, by {by}"
         for setting in self.settings:
@@ -104,7 +104,7 @@ class Plan:
         program = self.program[len(PER_RANK) :] if self.program[: len(PER_RANK)] == PER_RANK else self.program
         if program != self.program:
             yield "  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-            yield "      each rank gets its numbers under torchrun's names, too"
+            yield "      each rank also gets its numbers under torchrun's names"
             if "OMP_NUM_THREADS" not in {**os.environ, **self.variables}:
                 yield "  OMP_NUM_THREADS"
                 yield "      each rank divides the cores of its host by the ranks there"
@@ -113,21 +113,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a plan is made from."""
+    """The input of a plan."""
 
     options: argparse.Namespace
     mpirun: Mpirun
     hosts: tuple[Host, ...]
     hostfile: str | None
-    """A file that names the same hosts."""
+    """The file of the same hosts, if there is one."""
     ranks: int
-    """How many are started."""
+    """The number of ranks that are started."""
     cores: int
-    """Those of this host that may be used."""
+    """The number of cores of this host that may be used."""
     alone: bool
-    """Whether ranks certainly run on this host alone."""
+    """Whether ranks run on this host only, for certain."""
     supervised: Job | None
-    """What a supervisor tells its ranks; None without one."""
+    """The job, for its ranks; None without a supervisor."""
 
     def where(self) -> str:
         if self.hosts:
@@ -140,16 +140,16 @@ class _Request:
 def make_plan(
     options: argparse.Namespace, mpirun: Mpirun, placement: Placement | None = None, job: Job | None = None
 ) -> Plan:
-    """What the arguments of `run` ask for.
+    """Return the plan for the arguments of `run`.
 
     Args:
         options: The arguments.
-        mpirun: What starts the ranks.
-        placement: Where an attempt of a supervised job runs, if not as the arguments say.
-        job: What the ranks of a supervised job are told.
+        mpirun: The mpirun that starts the ranks.
+        placement: The placement of an attempt of a supervised job; if None, that of the arguments.
+        job: The supervised job, for its ranks.
 
     Raises:
-        CommandError: They do not go together, or this mpirun cannot do it.
+        CommandError: The arguments exclude each other, or this mpirun does not support them.
     """
     hosts = named_hosts(options)
     placement = placement or Placement(ranks_of(options, hosts), hosts)
@@ -158,113 +158,115 @@ def make_plan(
         job = job or Job(spares=placement.ranks.spares, min_ranks=options.min_ranks)
     hostfile = options.hostfile if placement.hosts == hosts else None
     alone = not hosts and stays_here(mpirun, options.mpirun)
-    cores = len(base.cores())
-    made = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)
-    variables = list(_variables(made))
-    settings = [*_arguments(made), *variables, *_forwarded(made, variables), *_for_mpirun_itself(made)]
+    cores = len(cli.cores())
+    request = _Request(options, mpirun, placement.hosts, hostfile, placement.ranks.started, cores, alone, job)
+    variables = list(_variables(request))
+    settings = [*_arguments(request), *variables, *_forwarded(request, variables), *_for_mpirun_itself(request)]
     if options.mpirun:
-        settings.append(Setting("--mpirun: your own", tuple(options.mpirun)))
+        settings.append(Setting("--mpirun: your arguments", tuple(options.mpirun)))
     python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
     program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
-    return Plan(mpirun, made.ranks, made.where(), tuple(settings), program)
+    return Plan(mpirun, request.ranks, request.where(), tuple(settings), program)
 
 
-def _arguments(job: _Request) -> Iterator[Setting]:
-    """How ranks are placed, and how they talk."""
-    options, mpirun = job.options, job.mpirun
-    survives = options.ulfm or job.supervised is not None
-    if job.hosts:
-        yield Setting("you named these hosts", mpirun.hosts(job.hosts, job.hostfile))
+def _arguments(request: _Request) -> Iterator[Setting]:
+    """The arguments for the placement and the communication of ranks."""
+    options, mpirun = request.options, request.mpirun
+    survives = options.ulfm or request.supervised is not None
+    if request.hosts:
+        yield Setting("you named these hosts", mpirun.hosts(request.hosts, request.hostfile))
     if mpirun.is_open_mpi:
         yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
-    if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
-        why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: who waits leaves the core to others"
+    if mpirun.is_open_mpi and request.alone and request.ranks > request.cores:
+        share = f"{count(request.ranks, 'rank')} share {count(request.cores, 'core')}"
+        why = f"{share}: a rank that waits yields its core"
         yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
-    elif mpirun.is_open_mpi and job.alone and job.ranks > (physical := base.physical_cores()):
-        why = f"Open MPI sees {count(physical, 'core')} here, with {job.cores} hardware threads; a rank takes one"
+    elif mpirun.is_open_mpi and request.alone and request.ranks > (physical := cli.physical_cores()):
+        sees = f"Open MPI sees {count(physical, 'core')} here, with {request.cores} hardware threads"
+        why = f"{sees}; a rank uses one"
         yield Setting(why, ("--oversubscribe",))
-    if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
+    if mpirun.is_open_mpi and request.alone and _can_use_shared_memory(request.ranks, options.mpirun):
         if survives:
-            why = "one host: ranks talk through shared memory; newcomers by TCP, which this host alone can reach"
+            why = "one host: ranks use shared memory, and new processes TCP on the loopback interface"
             own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
             yield Setting(why, ("--mca", "btl", "self,sm,tcp", *own))
         else:
-            why = "one host: ranks talk through shared memory, and listen on no port"
+            why = "one host: ranks use shared memory, and listen on no port"
             yield Setting(why, ("--mca", "btl", "self,sm"))
     if survives:
-        yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
+        yield Setting("--ulfm: when a rank dies, the others continue", mpirun.ulfm())
     if options.links:
-        why = "--links: so many TCP connections between two ranks of different hosts"
+        why = "--links: the number of TCP connections between two ranks of different hosts"
         if options.links % 2 == 0:
-            why += ", and one more, since Open MPI uses every second one of an even number"
+            why += ", and one more, since Open MPI uses only half of an even number"
         yield Setting(why, mpirun.links(options.links))
 
 
-def _variables(job: _Request) -> Iterator[Setting]:
-    """The environment variables of ranks: those that they need, unless they are set already, and the user's."""
-    options, mpirun = job.options, job.mpirun
+def _variables(request: _Request) -> Iterator[Setting]:
+    """The environment variables of ranks: those that they need, unless they are set, and the user's."""
+    options, mpirun = request.options, request.mpirun
     chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
     ours = {name: value for name, value in MPI_SETTINGS.items() if name not in chosen}
     if ours and mpirun.is_open_mpi:
-        yield Setting("pieces of collectives are sent without asking the receiver first", variables=ours)
-    if "OMP_NUM_THREADS" not in chosen and job.alone:
-        why = "else every rank would start a thread on each core, and they would stand in each other's way"
-        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
-    hosts = job.hosts or _allocated(options)
-    if mpirun.is_open_mpi and (job.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
-        address, port, free = meeting_point(hosts)
-        why = "torch.distributed meets here; the port is free now"
+        yield Setting("pieces of collectives are sent eagerly", variables=ours)
+    if "OMP_NUM_THREADS" not in chosen and request.alone:
+        why = "the cores are divided among the ranks; by default, each would start a thread on every core"
+        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, request.cores // request.ranks))})
+    hosts = request.hosts or _allocated(options)
+    if mpirun.is_open_mpi and (request.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
+        address, port, free = rendezvous_address(hosts)
+        why = "the rendezvous of torch.distributed; the port is free now"
         if not free:
-            why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
+            why = f"the rendezvous of torch.distributed; whether the port is free on {address} is not known here"
         yield Setting(why, variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)})
     if options.interface:
-        if job.alone:
+        if request.alone:
             _check_interface(options.interface)
         yield mpirun.interface(options.interface)
     if options.net:
-        yield Setting("--net: what NCCL sends with between hosts", variables={choosing.VARIABLE: options.net})
-    if job.supervised is not None:
-        why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
-        yield Setting(why, variables=job.supervised.variables())
+        yield Setting("--net: the network of NCCL between hosts", variables={choosing.VARIABLE: options.net})
+    if request.supervised is not None:
+        why = "the job: the number of spares, and the folder for data that outlives ranks"
+        yield Setting(why, variables=request.supervised.variables())
     for text in options.env:
         yield Setting("--env", variables=_variable(text), is_secret=True)
 
 
-def _forwarded(job: _Request, settings: Sequence[Setting]) -> Iterator[Setting]:
-    """What takes variables to ranks on other hosts, as mpirun does not take those that are exported here."""
+def _forwarded(request: _Request, settings: Sequence[Setting]) -> Iterator[Setting]:
+    """The arguments that export variables to ranks on other hosts."""
     names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     variables = {name: os.environ[name] for name in names if name in os.environ}
     for setting in settings:
         variables |= setting.variables
-    arguments = job.mpirun.forward(variables)
-    if arguments and not job.alone:
-        yield Setting("ranks on other hosts get these variables, too", arguments)
+    arguments = request.mpirun.forward(variables)
+    if arguments and not request.alone:
+        yield Setting("these variables are exported to ranks on other hosts", arguments)
 
 
-def _for_mpirun_itself(job: _Request) -> Iterator[Setting]:
-    """The environment variables without which mpirun does not start."""
-    if path := job.mpirun.search_path():
-        yield Setting("mpirun finds its own programs beside it", variables=path)
-    if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
+def _for_mpirun_itself(request: _Request) -> Iterator[Setting]:
+    """The environment variables that mpirun itself needs."""
+    if path := request.mpirun.search_path():
+        yield Setting("mpirun finds its own programs in its folder", variables=path)
+    if request.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
         allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-        yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
+        yield Setting("you are root, which Open MPI refuses by default", variables=allowed)
 
 
 def _allocated(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The first host of the allocation that ranks will run in, if that is known."""
+    """The first host of the allocation of the ranks, if it is known."""
     named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
     first = None if named else first_allocated(os.environ)
     return () if first is None else (first,)
 
 
-def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
-    """The address and port where torch.distributed's ranks meet, and whether the port is known to be free.
+def rendezvous_address(hosts: Sequence[Host]) -> tuple[str, int, bool]:
+    """Return the address and port of torch.distributed's rendezvous, and whether the port is certainly free.
 
-    That is on rank 0's host, the first. Without hosts, it is this one.
+    It is on the first host, that of rank 0; without hosts, on this one.
     """
     if all(host.name in LOOPBACK for host in hosts):
         return "127.0.0.1", _free_port(), True
-    # Under the name "localhost", another host would look for itself.
+    # On another host, the name "localhost" would mean that host.
     address = socket.gethostname() if hosts[0].name in LOOPBACK else hosts[0].name
     return (address, _free_port(), True) if is_here(address) else (address, MASTER_PORT, False)
 
@@ -278,7 +280,7 @@ def _free_port() -> int:
 
 
 def _variable(text: str) -> dict[str, str]:
-    """The variable that `--env` asks for."""
+    """The variable of an argument `--env`."""
     name, value = parse_variable(text)
     if value is None and name not in os.environ:
         raise CommandError(f"--env {name}: {name} is not set here; set it, or give --env {name}=VALUE")
@@ -291,8 +293,8 @@ def _check_interface(name: str) -> None:
         raise CommandError(f"--interface: there is no {name} on this host; there are {', '.join(there)}")
 
 
-def _shared_memory_will_do(ranks: int, given: Sequence[str]) -> bool:
-    """Whether /dev/shm has twice the room that is needed, and the user chose no network."""
+def _can_use_shared_memory(ranks: int, given: Sequence[str]) -> bool:
+    """Whether /dev/shm has twice the space that is needed, and the user chose no network."""
     if "OMPI_MCA_btl" in os.environ or "btl" in given:
         return False
     try:
@@ -302,7 +304,7 @@ def _shared_memory_will_do(ranks: int, given: Sequence[str]) -> bool:
 
 
 def stays_here(mpirun: Mpirun, given: Sequence[str]) -> bool:
-    """Whether ranks certainly run on this host alone, if the user gives these arguments to mpirun."""
+    """Whether ranks run on this host only, for certain, if the user passes these arguments to mpirun."""
     names = {argument.partition("=")[0] for argument in given}
     elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
     return not elsewhere and not mpirun.has_default_hosts()

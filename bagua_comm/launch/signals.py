@@ -19,8 +19,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
+        """The first signal that has come."""
         self.count = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        """The number of signals that have come."""
+        self._process: subprocess.Popen[bytes] | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -34,6 +36,10 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def forward_to(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Forward signals to this process; to none if it is None."""
+        self._process = process
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Block the signals while the body of `with` runs."""
@@ -46,12 +52,12 @@ class Signals:
     def _on_signal(self, number: int, frame: object) -> None:
         self.count += 1
         self.first = self.first or signal.Signals(number)
-        if self.process is None:
+        if self._process is None:
             return
         if self.count > 1:
-            self.process.kill()
+            self._process.kill()
         else:
-            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def die_with_supervisor() -> Callable[[], None] | None:

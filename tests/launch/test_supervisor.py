@@ -369,7 +369,7 @@ def test_a_variable_that_is_no_number_is_refused(variables):
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(BootstrapError, match="belongs to somebody else"):
+    with pytest.raises(BootstrapError, match="belongs to another user"):
         Job("name", tmp_path).prepare()
     with pytest.raises(BootstrapError, match="cannot be made"):
         Job("name", tmp_path / "a" / "b").prepare()

@@ -162,8 +162,8 @@ MUTANTS = [
     ),
     Mutant(
         "bagua_comm/launch/plan.py",
-        "str(max(1, job.cores // job.ranks))",
-        "str(max(1, job.cores))",
+        "str(max(1, request.cores // request.ranks))",
+        "str(max(1, request.cores))",
         "tests/commands/test_run.py",
     ),
     Mutant(
