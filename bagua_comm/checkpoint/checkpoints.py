@@ -21,7 +21,7 @@ from ..pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
-from .saving import Job, Staging
+from .saving import SaveJob, Staging
 from .texts import apart, place
 from .trees import Packed
 
@@ -137,7 +137,7 @@ class Checkpoints(Live):
             UnsupportedError: The tree holds something that a checkpoint cannot; the place is named.
         """
         self.wait()
-        jobs: list[tuple[Packed, Job]] = []
+        jobs: list[tuple[Packed, SaveJob]] = []
 
         def prepare() -> tuple[Any, ...]:
             if type(step) is not int or not 0 <= step < 2**60:
@@ -192,7 +192,7 @@ class Checkpoints(Live):
                     )
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
-    def _write(self, job: Job) -> str | None:
+    def _write(self, job: SaveJob) -> str | None:
         """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
         files, comm, began_s = self._files, self._comm, time.monotonic()
         problem = self._on_root(lambda: files.begin(job.step))[1]

@@ -88,7 +88,7 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
             np.copyto(out[group.at], value.astype(np.float32, copy=False), casting="unsafe")
 
 
-class _Group(NamedTuple):
+class _BlockRange(NamedTuple):
     """Neighbouring blocks, of about `GROUP` elements together, that fit in a cache."""
 
     blocks: slice
@@ -114,11 +114,11 @@ def _exponents(fields: Array) -> Array:
     return np.maximum(fields, 1).astype(np.int32)
 
 
-def _groups(bounds: Array) -> Iterator[_Group]:
+def _groups(bounds: Array) -> Iterator[_BlockRange]:
     """Cut blocks into groups."""
     lengths = np.diff(bounds)
     cuts = np.searchsorted(bounds, np.arange(bounds[0], bounds[-1], GROUP))
     for begin, end in itertools.pairwise(np.unique(np.append(cuts, len(lengths))).tolist()):
         edges = bounds[begin : end + 1]
         at = slice(int(edges[0]), int(edges[-1]))
-        yield _Group(slice(begin, end), at, edges[:-1] - edges[0], lengths[begin:end])
+        yield _BlockRange(slice(begin, end), at, edges[:-1] - edges[0], lengths[begin:end])

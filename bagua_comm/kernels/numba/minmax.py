@@ -51,7 +51,7 @@ class _Wire(NamedTuple):
     eps: Any
 
 
-class _Levels(NamedTuple):
+class _Decoding(NamedTuple):
     """Decoding constants of a block."""
 
     scale: Any
@@ -113,15 +113,15 @@ def decode_rows(
     for row in range(n):
         source, target = wire + row * stride, out + row * count * itemsize(element)
         for begin in range(0, count, block):
-            levels = _read_levels(layout, source, begin, pair)
+            decoding = _read_decoding(layout, source, begin, pair)
             where, length = target + begin * itemsize(element), min(block, count - begin)
             codes = bytes_at(source + start + begin, length)
             if element == FLOAT32:
-                _decode(codes, levels, False, floats_at(where, length))
+                _decode(codes, decoding, False, floats_at(where, length))
             elif element == FLOAT16:
-                _decode_rounded(codes, levels, to_float16, finite_to_float16, halves_at(where, length))
+                _decode_rounded(codes, decoding, to_float16, finite_to_float16, halves_at(where, length))
             else:
-                _decode_rounded(codes, levels, to_bfloat16, finite_to_bfloat16, halves_at(where, length))
+                _decode_rounded(codes, decoding, to_bfloat16, finite_to_bfloat16, halves_at(where, length))
 
 
 @inner
@@ -144,7 +144,7 @@ def _scale_and_lower(low: Any, high: Any, eps: Any) -> Any:
 
 
 @inner
-def _read_levels(layout: Any, row: int, begin: int, pair: Array) -> Any:
+def _read_decoding(layout: Any, row: int, begin: int, pair: Array) -> Any:
     ends = load(layout.element, _header(layout, row, begin), 2, pair)
     low, high = ends[0], ends[1]
     scale, lower = _scale_and_lower(low, high, layout.eps)
@@ -153,37 +153,37 @@ def _read_levels(layout: Any, row: int, begin: int, pair: Array) -> Any:
     fill = low if scale > 0 else float_of(NAN)
     largest = LARGEST[layout.element]
     plain = not constant and max(-low, high) + layout.eps <= largest / np.float32(2)
-    return _Levels(scale, lower, fill, largest, constant, plain)
+    return _Decoding(scale, lower, fill, largest, constant, plain)
 
 
 @inner
-def _decode(codes: Array, levels: Any, adding: bool, out: Array) -> None:
+def _decode(codes: Array, decoding: Any, adding: bool, out: Array) -> None:
     """Decode: x' = (code + lower) / scale, kept finite; added to `out` if `adding`."""
-    scale, lower, largest = levels.scale, levels.lower, levels.largest
-    if levels.plain and adding:
+    scale, lower, largest = decoding.scale, decoding.lower, decoding.largest
+    if decoding.plain and adding:
         for i in range(len(out)):
             out[i] += (np.float32(codes[i]) + lower) / scale
-    elif levels.plain:
+    elif decoding.plain:
         for i in range(len(out)):
             out[i] = (np.float32(codes[i]) + lower) / scale
     else:
         for i in range(len(out)):
             value = min(max((np.float32(codes[i]) + lower) / scale, -largest), largest)
-            value = levels.fill if levels.constant else value
+            value = decoding.fill if decoding.constant else value
             out[i] = out[i] + value if adding else value
 
 
 @inner
-def _decode_rounded(codes: Array, levels: Any, rounded: Any, finite_rounded: Any, out: Array) -> None:
+def _decode_rounded(codes: Array, decoding: Any, rounded: Any, finite_rounded: Any, out: Array) -> None:
     """Decode to 16-bit elements with two functions that give their bits: of any float32, and of finite ones."""
-    scale, lower, largest = levels.scale, levels.lower, levels.largest
-    if levels.plain:
+    scale, lower, largest = decoding.scale, decoding.lower, decoding.largest
+    if decoding.plain:
         for i in range(len(out)):
             out[i] = finite_rounded((np.float32(codes[i]) + lower) / scale)
     else:
         for i in range(len(out)):
             value = min(max((np.float32(codes[i]) + lower) / scale, -largest), largest)
-            out[i] = rounded(levels.fill if levels.constant else value)
+            out[i] = rounded(decoding.fill if decoding.constant else value)
 
 
 @inner
@@ -195,7 +195,7 @@ def _sum_strip(
     for row in range(n):
         wire = wires + row * layout.stride
         codes = bytes_at(wire + layout.start + at, len(total))
-        _decode(codes, _read_levels(layout, wire, begin, pair), True, total)
+        _decode(codes, _read_decoding(layout, wire, begin, pair), True, total)
     if mean:
         divide(total, n)
     round_to(layout.element, total)
