@@ -166,7 +166,7 @@ def test_a_state_saved_while_stopped_after_uneven_steps_says_to_resume_first(sav
         if saved_when == "resumed":
             ddp.load_state_dict(state)
         else:
-            with pytest.raises(ArrayError, match="'step' is 0 on rank 0 and 1 on rank 1.*resume first"):
+            with pytest.raises(ArrayError, match=r"'step' is 0 on rank 0 and 1 on rank 1.*resume first"):
                 ddp.load_state_dict(state)
         ddp.close()
 
