@@ -1,4 +1,4 @@
-"""The parts of a module that all ranks share."""
+"""The parameters and buffers of a module that all ranks share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .flats import lay_out_state
 
 
 def parts_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The module and all parts of it, each once, with what stands before the names of their parameters.
+    """The module and all its submodules, each once, with the prefix of its parameters' names.
 
-    In the order of `module.named_modules()`, in a fraction of its time: it is asked in every forward pass.
+    They are in the order of `module.named_modules()`. This is faster, as it runs in every forward pass.
     """
     seen: set[nn.Module] = set()
     parts: list[tuple[str, nn.Module]] = []
@@ -40,51 +40,51 @@ class ModelState:
 
     Args:
         module: The module.
-        ignored: Names of parameters and buffers that stay a rank's own. A tied parameter is ignored only if all
-            its names are here.
+        ignored: Names of parameters and buffers that belong to each rank alone. A tied parameter is ignored only
+            if all its names are ignored.
     """
 
     def __init__(self, module: nn.Module, ignored: set[str]) -> None:
         self.module, self.ignored = module, ignored
         self.all = dict(module.named_parameters())
-        """Every parameter as it was when the module was wrapped; a tied one under its first name."""
+        """Every parameter of the module when it was wrapped; a tied one under its first name."""
         every = module.named_parameters(remove_duplicate=False)
         common = {id(parameter) for name, parameter in every if name not in ignored}
         self.parameters = {name: parameter for name, parameter in self.all.items() if id(parameter) in common}
         """The parameters that are not ignored."""
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        """The parameters among these that get a gradient, or have got one before they were frozen."""
-        self._places = self._places_now()
-        self._frozen = [parameter for parameter in self._places if not parameter.requires_grad]
+        """The parameters among these that get a gradient, or got one before they were frozen."""
+        self._wrapped = self._present()
+        self._frozen = [parameter for parameter in self._wrapped if not parameter.requires_grad]
 
     @property
     def unchanged(self) -> bool:
-        """Whether the parameters are where they were on wrapping, and all that are not frozen are `trained`.
+        """Whether the module has the same parameters as on wrapping, and no frozen one was unfrozen.
 
-        Those that are trained may be frozen, and unfrozen again.
+        Trained parameters may be frozen, and unfrozen again.
         """
-        now = self._places_now()
-        same = len(now) == len(self._places) and all(map(is_, now, self._places))
+        now = self._present()
+        same = len(now) == len(self._wrapped) and all(map(is_, now, self._wrapped))
         return same and not any(parameter.requires_grad for parameter in self._frozen)
 
     def train(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
-        """From now on these parameters are among those that are trained."""
+        """Add these parameters to `trained`."""
         trained = {name: p for name, p in self.parameters.items() if name in self.trained or name in unfrozen}
-        self.trained.clear()  # others hold this very dictionary
+        self.trained.clear()  # in place: other objects refer to it
         self.trained.update(trained)
         ids = {id(parameter) for parameter in unfrozen.values()}
         self._frozen = [parameter for parameter in self._frozen if id(parameter) not in ids]
 
-    def _places_now(self) -> list[nn.Parameter]:
-        """The parameters of all parts of the module, tied ones several times."""
+    def _present(self) -> list[nn.Parameter]:
+        """The parameters of all submodules, with repeated tied ones."""
         self._parts = parts_of(self.module)
         held = (part._parameters.values() for _, part in self._parts)
         return [parameter for parameter in chain.from_iterable(held) if parameter is not None]
 
     def buffers(self, *, of_step: bool = False) -> dict[str, torch.Tensor]:
-        """The buffers as they are now, without the ignored ones; one that has several names under its first.
+        """The present buffers that are not ignored, by their first name.
 
-        With `of_step`, those of the parts that the module had when it was last checked, which takes less time.
+        With `of_step`, the submodules of the last check are used, which is faster.
         """
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for path, part in self._parts if of_step else parts_of(self.module):
@@ -98,7 +98,7 @@ class ModelState:
         return {**self.parameters, **self.buffers()}
 
     def copy_all(self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0) -> None:
-        """Give all ranks the parameters, buffers and optimizer states of `root`.
+        """Copy the parameters, buffers and optimizer states of `root` to all ranks.
 
         Collective.
         """
@@ -108,7 +108,7 @@ class ModelState:
     def copy_optimizers(
         self, comm: Communicator, optimizers: Sequence[torch.optim.Optimizer], *, root: int = 0
     ) -> None:
-        """Give all ranks the optimizer states of `root`, but keep those of parameters that are a rank's own.
+        """Copy the optimizer states of `root` to all ranks, except for ignored parameters.
 
         Collective.
         """

@@ -1,4 +1,4 @@
-"""PyTorch's default generators, which all threads of a process share."""
+"""PyTorch's default random number generators, which all threads of a process share."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from contextlib import contextmanager
 import torch
 
 exclusive = threading.RLock()
-"""Held while a thread uses the generators, or changes their state.
+"""Lock to hold while using the generators or changing their state.
 
-Without it two threads that read and set the state may wait for each other for ever: PyTorch 2.13 holds the mutex
-of a generator while it makes a Python object, and the garbage collector may then give up the interpreter's lock.
+Without it, two threads that read and set the state can deadlock: PyTorch 2.13 holds the mutex of a generator
+while it constructs a Python object, and the garbage collector may then release the interpreter lock.
 """
 
 
 @contextmanager
 def fork(devices: Sequence[int] = ()) -> Iterator[None]:
-    """In the body, the generators of the CPU and of these devices may be used; afterwards they go on as before.
-
-    It may be entered again inside.
-    """
+    """Restore the states of the generators of the CPU and of these devices on exit. Reentrant."""
     with exclusive, torch.random.fork_rng(devices):
         yield

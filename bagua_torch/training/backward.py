@@ -1,9 +1,9 @@
-"""Watching backward passes: when one begins, which gradients are complete, and when it has ended.
+"""Observation of backward passes: their beginning, complete gradients, and their end.
 
-This file knows PyTorch's autograd and nothing of ranks, buckets or streams. Each parameter has two hooks, which
-do little, since models have many small parameters: a tensor hook (its gradient was computed), and one of
-`register_post_accumulate_grad_hook` (it was accumulated). The last of these tells the end of a pass, if all
-parameters got a gradient; else a callback of the autograd engine does, like that of PyTorch's own FSDP.
+This file depends on PyTorch's autograd alone, not on ranks, buckets or streams. Each parameter has two hooks: a
+tensor hook (its gradient was computed), and one of `register_post_accumulate_grad_hook` (it was accumulated).
+They do little, since models have many small parameters. If all parameters get a gradient, the last hook ends the
+pass; otherwise a callback of the autograd engine does, like that of PyTorch's FSDP.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ Callback = TypeVar("Callback", bound=Callable[..., Any])
 
 
 class BackwardWatch:
-    """Calls back in the course of each backward pass over `parameters`.
+    """Calls back during each backward pass over `parameters`.
 
-    The watch follows a pass only while it is `armed`. It disarms itself when a pass has ended; a new watch is not
-    armed. A pass ends when all parameters have a gradient, or when PyTorch has nothing left to compute in it. A
-    pass that another pass starts (reentrant checkpoints do that) is a pass of its own, if it computes a gradient
-    before the outer one does.
+    The watch follows a pass only while it is `armed`. It disarms itself at the end of a pass; a new watch is not
+    armed. A pass ends when all parameters have a gradient, or when PyTorch has computed everything in it. A pass
+    within another one (as of reentrant checkpoints) counts separately, if it computes a gradient before the outer
+    pass does.
 
     Gradients that a pass accumulates while the watch is not armed are in `strays`, unless the pass goes through
-    an output of which `leave_at` was called, or `leaves` is set.
+    an output given to `leave_at`, or `leaves` is set.
 
     Bound methods among the callbacks are held weakly, so that a watch keeps no object alive. Once the object is
-    gone, its callback does nothing. What a callback raises, `backward()` raises. `torch.autograd.grad` of
-    parameters raises `MisuseError` while the watch is armed: it accumulates nothing.
+    gone, its callback does nothing. An exception in a callback is raised by `backward()`. `torch.autograd.grad`
+    of parameters raises `MisuseError` while the watch is armed, since it accumulates nothing.
 
     Args:
         parameters: The parameters to watch, by name.
-        groups: Their names, in groups of which each name is in one.
+        groups: Their names, each in one group.
         began: Called before the first gradient of an armed pass is accumulated.
         before: Called before a gradient is accumulated in a pass that is not followed, with the name.
         after: Called when the last gradient of a group is accumulated in an armed pass, with the group's index.
         ended: Called after the last gradient of an armed pass, with the names of all parameters that got a
-            gradient, and whether another pass started this one and goes on.
-        came: Called when a pass comes to an output of which `arm_at` or `leave_at` was called.
+            gradient, and whether the pass runs within another one.
+        reached: Called when a pass reaches an output given to `arm_at` or `leave_at`.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class BackwardWatch:
         before: Callable[[str], None],
         after: Callable[[int], None],
         ended: Callable[[set[str], bool], None],
-        came: Callable[[], None] = lambda: None,
+        reached: Callable[[], None] = lambda: None,
     ) -> None:
         self.armed = False
-        """Whether the pass that goes on, or else the next one, is followed."""
+        """Whether the present pass, or else the next one, is followed."""
         self.leaves = False
-        """Whether passes that are not followed are meant to be so."""
+        """Whether passes that are not followed are intended."""
         self.strays: dict[str, int] = {}
-        """The parameters that got a gradient in a pass that should have been followed; their versions then."""
+        """Parameters with a gradient of a pass that should have been followed, and their versions then."""
         self._begun = self._computed = False  # whether `began` was called, and a gradient computed
-        self._task = -1  # PyTorch's number of the pass in which the latest hook ran
-        self._left_task = -1  # PyTorch's number of the latest pass that is left alone
+        self._task = -1  # PyTorch's id of the pass in which the latest hook ran
+        self._ignored_task = -1  # PyTorch's id of the latest pass that is not followed by intention
         self.count = 0
-        """How many parameters are watched."""
+        """Number of watched parameters."""
         self.began, self.before = _weakly(began), _weakly(before)
-        self.after, self.ended, self.came = _weakly(after), _weakly(ended), _weakly(came)
-        self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _nobody
+        self.after, self.ended, self.reached = _weakly(after), _weakly(ended), _weakly(reached)
+        self._owner = weakref.ref(ended.__self__) if isinstance(ended, MethodType) else _no_owner
         self._by_name: dict[str, _Hooks] = {}
         self._hooks: list[Any] = []
-        # As long as these are here, all gradients are accumulated on the stream that was current then.
+        # As long as these exist, gradients are accumulated on the stream that was current when they were made.
         self._edges: list[Any] = []
         self.add(parameters, groups)
 
     def add(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
-        """Watch these parameters, too; `groups` has the names of all. Forget the pass that has begun, if any."""
+        """Watch more parameters; `groups` has the names of all. Drops a pass that has begun."""
         self.count += len(parameters)
         self._by_name.update((name, _Hooks(self, name)) for name in parameters)
         self.regroup(groups)
@@ -93,7 +93,7 @@ class BackwardWatch:
             self._edges.append(get_gradient_edge(parameter))
 
     def regroup(self, groups: Sequence[Sequence[str]]) -> None:
-        """Watch the same parameters in other groups, and forget the pass that has begun, if one has."""
+        """Watch the same parameters in other groups. Drops a pass that has begun."""
         self._groups = [_Group(index, len(names)) for index, names in enumerate(groups)]
         for group, names in zip(self._groups, groups, strict=True):
             for name in names:
@@ -107,54 +107,54 @@ class BackwardWatch:
         def reached(_: torch.Tensor) -> None:
             before, complete = self.armed, self.complete
             self.armed = True
-            self.came()
-            queue_callback(lambda: self._came_by(complete, armed=before))
+            self.reached()
+            queue_callback(lambda: self._pass_through_output_ended(complete, armed=before))
 
         _hook(output, reached)
 
-    def _came_by(self, complete: set[str], *, armed: bool) -> None:
-        """A pass has ended that came by an output; `complete` and `armed` are what they were before it did."""
-        if not self._begun:  # else `_pass_has_ended` comes next
+    def _pass_through_output_ended(self, complete: set[str], *, armed: bool) -> None:
+        """Restore `armed`, if a pass through an output reached no parameter. The arguments are earlier values."""
+        if not self._begun:  # otherwise `_pass_has_ended` comes next
             self.armed = armed and complete is self.complete
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave_at(self, output: Any) -> None:
-        """Expect that passes through `output`, which a module returned, are not followed."""
+        """Do not follow passes through `output`, which a module returned, and do not report them as strays."""
 
         def reached(_: torch.Tensor) -> None:
-            self._left_task = torch._C._current_graph_task_id()
-            self.came()
+            self._ignored_task = torch._C._current_graph_task_id()
+            self.reached()
 
         _hook(output, reached)
 
     def stray(self, name: str, parameter: torch.Tensor) -> None:
-        """A gradient was accumulated in a pass that is not followed: note it, unless that is as it should be."""
+        """Record a gradient of a pass that is not followed, unless that is intended."""
         task = torch._C._current_graph_task_id()
-        if task == self._left_task or any(watch.follows(task) for watch in watches_of(parameter)):
+        if task == self._ignored_task or any(watch.follows(task) for watch in watches_of(parameter)):
             return
-        if _inside_a_pass():  # as in a reentrant checkpoint of a pass that may be left alone
-            self._left_task = task
+        if _inside_a_pass():  # as in a reentrant checkpoint of a pass that need not be followed
+            self._ignored_task = task
             return
         self.strays[name] = parameter._version
 
     def follows(self, task: int) -> bool:
-        """Whether the pass of this number is, or was, followed by this watch."""
+        """Whether this watch follows, or followed, the pass with this id."""
         return task == self._task
 
     @property
     def unfinished(self) -> bool:
-        """Whether a pass has begun that has not ended: it goes on, or it has failed."""
+        """Whether a pass has begun and not ended: it is running, or it has failed."""
         return bool(self.complete)
 
     @property
     def owner(self) -> object | None:
-        """The object whose method `ended` is, if it is a method and the object is still there."""
+        """The object whose method `ended` is; None if it is a function, or the object is gone."""
         return self._owner()
 
     def begin(self, *, computed: bool) -> None:
-        """A hook of an armed pass runs, and nothing was accumulated yet; `computed`: a gradient was computed."""
+        """Note the first hook of an armed pass; `computed` says whether a gradient was computed."""
         task = torch._C._current_graph_task_id()
-        if task != self._task:  # else a pass that has failed would tell what this one computes
+        if task != self._task:  # otherwise a failed pass would decide
             self._task, self._computed = task, False
         self._computed = self._computed or computed
         complete = self.complete
@@ -164,11 +164,11 @@ class BackwardWatch:
             self.began()
 
     def _pass_has_ended(self, complete: set[str]) -> None:
-        """PyTorch has nothing left to compute in the pass of `complete`; it may have ended before."""
+        """End the pass of `complete`, unless it has ended before."""
         if complete is not self.complete:
             return
         if self._computed and not complete:
-            self._forget_pass()
+            self._drop_pass()
             raise MisuseError(
                 "DistributedDataParallel: torch.autograd.grad of parameters is not supported; expected that "
                 "backward() accumulates their gradients"
@@ -176,26 +176,26 @@ class BackwardWatch:
         self.end()
 
     def end(self) -> None:
-        """End the pass now: the caller knows that no gradient is to come."""
+        """End the pass now. Call it when no more gradients can follow."""
         complete = self.complete
         self.reset()
-        self.armed = _inside_a_pass()  # the outer pass goes on
+        self.armed = _inside_a_pass()  # for the outer pass
         self.ended(complete, self.armed)
 
     def reset(self) -> None:
-        """Disarm, and forget the pass that has begun, if one has."""
+        """Disarm, and drop a pass that has begun."""
         self.armed = False
-        self._forget_pass()
+        self._drop_pass()
 
-    def _forget_pass(self) -> None:
+    def _drop_pass(self) -> None:
         self._begun = self._computed = False
         self.complete: set[str] = set()
-        """The parameters that got a gradient in this pass so far; another set in each pass."""
+        """Parameters that got a gradient in this pass so far; a new set in each pass."""
         for group in self._groups:
             group.missing = group.size
 
     def remove(self) -> None:
-        """Remove all hooks; the watch calls back no more."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -203,7 +203,7 @@ class BackwardWatch:
 
 
 class _Group:
-    """How many gradients of a group are missing in this pass."""
+    """The number of missing gradients of a group in this pass."""
 
     __slots__ = ("index", "missing", "size")
 
@@ -213,29 +213,29 @@ class _Group:
 
 
 class _Hooks:
-    """The two hooks of one parameter, which autograd runs one behind the other."""
+    """The two hooks of one parameter, which autograd runs in this order."""
 
-    __slots__ = ("_made", "_name", "group", "watch")
+    __slots__ = ("_computed", "_name", "group", "watch")
     group: _Group
 
     def __init__(self, watch: BackwardWatch, name: str) -> None:
         self.watch, self._name = watch, name
-        self._made = True
+        self._computed = True
 
     def computed(self, gradient: torch.Tensor | None) -> None:
-        """The gradient is there. A Function may make none, and then the other hook runs all the same."""
+        """The gradient was computed. It is None if a Function returned None; the other hook runs even so."""
         watch = self.watch
-        self._made = made = gradient is not None
+        self._computed = computed = gradient is not None
         if watch.armed:
             if not watch.complete:
-                watch.begin(computed=made)
-        elif made:
+                watch.begin(computed=computed)
+        elif computed:
             watch.before(self._name)
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient is in `p.grad`."""
         watch = self.watch
-        if not self._made:
+        if not self._computed:
             return
         if watch.armed:
             complete, group = watch.complete, self.group
@@ -260,27 +260,24 @@ def watches_of(parameter: torch.Tensor) -> list[BackwardWatch]:
 
 
 def _weakly(callback: Callback) -> Callback:
-    """`callback`; if that is a method, it does nothing once its object, which is held weakly, is gone."""
+    """`callback`, or for a method a function that holds its object weakly and does nothing once it is gone."""
     if not isinstance(callback, MethodType):
         return callback
     owner, function = weakref.ref(callback.__self__), callback.__func__
 
     def call(*args: Any) -> None:
-        if (there := owner()) is not None:
-            function(there, *args)
+        if (instance := owner()) is not None:
+            function(instance, *args)
 
     return cast(Callback, call)
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     return None
 
 
 def queue_callback(call: Callable[[], None]) -> None:
-    """Call when PyTorch has nothing left to compute in the pass that goes on, if it does not fail.
-
-    If no pass goes on, call now.
-    """
+    """Call `call` at the end of the present backward pass, if it does not fail; at once outside of a pass."""
     if torch._C._current_graph_task_id() == -1:
         call()
     else:
@@ -288,7 +285,7 @@ def queue_callback(call: Callable[[], None]) -> None:
 
 
 def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> None:
-    """Have `reached` called whenever a backward pass comes to a tensor in `output`, which a module returned."""
+    """Call `reached` whenever a backward pass reaches a tensor in `output`, which a module returned."""
     for tensor in _tensors_in(output, set()):
         if tensor.grad_fn is not None:
             hooked: Any = tensor  # torch leaves this method untyped
@@ -296,7 +293,7 @@ def _hook(output: Any, reached: Callable[[torch.Tensor], None]) -> None:
 
 
 def _tensors_in(output: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returned, as far as they can be found; `seen` has the ids of what was."""
+    """The tensors found in the output of a module; `seen` has the ids of visited objects."""
     if isinstance(output, torch.Tensor):
         yield output
         return
@@ -329,7 +326,7 @@ _LEAVES = (
     ModuleType,
     nn.Module,
 )
-"""Types of values in which no output is looked for."""
+"""Types that are not searched for tensors."""
 
 
 def _inside_a_pass() -> bool:

@@ -1,4 +1,4 @@
-"""Buffers that are alike on all ranks whenever a step is over, as the statistics of BatchNorm."""
+"""Buffers that are the same on all ranks after each step, such as the statistics of BatchNorm."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def _shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 class SharedBuffers:
-    """Gives this rank another one's buffers when a backward pass has ended, and its own to a further one.
+    """Copies the buffers of one rank to the others after each backward pass.
 
     A backward pass needs the buffers as its forward pass left them, and another pass through the same graph may
-    follow. So `fetch_if`, which is collective, changes no buffer; `put`, which is not, does so when the pass has
-    ended, and `give_back` undoes it for a further pass. Autograd need not know: no graph sees other values.
+    follow. So `fetch_if`, which is collective, receives values without changing buffers. `write`, which is local,
+    writes them after the pass, and `restore` undoes this for another pass. Version counters stay the same, since
+    no graph sees the other values.
 
     Args:
         comm: The ranks.
-        model: The module that has them, as it is when it is wrapped.
+        model: The parameters and buffers that all ranks share, as when the module was wrapped.
+        enabled: Whether buffers are the same on all ranks after a step.
     """
 
     def __init__(self, comm: Communicator, model: ModelState, *, enabled: bool) -> None:
@@ -36,10 +38,10 @@ class SharedBuffers:
         self._shapes: list[torch.Size] = []
         self._layout = torch.tensor(0)
         self.due = False
-        """Whether buffers may differ between ranks: a training forward pass came since they were fetched."""
+        """Whether there was a training forward pass since the last copy, so that buffers may differ."""
         self._fetched: list[_Fetched] = []
         self._own: list[tuple[_Fetched, torch.Tensor]] = []
-        """What was put, and what the buffer held before."""
+        """The buffers that were written, and their values before."""
 
     def fetch_if(self, due: bool, root: int) -> None:
         """At the end of a backward pass, get the values of `root`'s buffers, if `enabled` and due. Collective."""
@@ -50,10 +52,10 @@ class SharedBuffers:
         """Copy the buffers of rank 0 to all ranks, if `enabled`. Collective."""
         if self.enabled:
             self._fetch(self._model.buffers(), root=0)
-            self.put()
+            self.write()
 
     def _fetch(self, buffers: Mapping[str, torch.Tensor], root: int) -> None:
-        """Get what `root`'s buffers hold. Collective.
+        """Receive the values of `root`'s buffers. Collective.
 
         Raises:
             CommMismatch: The ranks' buffers differ in their shapes or dtypes.
@@ -64,8 +66,8 @@ class SharedBuffers:
         shapes = [tensor.shape for tensor in mine]
         if shapes != self._shapes:
             self._shapes, self._layout = shapes, torch.tensor(crc32(repr(shapes).encode()))
-        # A number for all shapes goes along, since other shapes may have as many elements: on the host, which
-        # need not wait for a device.
+        # A checksum of the shapes is sent along, since other shapes may have the same number of elements. It is
+        # omitted for CUDA buffers, where comparing it would make the host wait.
         numbers = [] if mine[0].is_cuda else [self._layout]
         try:
             theirs = list(broadcast_values(self._comm, [*mine, *numbers], root=root))
@@ -78,7 +80,7 @@ class SharedBuffers:
         self._own = []
 
     def _changes(self, now: dict[str, str]) -> str:
-        """The first buffer whose shape or dtype has changed since the module was wrapped, in words."""
+        """Text about the first buffer whose shape or dtype has changed since the module was wrapped."""
         before, rule = self._at_first, "buffers must have the same shapes and dtypes on all ranks"
         for name in {**before, **now}:
             was, is_now = before.get(name, "none"), now.get(name, "none")
@@ -86,16 +88,16 @@ class SharedBuffers:
                 return f"{rule}, but here {name!r} is {is_now}, and was {was} when the module was wrapped"
         return f"{rule}; those of this rank are as they were when the module was wrapped"
 
-    def put(self) -> None:
-        """Write what was fetched, except to buffers that were changed since."""
+    def write(self) -> None:
+        """Write the received values, except to buffers that have changed since."""
         if self._fetched:
             fetched, self._fetched = [each for each in self._fetched if each.fresh], []
             self._own = [(each, each.buffer.detach().clone()) for each in fetched]
             for each in fetched:
                 each.buffer.data.copy_(each.value)
 
-    def give_back(self) -> None:
-        """Let the buffers hold again what they held before `put`, until it is called once more."""
+    def restore(self) -> None:
+        """Restore the values before `write`, until the next `write`."""
         if self._own:
             own, self._own = [(each, value) for each, value in self._own if each.fresh], []
             self._fetched = [each for each, _ in own]
@@ -103,13 +105,13 @@ class SharedBuffers:
                 each.buffer.data.copy_(value)
 
     def keep(self) -> None:
-        """No further pass is to come through a graph of this step: forget what buffers held before."""
-        self.put()
+        """Write, and drop the values before: no more passes through graphs of this step follow."""
+        self.write()
         self._own = []
 
 
 class _Fetched:
-    """A buffer, and what it is to hold."""
+    """A buffer and the value to write to it."""
 
     def __init__(self, buffer: torch.Tensor, value: torch.Tensor) -> None:
         self.buffer, self.value = buffer, value
@@ -117,5 +119,5 @@ class _Fetched:
 
     @property
     def fresh(self) -> bool:
-        """Whether nobody has changed the buffer since this was fetched."""
+        """Whether the buffer has not changed since the value was received."""
         return self.buffer._version == self._version

@@ -1,6 +1,6 @@
-"""How a wrapper hangs on to a module, and how it is found and let go of.
+"""The hooks of a wrapper on its module and optimizers, and the end of older wrappers.
 
-Hooks hold the wrapper weakly: nothing but its user keeps it alive. When it is gone, its hooks do nothing.
+Hooks hold the wrapper weakly, so only the user keeps it alive. Once it is gone, its hooks do nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .backward import BackwardWatch, watches_of
 
 
 class WeakCall:
-    """A hook that calls a method and holds the method's object weakly: once that is gone, the hook does nothing.
+    """A hook that calls a method and holds its object weakly. Once the object is gone, the hook does nothing.
 
-    A copy of it does nothing either, as the copy of a module's hook in a copy of the module.
+    A copy does nothing either, such as the hook of a copied module.
 
     Args:
         method: The method.
@@ -49,7 +49,7 @@ class WeakCall:
 
 
 class EagerWeakCall(WeakCall):
-    """The same; compiled graphs leave it out, and so need not end where it would be called."""
+    """A `WeakCall` that compiled graphs omit, so that they do not break at its call."""
 
     def __call__(self, *given: Any) -> Any:
         """Call the method, if its object is there."""
@@ -69,7 +69,7 @@ class Hooks:
         before: Callable[..., Any],
         after: Callable[..., Any],
     ) -> None:
-        """Call `before` and `after` each step; states that are loaded lie as their parameters."""
+        """Call `before` and `after` each step; give loaded states the strides of their parameters."""
         for optimizer in optimizers:
             self._handles += [
                 optimizer.register_step_pre_hook(WeakCall(before, self._handles)),
@@ -94,24 +94,24 @@ class Hooks:
         ]
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def remove_dead_hooks(module: nn.Module) -> None:
-    """Remove the hooks that wrappers which are gone have left on `module` and its optimizers."""
+    """Remove the hooks of deleted wrappers from `module` and its optimizers."""
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
         if isinstance(hook, WeakCall):
             hook.remove_if_dead()
 
 
 def end_older(module: nn.Module, comm: Communicator) -> None:
-    """End what trained the parameters of `module` before.
+    """End earlier wrappers of the parameters of `module`.
 
-    Collective. What is there on all ranks is closed. Ranks may lose theirs at different times, though: what is
-    missing on a rank is detached on the others, and its communicator stays.
+    Collective. Those that exist on all ranks are closed. Ranks may delete a wrapper at different times: one that
+    is missing on a rank is detached on the others, and its communicator stays open.
     """
     older = _older(module)
     remove_dead_hooks(module)
@@ -119,7 +119,7 @@ def end_older(module: nn.Module, comm: Communicator) -> None:
     common = set(closable).intersection(*comm.allgather_object(closable))
     for name in closable:
         if name in common:
-            # One whose exchanges have failed cannot end as it should; the new one begins all the same.
+            # A wrapper whose exchanges have failed cannot end properly; the new one begins regardless.
             with suppress(CommError):
                 older[name].close()
     for steps in older.values():
@@ -127,9 +127,9 @@ def end_older(module: nn.Module, comm: Communicator) -> None:
 
 
 def _older(module: nn.Module) -> dict[str, Any]:
-    """Every `TrainingSteps` of the same parameters that is still there, by the name of a parameter.
+    """Every existing `TrainingSteps` of the same parameters, by the name of a parameter.
 
-    Those that share only some of the parameters are not among them: they go on.
+    Those that share only some of the parameters are excluded: they continue.
     """
     parameters = {id(parameter) for parameter in module.parameters()}
     older: dict[str, Any] = {}
@@ -147,11 +147,11 @@ def _older(module: nn.Module) -> dict[str, Any]:
 def release_when_gone(
     owner: object,
     watch: BackwardWatch,
-    borrowers: Iterable[torch.optim.Optimizer],
+    sharing: Iterable[torch.optim.Optimizer],
     parameters: Iterable[torch.Tensor],
 ) -> weakref.finalize[..., Any]:
-    """Have `release` called once nobody holds `owner`, whenever that happens on this rank."""
-    optimizers, own = list(map(weakref.ref, borrowers)), list(map(weakref.ref, parameters))
+    """Call `release` when `owner` is deleted on this rank."""
+    optimizers, own = list(map(weakref.ref, sharing)), list(map(weakref.ref, parameters))
     finalizer = weakref.finalize(owner, release, watch, optimizers, own)
     finalizer.atexit = False
     return finalizer
@@ -159,21 +159,21 @@ def release_when_gone(
 
 def release(
     watch: BackwardWatch,
-    borrowers: Iterable[Callable[[], Any]],
+    sharing: Iterable[Callable[[], Any]],
     parameters: Iterable[Callable[[], torch.Tensor | None]],
 ) -> None:
-    """Undo what a wrapper has left on parameters and optimizers. It sends nothing, so it may run anywhere.
+    """Remove a wrapper's hooks on parameters and its sharing of optimizer state. It sends nothing.
 
-    The hooks of modules and optimizers are idle and stay: one of them may be running now, and PyTorch does not
-    allow removing it then.
+    The hooks of modules and optimizers do nothing any more and stay: one of them may be running now, and PyTorch
+    does not allow its removal then.
 
     Args:
         watch: The watch of the wrapper.
-        borrowers: Weak references to the optimizers that borrow from its algorithm.
+        sharing: Weak references to the optimizers that share state with its algorithm.
         parameters: Weak references to its parameters.
     """
     watch.remove()
-    own = [p for p in (there() for there in parameters) if p is not None]
-    for optimizer in (there() for there in borrowers):
+    own = [p for p in (reference() for reference in parameters) if p is not None]
+    for optimizer in (reference() for reference in sharing):
         if optimizer is not None:
             optimizer.detach(own)

@@ -1,4 +1,4 @@
-"""Uneven data: a rank that has no more batches takes part in the exchanges of those that have."""
+"""Uneven data: a rank without batches takes part in the exchanges of ranks that have some."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bagua_comm.algorithms.base import with_defaults
 
 from ..engine import TorchEngine
 from ..errors import EarlyEndError
-from ..memory import BucketMemory, KeptGradients
+from ..memory import BucketMemory, SavedGradients
 from ..sharded import check_join
 
 
 @dataclass
 class Join:
-    """Which ranks have data left, and what a rank without data does meanwhile.
+    """The ranks that have data left, and the exchanges of ranks without data.
 
     Args:
         comm: The ranks.
         optimizers: The optimizers of the model.
         divide_by_initial_size: Whether sums of gradients are divided by the number of all ranks.
-        throws: Whether all ranks are to stop as soon as one has ended.
-        stopping: Called before the error that makes a rank stop is raised.
+        throws: Whether all ranks stop as soon as one has ended.
+        stopping: Called before the error that stops a rank is raised.
     """
 
     comm: Communicator
@@ -37,15 +37,15 @@ class Join:
     active: list[int] = field(default_factory=list)
     """The ranks that had data left in the latest step."""
     scale: float = 1.0
-    """The factor of gradients, by which their mean over all ranks becomes the mean over the active ones."""
+    """The factor that turns the mean of gradients over all ranks into the mean over active ranks."""
     forwards: int = 0
-    """The training forward passes that this rank made here."""
+    """The number of training forward passes of this rank in the context."""
     copies: bool = False
-    """Whether buffers are due at the end of the latest step that a rank with data has announced."""
+    """Whether buffers are due at the end of the latest announced step."""
     freezes: bool = False
     """Whether parameters are frozen in that step."""
     passes: int = 0
-    """How many backward passes of the same step came before, on ranks with data."""
+    """The number of earlier backward passes of the same step, on ranks with data."""
 
     def __post_init__(self) -> None:
         if self.comm.size > 1 and not self.throws:
@@ -60,12 +60,12 @@ class Join:
         freezes: bool = False,
         passes: int = 0,
     ) -> None:
-        """Tell the other ranks whether this one has data, and learn which of them have.
+        """Exchange which ranks have data, and the arguments of their step.
 
-        Collective. What ranks that have data say of their step becomes known to all.
+        Collective.
 
         Raises:
-            EarlyEndError: Some ranks have ended and some have not, and all are to stop then.
+            EarlyEndError: With `throws`, some ranks have ended and some have not.
         """
         table = self.comm.allgather(np.array([active, engine.step, copies, freezes, passes]))
         self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
@@ -82,7 +82,7 @@ class Join:
             self.scale = self.comm.size / len(self.active)
         while not active and engine.step < table[:, 1].max():
             if with_defaults(engine.phase).lends:
-                for optimizer in self.optimizers:  # what it borrows is its own to keep
+                for optimizer in self.optimizers:  # also updates the shared state
                     optimizer.step()
             else:
                 engine.at(Point.STEP)
@@ -95,20 +95,20 @@ class Join:
         copy_buffers: Callable[[], None],
         exchanged: Callable[[], None],
     ) -> list[int]:
-        """Take part in the exchanges of ranks that have data left, until none has. `p.grad` is then as it was.
+        """Take part in the exchanges of ranks that have data left, until none has. Restores `p.grad`.
 
         Collective.
 
         Args:
-            engine: Exchanges the buckets.
+            engine: The engine of the buckets.
             memory: The memory of the buckets.
             copy_buffers: Called when the backward pass of a step has ended.
-            exchanged: Called at the end of each step.
+            exchanged: Called at the end of each exchange.
 
         Returns:
             The ranks that took part in the last exchange, if this rank had ended before it.
         """
-        before = KeptGradients(memory)
+        before = SavedGradients(memory)
         last: list[int] = []
         zeroed_in = -1
         while True:
@@ -118,7 +118,7 @@ class Join:
             last = self.active
             engine.at(Point.FORWARD)
             if engine.payload == "grad":
-                # A further backward pass of the same step adds to the averages that are in the buckets.
+                # Another backward pass of the same step adds to the averages in the buckets.
                 accumulates = zeroed_in == engine.step and bool(self.optimizers)
                 zeroed_in = engine.step
                 keep = accumulates and self.divide_by_initial_size
@@ -134,17 +134,17 @@ class Join:
                 # Ranks that have data may wait for this exchange before they announce their next step.
                 engine.at(Point.STEP)
             exchanged()
-        before.put_back()
+        before.restore()
         return last
 
     def furthest(self, last: Sequence[int], steps: int) -> int:
-        """The rank whose weights all ranks are to have at the end.
+        """The rank whose weights all ranks get at the end.
 
-        Collective. Weights may differ even if no rank had to wait for another one: after steps in `no_sync`, say.
+        Collective. Weights may differ even if all ranks ended together, as after steps in `no_sync`.
 
         Args:
-            last: What `follow` returned.
-            steps: How many optimizer steps this rank made by itself.
+            last: The result of `follow`.
+            steps: The number of optimizer steps that this rank made with its own data.
         """
         table = self.comm.allgather_object((last, steps, self.forwards))
         candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)

@@ -94,7 +94,7 @@ class TrainingStep(Live):
             before=self._before_gradient,
             after=self._send,
             ended=self._end_backward,
-            came=self._reach_output,
+            reached=self._reach_output,
         )
         self._versions = WeightVersions(self._trained)
 
@@ -188,7 +188,7 @@ class TrainingStep(Live):
         self.exchange.extend(unfrozen)
         self.watch.add(unfrozen, self.memory.names)
         self._versions = WeightVersions(self._trained)
-        self._unused.begin_anew()
+        self._unused.restart()
         self.exchange.flatten()
 
     def _begin_step(self) -> None:
@@ -223,8 +223,8 @@ class TrainingStep(Live):
 
     def _reach_output(self) -> None:
         """A backward pass has reached an output. It may be a further pass through the same graph."""
-        self._buffers.give_back()
-        queue_callback(self._buffers.put)
+        self._buffers.restore()
+        queue_callback(self._buffers.write)
 
     def _begin_backward(self) -> None:
         """Let autograd accumulate into the buckets. Collective if no training forward pass came before."""
@@ -297,7 +297,7 @@ class TrainingStep(Live):
         self.watch.strays.clear()  # those gradients were in the buckets, too
         self._fetch_buffers()
         if not inner:
-            queue_callback(self._buffers.put)
+            queue_callback(self._buffers.write)
         checks.check_not_stepped(stepped)
         freezes = None if self._join is None else self._join.freezes
         self._unused.end_pass(fresh, self._passes, self.engine, freezes=freezes, inner=inner)

@@ -1,9 +1,8 @@
-"""Parameters that were frozen when a module was wrapped, and are unfrozen later.
+"""Parameters that were frozen when the module was wrapped, and are unfrozen later.
 
-All ranks unfreeze the same ones between the same two steps. They agree on that in the next training forward pass,
-where the engine exchanges buckets: a rank that has unfrozen nothing exchanges there what the others do not, which
-is an error on all ranks. The parameters come into buckets of their own, behind those that are there, so nothing
-that the algorithm keeps has to move.
+All ranks unfreeze the same parameters between the same two steps. They agree on it in the next training forward
+pass, where the engine exchanges buckets. A rank that has unfrozen nothing makes another call there, which is an
+error on all ranks. The parameters get new buckets after the existing ones, so no state of the algorithm moves.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from ..memory import pack
 def check_together(
     unfrozen: Mapping[str, nn.Parameter], algorithm: Algorithm, *, apart: bool, late: bool
 ) -> None:
-    """Raise unless ranks can begin together to train parameters that were unfrozen.
+    """Raise unless all ranks can begin to train the unfrozen parameters in the same step.
 
     Args:
         unfrozen: The parameters, by name.
         algorithm: The algorithm of the wrapper.
-        apart: Whether ranks may be in different steps now.
-        late: Whether a backward pass has begun already.
+        apart: Whether ranks may be in different steps.
+        late: Whether a backward pass has begun.
 
     Raises:
         ArrayError: It is too late.
@@ -47,7 +46,7 @@ def check_together(
     if apart or runs_in_rounds(algorithm):
         raise UnsupportedError(
             f"DistributedDataParallel: {name!r} was unfrozen while ranks may be in different steps (in `join`, "
-            "between `stop` and `resume`, or with AsyncModelAverage), but all need to begin with it together; "
+            "between `stop` and `resume`, or with AsyncModelAverage), but all must begin to train it together; "
             "wrap the module while it has requires_grad=True, and freeze it afterwards"
         )
 
@@ -61,22 +60,22 @@ def agree(
     *,
     opened: bool,
 ) -> None:
-    """Raise on all ranks unless all have unfrozen these parameters, and all can begin to train them.
+    """Raise on all ranks unless all have unfrozen these parameters and can train them.
 
     Collective.
 
     Args:
         unfrozen: The parameters, by name.
-        engine: What exchanges those that are trained already.
-        trained: Those.
+        engine: The engine of the parameters that are trained already.
+        trained: The parameters that are trained already.
         optimizers: The optimizers of the model.
         bucket_bytes: The size at which a bucket is closed.
-        opened: Whether there was a forward pass already, and its backward pass has not ended.
+        opened: Whether there was a forward pass whose backward pass has not ended.
 
     Raises:
-        ArrayError: No optimizer steps one of them, or a step is under way.
+        ArrayError: No optimizer steps one of them, or a step has begun.
         CommMismatch: The ranks have unfrozen different ones, or not in the same step. A RuntimeError as well.
-        UnsupportedError: The algorithm cannot train more parameters than it began with, or not these.
+        UnsupportedError: The algorithm cannot add parameters, or cannot train these.
     """
     problem: BaguaError | None = None
     try:
@@ -121,6 +120,6 @@ def agree(
 
 
 def _listed(rows: list[tuple[str, tuple[int, ...], str, str]]) -> str:
-    """The names and properties of parameters in words."""
+    """The names and properties of parameters as text."""
     shown = ", ".join(f"{name!r} {shape} of {dtype}, {where}" for name, shape, dtype, where in rows[:3])
     return shown + (f" and {len(rows) - 3} more" if len(rows) > 3 else "")

@@ -1,4 +1,4 @@
-"""Whether something steps parameters within a backward pass, before their gradients are averaged."""
+"""Detection of optimizers that step within a backward pass, before gradients are averaged."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 class WeightVersions:
     """Compares the versions of parameters at the end of a backward pass with those at its beginning.
 
-    To read a version takes a tenth of a microsecond. So all are read only if a parameter has a hook that might
-    step it; else one of each bucket is, since whatever steps within the pass steps most parameters.
+    Reading a version takes 0.1 us. All versions are read only if a parameter has a hook that might step it;
+    otherwise one of each bucket, since an optimizer within the pass steps most parameters.
 
     Args:
-        parameters: The parameters, by name. The hooks of the wrapper itself are on them.
+        parameters: The parameters, by name. They have the hooks of the wrapper.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -24,13 +24,13 @@ class WeightVersions:
         self._before: dict[str, int] = {}
 
     def begin(self, buckets: Sequence[Sequence[str]]) -> None:
-        """A backward pass begins; `buckets` has the parameters of each bucket."""
+        """Record versions at the beginning of a pass; `buckets` has the names of each bucket."""
         hooked = sum(map(len, self._hooks)) != self._own
         names = self._parameters if hooked else [names[0] for names in buckets]
         self._before = {name: self._parameters[name]._version for name in names}
 
     def changed(self) -> str | None:
-        """The name of a parameter that was changed since then, if one was."""
+        """The name of a parameter changed since `begin`, or None."""
         before, self._before = self._before, {}
         for name, version in before.items():
             if self._parameters[name]._version != version:
