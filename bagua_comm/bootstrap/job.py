@@ -76,7 +76,7 @@ class Job:
     attempt: int = 0
     """How often mpirun has been started again."""
     recruiter: str = ""
-    """Who has started this process in the place of a dead one, as BAGUA_RECRUITER tells (see `elastic.recruits`);
+    """Who has started this process in the place of a dead one, as BAGUA_RECRUITER tells (see `elastic.mpi`);
     empty in those that were started with the job."""
 
     @classmethod
