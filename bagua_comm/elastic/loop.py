@@ -43,7 +43,7 @@ RECOVERABLE = (RankFailed, CommAborted, CommTimeout)
 
 
 class Report(NamedTuple):
-    """What a process tells all others after a rendezvous."""
+    """The report of one process to all others after a rendezvous."""
 
     snapshots: list[SnapshotInfo]
     run: str

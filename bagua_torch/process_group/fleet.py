@@ -76,8 +76,8 @@ def start_fleet(timeout_s: float) -> TorchrunFleet:
     Collective. If torchrun restarts all processes when one dies, their snapshots are files that outlive them.
 
     Raises:
-        ArrayError: BAGUA_SPARES leaves nobody to train.
-        BootstrapError: The others do not come, or there is no folder for the copies.
+        ArrayError: BAGUA_SPARES leaves no process to train.
+        BootstrapError: The other processes do not join, or there is no folder for snapshots.
         RankFailed: The store of torchrun's agent cannot be reached.
     """
     try:
@@ -108,7 +108,7 @@ class TorchrunFleet(Fleet):
         agent: See `ProcessInfo.agent`.
 
     Raises:
-        ArrayError: There are no more processes than spares.
+        ArrayError: All processes are spares.
         BootstrapError: The other processes do not join.
         RankFailed: The store cannot be reached.
     """
@@ -307,9 +307,8 @@ class TorchrunFleet(Fleet):
 
     @staticmethod
     def _abort(transports: Iterable[Transport]) -> None:
-        for each in [*transports][
-            ::-1
-        ]:  # device transports first: they notify their peers through the host transport
+        # Device transports first: they notify their peers through the host transport.
+        for each in [*transports][::-1]:
             with suppress(CommError):
                 each.leave("a rendezvous started")
                 each.abort()

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Participant:
-    """What a process tells all others in an agreement."""
+    """The message of one process to all others in an agreement."""
 
     wants: str
     info: ProcessInfo
@@ -78,7 +78,7 @@ class Agreement:
         self.control: ChannelTransport | None = None
         """Connects all participants of the last agreement."""
         self.participants: dict[int, Participant] = {}
-        """By process, what it has told in the last agreement that it took part in."""
+        """By process, its message in the last agreement that it took part in."""
         self._killed: dict[int, str] = {}
         """Why this process has killed others."""
         self._kind = JOIN

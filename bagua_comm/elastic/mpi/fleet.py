@@ -79,14 +79,15 @@ class MPIFleet(Fleet):
         comm: The communicator of all of them; no other thread may make collective calls of it.
         timeout_s: How long a process may stay away from a rendezvous, and a call may wait for its peers.
         wanted: How many processes train, while enough are alive.
-        reply: What this process has been told, if it was spawned.
+        reply: The reply of the parent, if this process was spawned.
     """
 
     def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, reply: JoinReply | None = None) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         processes = JobProcesses(comm, None if reply is None else reply.numbers)
-        self._processes, self._started = processes, processes.size
-        """`_started`: how many processes were started with the job."""
+        self._processes = processes
+        self._started = processes.size
+        """How many processes were started with the job."""
         if reply is not None:
             bootstrap.ends_with(comm)
             processes.rounds, self._started = reply.rounds, reply.started

@@ -5,7 +5,7 @@
     all                 at a later rendezvous                 admit: one communicator of all, some milliseconds
     joining processes   take part in the next rendezvous
 
-Until they are ready no other process waits for them: one that dies or is late delays nobody. `admit` is the only
+Until they are ready no other process waits for them: one that dies or is late causes no delay. `admit` is the only
 place that creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds.
 Then the job is lost, and `bagua run --restarts` restarts it from memory.
 """
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 class JoinReply(NamedTuple):
-    """What a joining process has to know about the job."""
+    """The facts about the job that a joining process needs."""
 
     numbers: list[int]
     """The numbers of the processes, by rank in the communicator of all."""
