@@ -24,7 +24,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docst
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
-    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Meeting", "Order", "Steps"),
+    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Order", "RendezvousInfo", "Steps"),
     *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session"),
     *("Encoding", "Failure", "Hooks", "LaneComm", "Momentum", "Ranks"),
 )

@@ -1,4 +1,4 @@
-"""Which fleet this process belongs to: that depends on how it was started."""
+"""The fleet of this process, according to its launcher."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..errors import BootstrapError
 from ..transports import LocalTransport
 from .fixed import FixedFleet
 from .fleet import Fleet
-from .mpi.parent import Origin
+from .mpi.parent import ParentInfo
 
 _log = logging.getLogger(__name__)
 
 _under_torchrun: Callable[[float], Fleet] | None = None
 
 
-def start_under_torchrun_by(start: Callable[[float], Fleet]) -> None:
-    """Have `start(timeout_s)` make the fleet under torchrun; bagua_torch says so when it is imported."""
+def register_torchrun_fleet(start: Callable[[float], Fleet]) -> None:
+    """Have `start(timeout_s)` make the fleet under torchrun; bagua_torch calls this when it is imported."""
     global _under_torchrun
     _under_torchrun = start
 
@@ -33,23 +33,24 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
     """The fleet of all processes that were started with this one.
 
     Collective. Under `bagua run --ulfm` and under torchrun the fleet survives deaths. Under any other mpirun, and
-    without a launcher, it can only tell of them.
+    without a launcher, it only reports them.
 
     Args:
-        timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers, in seconds.
+        timeout_s: How long a process may stay away from a rendezvous, and a call may wait for its peers, in
+            seconds.
 
     Raises:
         BootstrapError: The world cannot be set up, or this process is connected already; see `connect`.
-        CommTimeout: MPI had started on all ranks, but one did not come in time.
-        RankFailed: A process died before the others could go on without it.
+        CommTimeout: MPI has started on all ranks, but one has not joined in time.
+        RankFailed: A process died before the others could continue without it.
     """
     check_timeout(timeout_s)
     refuse_a_second_world()
     if under_torchrun():
         if _under_torchrun is None:
             raise BootstrapError(
-                "elastic.run: torchrun started this process, and only bagua_torch knows how its processes find "
-                "each other; import bagua_torch before"
+                "elastic.run: torchrun started this process, and only bagua_torch can connect its processes; "
+                "import bagua_torch before"
             )
         return _under_torchrun(timeout_s)
     if not under_ulfm():
@@ -63,15 +64,15 @@ def start(timeout_s: float = TIMEOUT_S) -> Fleet:
     recruiter = job().recruiter
     if not recruiter:
         return start_fleet(timeout_s, gather)
-    origin = Origin.parse(recruiter)
-    # Nobody waits for a newcomer yet: so what takes long the first time happens now.
+    parent = ParentInfo.parse(recruiter)
+    # No other process waits for a joining one yet, so whatever is slow the first time happens now.
     kernels.on_host()
     open_world(LocalTransport(), [0]).close()
-    deadline = Deadline(lambda: f"{origin} is gone" if origin.is_gone() else None, _give_up)
+    deadline = Deadline(lambda: f"{parent} has ended" if parent.has_ended() else None, _exit)
     return deadline.run(lambda: start_fleet(timeout_s, gather))
 
 
-def _give_up(why: str) -> None:
-    """End this newcomer, which nobody lets in any more: MPI may wait for ever."""
-    _log.info("a newcomer ends: %s", why)
+def _exit(why: str) -> None:
+    """End this joining process, which can no longer be admitted: MPI may block for ever."""
+    _log.info("a joining process ends: %s", why)
     os._exit(0)

@@ -109,12 +109,12 @@ def test_calls_over_gloo(check, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     from torch.distributed import HashStore
 
-    from bagua_torch.process_group import Meeting, ProcessGroupTransport
+    from bagua_torch.process_group import ProcessGroupTransport, RendezvousInfo
 
     store = HashStore()
 
     def run(rank):
-        transport = ProcessGroupTransport(timeout_s=30, meeting=Meeting(store, "calls", rank, 3))
+        transport = ProcessGroupTransport(timeout_s=30, rendezvous=RendezvousInfo(store, "calls", rank, 3))
         comm = Communicator([transport], check=check)
         for each in calls.WITH_CHECK if check else calls.WITHOUT_CHECK:
             each(comm, np.copy)

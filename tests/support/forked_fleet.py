@@ -1,4 +1,4 @@
-"""A fleet under torchrun without torchrun: processes that are forked, and the store in which they meet."""
+"""A fleet under torchrun without torchrun: forked processes, and their store."""
 
 import ctypes
 import itertools
