@@ -487,7 +487,7 @@ class Engine(Live):
         wrapper = self.wrapper()
         if wrapper is not None:
             wrapper.detach()
-        self._lane.give_up()
+        self._lane.abort()
 
     def __enter__(self) -> Engine:
         return self
