@@ -439,7 +439,7 @@ class Engine(Live):
         self._closed = True
         self._exchanges.stop()
         self._callbacks.detach()
-        self._lane.give_up()
+        self._lane.abort()
 
     def give_up(self) -> None:
         """Deprecated name of `abort`."""

@@ -6,8 +6,8 @@
     joining processes   take part in the next rendezvous
 
 Until they are ready no other process waits for them: one that dies or is late causes no delay. `admit` alone
-creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds. Then the job
-is lost, and `bagua run --restarts` restarts it from memory.
+creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds. Then the
+job is lost, and `bagua run --restarts` restarts it from memory.
 """
 
 from __future__ import annotations
