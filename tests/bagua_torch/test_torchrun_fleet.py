@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.forked_fleet import TIMEOUT_S, Processes, run
+from support.forked_fleet import TIMEOUT_S, Processes, run, wait_for
 from support.launch import torchrun, with_packages
-from support.waiting import until
 
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, elastic
 from bagua_comm.elastic import start
@@ -220,7 +219,7 @@ def test_a_process_that_is_started_again_alone_is_let_in(processes):
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        until(fleet.recruits_wait)
+        wait_for(fleet.recruits_wait)
         meeting = fleet.meet(error.value)
         comm = connect_all(fleet, meeting)
         result = total(comm)
@@ -310,7 +309,7 @@ def test_a_store_that_is_gone_is_an_error_that_says_what_to_do():
     client.put("here")
     del server
     with pytest.raises(RankFailed, match=r"the store at 127.0.0.1:.* is gone: .* --max-restarts"):
-        until(lambda: not client.has("here"))
+        wait_for(lambda: not client.has("here"))
 
 
 def test_the_first_of_several_values_holds():
@@ -463,7 +462,7 @@ def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
     try:
         for agent in agents[1:]:
             agent.wait(timeout=200)
-        until((tmp_path / "result-0").exists)
+        wait_for((tmp_path / "result-0").exists)
     finally:
         for agent in agents:
             agent.kill()

@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from support.forked_fleet import Processes, run
-from support.waiting import until
+from support.forked_fleet import Processes, run, wait_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
 
@@ -29,7 +28,7 @@ def test_living_processes_of_other_containers_are_not_taken_for_dead(processes):
         board, look = fleet._board, fleet._vigil.look
         fleet._vigil.look = lambda *args, **options: [look(*args, **options), board.put("looked")][0]
         if fleet.me == 1:
-            until(lambda: board.has("looked"))  # rank 0 has missed this one, and looked for its process
+            wait_for(lambda: board.has("looked"))  # rank 0 has missed this one, and looked for its process
         meeting = fleet.meet()
         found = len(meeting.alive), meeting.dead, total(fleet, meeting)
         fleet.end()

@@ -92,12 +92,7 @@ def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm,
     with world_of(comm) as (world, last):
         if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
             make = world.transports[0]._make
-
-            def late(new):
-                time.sleep(1.5)  # sleeps: past the time limit of the others
-                return make(new)
-
-            monkeypatch.setattr(world.transports[0], "_make", late)
+            monkeypatch.setattr(world.transports[0], "_make", lambda new: (time.sleep(1.5), make(new))[1])
             with suppress(CommError):
                 call(world)
         else:
@@ -115,12 +110,9 @@ def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
             start = mpi_transport.MPITransport.start
-
-            def slow(*args):
-                time.sleep(0.3)  # sleeps: each answer is just in time
-                return start(*args)
-
-            monkeypatch.setattr(mpi_transport.MPITransport, "start", slow)
+            monkeypatch.setattr(
+                mpi_transport.MPITransport, "start", lambda *args: (time.sleep(0.3), start(*args))[1]
+            )
             with suppress(CommTimeout):  # it waits for nobody
                 world.allgather(np.ones(4000))
             return
