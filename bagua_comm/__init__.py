@@ -7,6 +7,8 @@ On every rank:
 """
 
 from . import elastic, optim, topology
+from . import moved as _moved
+from ._version import __version__ as __version__
 from .algorithms import (
     Algorithm,
     AsyncModelAverage,
@@ -49,7 +51,7 @@ from .hooks import CallView, Hook, NanWatch
 from .lane import Lane
 from .planning.tuner import Tuner
 
-__version__ = "0.2.0"
+_moved.install()
 
 __all__ = [
     "Algorithm",

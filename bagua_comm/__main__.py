@@ -10,11 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from . import __version__
-from .commands import completion, diagnose, doctor, info, net, run
+from ._version import __version__
+from .commands import advise, completion, diagnose, doctor, info, net, run
 from .errors import ArrayError
 from .launch.cli import CommandError, program_name
-from .planning import advise
 
 DESCRIPTION = "Start programs on several ranks, look at machines, and predict what trains fastest."
 
@@ -27,10 +26,10 @@ COMMANDS: dict[str, Any] = {
     "net": net,
     "completion": completion,
 }
-"""Each has SUMMARY, DESCRIPTION, add_arguments(parser) and run(options)."""
+"""The module of each command, with SUMMARY, DESCRIPTION, add_arguments(parser) and run(options)."""
 
 SIGPIPE_EXIT_CODE = 141
-"""What a shell shows for a program that a closed pipe has ended."""
+"""The exit code of a shell for a program that a closed pipe has ended."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,34 +42,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = COMMANDS[options.command].run(options)
         sys.stdout.flush()
-    except (CommandError, advise.AdviceError, ArrayError) as exc:
+    except (CommandError, ArrayError) as exc:
         print(f"{parser.prog} {options.command}: {exc}", file=sys.stderr)
         return getattr(exc, "exit_code", 2)
     except BrokenPipeError:
-        # Whoever read the output has had enough (`| head`). Python would try to write the rest at its end.
+        # The reader of the output has closed it (`| head`). Python would try to write the rest at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SIGPIPE_EXIT_CODE
     return code
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog=program_name(), description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"bagua_comm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, command in COMMANDS.items():
-        its_own = commands.add_parser(
+        command_parser = commands.add_parser(
             name, help=command.SUMMARY, description=command.DESCRIPTION, allow_abbrev=False
         )
-        its_own.set_defaults(parser=its_own)
-        command.add_arguments(its_own)
+        command_parser.set_defaults(parser=command_parser)
+        command.add_arguments(command_parser)
     return parser
 
 
 def refuse(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """End with what a command's parser does not know, and what was perhaps meant."""
-    meant = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
-    advice = f"; did you mean {meant[0]}?" if meant else ""
+    """Exit with an error that names the unknown arguments, and a similar known one."""
+    similar = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
+    advice = f"; did you mean {similar[0]}?" if similar else ""
     parser.error(f"unrecognized arguments: {' '.join(unknown)}{advice}")
 
 

@@ -347,7 +347,7 @@ _VIEWS = 256
 """How many views a `Scratch` remembers."""
 
 
-class _Order(Protocol):
+class _StreamOrder(Protocol):
     """See `cuda.StreamOrder`."""
 
     settled: Any
@@ -369,7 +369,7 @@ class Scratch:
     ((4,), True)
     """
 
-    _order: _Order | None = None
+    _order: _StreamOrder | None = None
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, bool], Array] = {}

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from threading import get_ident
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from .arrays import Array, Scratch, library
@@ -354,12 +354,7 @@ class UseStream:
         self._before = _cuda().get_current_stream()
         self._stream.use()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._before.use()
         self._before = None
 

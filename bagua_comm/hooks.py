@@ -20,19 +20,29 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from . import arrays
-from .arrays import Array
+from .arrays import Array, Op
 from .bucket import Bucket
 from .errors import ArrayError
 
-if TYPE_CHECKING:
-    from .comm import Communicator
-
 _log = logging.getLogger(__name__)
+
+
+class Ranks(Protocol):
+    """A communicator, to its hooks: `Communicator` is one."""
+
+    rank: int
+    size: int
+
+    def allreduce(self, x: Array, *, op: Op) -> Array:
+        """See `Communicator.allreduce`. Collective."""
+
+    def broadcast_object(self, obj: Any, *, root: int) -> Any:
+        """See `Communicator.broadcast_object`. Collective."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class CallView:
         error: In `failed`: what it raises.
     """
 
-    comm: Communicator = field(repr=False)
+    comm: Ranks = field(repr=False)
     name: str
     number: int
     collective: bool
@@ -190,14 +200,14 @@ class NanWatch:
             raise ArrayError(text)
 
 
-def _of_first_rank(comm: Communicator, text: str | None) -> str | None:
+def _of_first_rank(comm: Ranks, text: str | None) -> str | None:
     """The text of the first rank that has one; None if no rank has. Collective."""
     mine = comm.rank if text is not None else comm.size
     first = int(comm.allreduce(np.array(mine), op="min"))
     if first == comm.size:
         return None
-    told: str = comm.broadcast_object(text, root=first)
-    return told
+    found: str = comm.broadcast_object(text, root=first)
+    return found
 
 
 def _first_in(call: CallView) -> str | None:

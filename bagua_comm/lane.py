@@ -23,20 +23,46 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from .bucket import Bucket
 from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
 from .pickling import Live
-from .trace import Tracer
-
-if TYPE_CHECKING:
-    from .comm import Communicator
+from .trace import Counters, Tracer
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class CallLimit(Protocol):
+    """The limit of a communicator's call in progress."""
+
+    limit_s: float | None
+
+
+class LaneComm(Protocol):
+    """A communicator, to its lane: `Communicator` is one."""
+
+    @property
+    def guard(self) -> CallLimit:
+        """The guard of its calls."""
+
+    @property
+    def timeout_s(self) -> float:
+        """The time limit of its calls, in seconds."""
+
+    tracer: Tracer
+    counters: Counters
+    device: int | None
+    group: str
+
+    def close(self) -> None:
+        """Free it. Collective."""
+
+
+C = TypeVar("C", bound=LaneComm)
 
 SLACK_S = 5.0
 """How much longer than the timeout of a call `wait` waits, at most, so that the call itself can say what is
@@ -47,7 +73,7 @@ Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """What was submitted to a lane."""
 
 
-class Lane(Live, ABC):
+class Lane(Live, ABC, Generic[C]):
     """Runs tasks in order, beside the caller.
 
     `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that fails stops
@@ -61,7 +87,7 @@ class Lane(Live, ABC):
 
     _numbers: ClassVar = itertools.count()
 
-    def __init__(self, comm: Communicator, name: str = "lane", *, device: int | None = None) -> None:
+    def __init__(self, comm: C, name: str = "lane", *, device: int | None = None) -> None:
         self.comm = comm
         self.name = f"{name}-{next(self._numbers)}"
         self.tracer: Tracer = comm.tracer
@@ -115,8 +141,9 @@ class Lane(Live, ABC):
                     ) from exc
 
     def _limit_s(self) -> float:
-        limit_s: float | None = self.comm.turn.limit_s  # of the call in progress, if it has one of its own
-        timeout_s: float = self.comm.timeout_s if limit_s is None else max(limit_s, self.comm.timeout_s)
+        limit_s, timeout_s = self.comm.guard.limit_s, self.comm.timeout_s
+        if limit_s is not None:
+            timeout_s = max(limit_s, timeout_s)
         return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:
@@ -213,7 +240,7 @@ class Lane(Live, ABC):
         else:
             future.set_result(result)
 
-    def __enter__(self) -> Lane:
+    def __enter__(self) -> Lane[C]:
         return self
 
     def __exit__(
@@ -229,14 +256,14 @@ class Lane(Live, ABC):
             self._stop()
 
 
-class ThreadLane(Lane):
+class ThreadLane(Lane[C]):
     """A lane on a thread of its own. NumPy and MPI release the interpreter lock while they work.
 
     If its communicator works on a device, the thread has a side stream. Transports that wait for the device hold
     up this thread, and not the caller's.
     """
 
-    def __init__(self, comm: Communicator, name: str = "lane") -> None:
+    def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=_device_of(comm))
         if self._side is None:
             self._executor = ThreadPoolExecutor(1, self.name)
@@ -262,7 +289,7 @@ class ThreadLane(Lane):
         self._executor.shutdown(wait=False)
 
 
-class StreamLane(Lane):
+class StreamLane(Lane[C]):
     """A lane without a thread, for tasks that only enqueue work on CuPy's current stream and never wait for it.
 
     `submit` runs the task at once, with a side stream current, so that what it enqueues runs beside what the
@@ -271,7 +298,7 @@ class StreamLane(Lane):
 
     _side: SideStream
 
-    def __init__(self, comm: Communicator, name: str = "lane") -> None:
+    def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name, device=comm.device)
 
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -283,13 +310,13 @@ class StreamLane(Lane):
         return future
 
 
-class InlineLane(Lane):
+class InlineLane(Lane[C]):
     """A lane without a thread, for libraries that only one thread may call: `submit` does the work.
 
     On a device, tasks keep their order, and what comes after `wait` comes after them, whatever stream is current.
     """
 
-    def __init__(self, comm: Communicator, name: str = "lane") -> None:
+    def __init__(self, comm: C, name: str = "lane") -> None:
         super().__init__(comm, name)
         self._order = StreamOrder()
 
@@ -315,7 +342,7 @@ class InlineLane(Lane):
         return future
 
 
-def _device_of(comm: Communicator) -> int | None:
+def _device_of(comm: LaneComm) -> int | None:
     """The device that `comm` works on; None if CuPy is not loaded, since there are no device arrays then."""
     return comm.device if "cupy" in sys.modules else None
 

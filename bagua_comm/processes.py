@@ -1,8 +1,8 @@
-"""What Linux tells about this host, and about another process on it.
+"""This host, and other processes on it, as Linux shows them.
 
-The number of a process means something in one PID namespace alone. Containers may share the name of their host,
-its memory and its network, and yet count their processes each by itself. So a process of which another one tells
-is a `ProcessId`, and is looked up, compared or killed through that.
+A process id is valid in one PID namespace only. Containers may share the name of their host, its memory and its
+network, and yet number their processes independently. So a process that another process names is a `ProcessId`,
+which is looked up, compared and killed through its methods.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 
 
 def this_host() -> str:
-    """A text that is the same in all processes of this host, and in no process of another one.
+    """Return a text that identifies this host: the same in all of its processes, and in no others.
 
-    It has the host's name, since emulated hosts share a kernel, and the number that Linux gave itself when it
-    started, since containers on several hosts may have one name.
+    It contains the host's name, since emulated hosts share a kernel, and the boot id of Linux, since containers
+    on several hosts may have one name.
 
     >>> this_host() == this_host()
     True
@@ -35,7 +35,7 @@ def this_host() -> str:
 
 
 def this_network() -> str:
-    """A text that is the same in all processes that share 127.0.0.1: containers may have one of their own.
+    """Return a text that is the same in all processes that share 127.0.0.1; a container may have its own.
 
     >>> this_network() == this_network()
     True
@@ -47,12 +47,12 @@ def this_network() -> str:
 
 
 def pid_namespace() -> str:
-    """A text that is the same in all processes that see each other by their process ids, and in no other ones.
+    """Return a text that identifies the PID namespace: the same in all of its processes, and in no others.
 
     >>> pid_namespace() == pid_namespace()
     True
     """
-    number, seen = 0, True  # where no namespaces are known, there is one
+    number, seen = 0, True  # a system without namespaces has a single one
     with suppress(OSError):
         number = os.stat("/proc/self/ns/pid").st_ino
     if os.path.isdir("/proc"):
@@ -60,24 +60,24 @@ def pid_namespace() -> str:
             seen = os.readlink("/proc/self") == str(os.getpid())
         except OSError:
             seen = not os.path.exists("/proc/stat")  # then it is not Linux's
-    # Where /proc tells of another namespace than this process is in, nobody can be looked up there.
-    return f"{this_host()} {number}" if seen else f"{this_host()} {number} {_word(os.getpid())}"
+    # If /proc shows another namespace than this process is in, no process can be looked up there.
+    return f"{this_host()} {number}" if seen else f"{this_host()} {number} {_nonce(os.getpid())}"
 
 
 def namespace_number() -> int:
-    """A number of `pid_namespace`, of 63 bits: for names of files, and where a text does not fit."""
+    """Return a hash of `pid_namespace`, of 63 bits, for names of files and places where a text does not fit."""
     return int.from_bytes(hashlib.blake2b(pid_namespace().encode(), digest_size=8).digest(), "little") >> 1
 
 
 @functools.cache
-def _word(process: int) -> str:
-    """A word of this process alone."""
+def _nonce(process: int) -> str:
+    """A random text of this process; the argument separates a forked child from its parent."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class ProcessId:
-    """A process as others may know it: no two processes ever have the same.
+    """A unique id of a process, valid in all processes of all hosts.
 
     >>> ProcessId.mine().state() in ("running", "")
     True
@@ -93,15 +93,15 @@ class ProcessId:
 
     @classmethod
     def mine(cls) -> ProcessId:
-        """That of this process."""
+        """Return the id of this process."""
         return ProcessId(pid_namespace(), os.getpid(), start_of(os.getpid()))
 
     @classmethod
     def parse(cls, text: str) -> ProcessId:
-        """What `text` has written.
+        """Return the id that `text` has written.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: This is not such a text.
 
         >>> ProcessId.parse("12 345 host 4026531836")
         ProcessId(namespace='host 4026531836', pid=12, start=345)
@@ -110,7 +110,7 @@ class ProcessId:
         return ProcessId(namespace, int(pid), int(start))
 
     def text(self) -> str:
-        """For a file or an environment variable; one line.
+        """Return the id as one line, for a file or an environment variable.
 
         >>> ProcessId("host 4026531836", 12, 345).text()
         '12 345 host 4026531836'
@@ -118,29 +118,28 @@ class ProcessId:
         return f"{self.pid} {self.start} {self.namespace}"
 
     def is_visible(self) -> bool:
-        """Whether this process can see that one by its number."""
+        """Whether this process can look up that one by its process id."""
         return self.namespace == pid_namespace()
 
     def state(self) -> str:
-        """See `state_of`; "" also where it cannot be seen from here."""
+        """Return its state, as `state_of` does; "" also if it is not visible."""
         if not self.is_visible():
             return ""
         return state_of(self.pid) if start_of(self.pid) == self.start else "ended"
 
     def has_ended(self) -> bool:
-        """Whether it is known to have ended; only processes of its namespace know."""
+        """Whether it is known to have ended; False if it is not visible."""
         return self.state() == "ended"
 
     def kill(self) -> bool:
-        """Kill it, with SIGKILL; whether it was there, and can be seen from here."""
+        """Kill it, with SIGKILL; returns whether it was visible and running."""
         return self.is_visible() and kill(self.pid, self.start)
 
 
 def processor_ticks(stat: Path = Path("/proc/stat")) -> list[int]:
-    """Ticks of all processors since this host started, each kind of time by itself; zeros if that is unknown.
+    """Return the CPU time of all processors since the boot, in ticks by category; zeros if that is unknown.
 
-    The kinds: processes of usual priority, nice ones, the system, nobody, waits for disks, interrupts, those put
-    off, and other machines of a hypervisor.
+    The categories are those of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
 
     >>> len(processor_ticks())
     8
@@ -152,7 +151,7 @@ def processor_ticks(stat: Path = Path("/proc/stat")) -> list[int]:
 
 
 def state_of(process: int) -> str:
-    """Whether a process is "running", "stopped" (by a signal, a debugger) or has "ended"; "" if that is unknown.
+    """Return the state of a process: "running", "stopped" (by a signal or a debugger), "ended", or "" if unknown.
 
     >>> state_of(os.getpid()) in ("running", "")
     True
@@ -167,7 +166,7 @@ def state_of(process: int) -> str:
 
 
 def mapped_files(folder: str) -> list[str]:
-    """The files in a folder that this process has mapped into its memory, as it does to share memory.
+    """Return the files in a folder that this process has mapped into its memory.
 
     >>> mapped_files("/no/such/folder/")
     []
@@ -179,9 +178,9 @@ def mapped_files(folder: str) -> list[str]:
 
 
 def start_of(process: int) -> int:
-    """When a process was started, in clock ticks of Linux; 0 if it has ended, or that is unknown.
+    """Return the start time of a process, in clock ticks of Linux; 0 if it has ended, or that is unknown.
 
-    The number and the start of a process together mean one process of this namespace for ever.
+    The process id and the start time together identify one process of this namespace for ever.
 
     >>> start_of(os.getpid()) == start_of(os.getpid())
     True
@@ -192,7 +191,7 @@ def start_of(process: int) -> int:
 
 
 def _stat(process: int) -> list[str]:
-    """What Linux tells of a process in a line, from its state on: what comes before may hold anything."""
+    """The fields of /proc/PID/stat from the state on; the name before it may contain any character."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -201,10 +200,10 @@ def _parent(process: int) -> int:
 
 
 def started_with(name: str, value: str) -> dict[int, dict[str, str]]:
-    """The processes that can be seen from here and were started with a certain environment variable.
+    """Return the visible processes that were started with this value of an environment variable.
 
     Returns:
-        By process, all the variables that it was started with.
+        By process id, all environment variables at its start.
 
     >>> started_with("SET_BY_NOBODY", "1")
     {}
@@ -220,19 +219,19 @@ def started_with(name: str, value: str) -> dict[int, dict[str, str]]:
 
 
 def _environment(process: int) -> dict[str, str]:
-    """The environment variables that a process was started with."""
+    """The environment variables of a process at its start."""
     texts = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(text).partition("=") for text in texts if text)
     return {name: value for name, _, value in pairs}
 
 
 def kill(process: int, start: int) -> bool:
-    """Kill a process of this namespace, with SIGKILL, if it was started at `start`; whether it was.
+    """Kill a process of this namespace, if its start time is `start`; returns whether SIGKILL was sent.
 
-    One of which another process has told is killed by `ProcessId.kill`.
+    Use `ProcessId.kill` for a process id from another process.
     """
     try:
-        handle = os.pidfd_open(process)  # it refers to this process also when its number is given to another one
+        handle = os.pidfd_open(process)  # it refers to this process even if its id is reused
     except (AttributeError, OSError):  # AttributeError: only Linux has it
         return False
     try:
@@ -247,10 +246,10 @@ def kill(process: int, start: int) -> bool:
 
 
 def starter(variable: str) -> int:
-    """The nearest process above this one that was started without this environment variable.
+    """Return the nearest ancestor of this process that was started without this environment variable.
 
-    A launcher gives its processes variables that it has not got itself, and what is in between hands them on.
-    Where no such process is seen, it is the first one, 1 or 0.
+    A launcher sets variables for its processes that it does not have itself; processes in between pass them on.
+    If no such ancestor is visible, the result is the first process, 1 or 0.
 
     >>> starter("SET_BY_NOBODY") == os.getppid()
     True
@@ -263,7 +262,7 @@ def starter(variable: str) -> int:
 
 
 def sees_starter(variable: str) -> bool:
-    """Whether `starter` can be seen from here: in a container of its own this process may not see its siblings.
+    """Whether `starter` is visible; from within a container, a process may not see its siblings.
 
     >>> sees_starter("SET_BY_NOBODY")
     True
@@ -271,15 +270,15 @@ def sees_starter(variable: str) -> bool:
     process = starter(variable)
     try:
         return process > 0 and variable not in _environment(process)
-    except OSError:  # it belongs to somebody else, who has none of our variables
+    except OSError:  # it belongs to another user, so it has none of our variables
         return True
 
 
 def slurm_step() -> str | None:
-    """The Slurm step that this process belongs to: "8.0", or "8.batch" in a job's script; None if not known.
+    """Return the Slurm step of this process: "8.0", or "8.batch" in the script of a job; None if not known.
 
-    Slurm starts a process of its own on each node for each step, which is called "slurmstepd: [8.0]"; the tasks
-    are its children. Environment variables tell less, since a job that is submitted by a task inherits them.
+    For each step, Slurm starts a process on each node with the title "slurmstepd: [8.0]"; the tasks are its
+    children. Environment variables are less reliable, since a job that a task submits inherits them.
 
     >>> slurm_step()
     """

@@ -59,7 +59,7 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _DeviceSpan:
+class _DeviceRecord:
     """A span between two events, which may not have happened yet."""
 
     name: str
@@ -117,7 +117,7 @@ class Recorder:
 
     def __init__(self, capacity: int = 16384) -> None:
         self._ring: deque[tuple[str, str, int, int, dict[str, Any]]] = deque(maxlen=capacity)
-        self._on_device: deque[_DeviceSpan] = deque(maxlen=min(capacity, DEVICE_SPANS))
+        self._on_device: deque[_DeviceRecord] = deque(maxlen=min(capacity, DEVICE_SPANS))
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._thread = _ThreadName()
 
@@ -133,7 +133,7 @@ class Recorder:
         self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
     ) -> None:
         """Keep one span of a device, from the event `start` to the event `end`, on the row `row`."""
-        self._on_device.append(_DeviceSpan(name, row, start, end, args, clock))
+        self._on_device.append(_DeviceRecord(name, row, start, end, args, clock))
 
     def spans(self) -> list[Span]:
         """The spans that have ended, in the order of their ends. Does not wait for a device."""
@@ -144,7 +144,7 @@ class Recorder:
 
     def _take_times(self) -> None:
         """Move the spans that have ended on devices to the ring."""
-        waiting: defaultdict[int, list[_DeviceSpan]] = defaultdict(list)
+        waiting: defaultdict[int, list[_DeviceRecord]] = defaultdict(list)
         for _ in range(len(self._on_device)):
             span = self._on_device.popleft()
             waiting[id(span.clock)].append(span)

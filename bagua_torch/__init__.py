@@ -1,6 +1,6 @@
 """PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
 
-from bagua_comm.elastic.start import start_under_torchrun_by
+from bagua_comm.elastic.start import register_torchrun_fleet
 from bagua_comm.trace import listen
 
 try:
@@ -28,7 +28,7 @@ from .process_group.fleet import start_fleet
 from .sync_batchnorm import SyncBatchNorm
 
 listen(profiler.RANGES)
-start_under_torchrun_by(start_fleet)
+register_torchrun_fleet(start_fleet)
 
 __all__ = [
     "Checkpoints",

@@ -1,4 +1,4 @@
-"""Tensors as arrays and back, through DLPack. Both share memory, and the order of PyTorch's streams is kept."""
+"""Conversion between tensors and arrays by DLPack. Both share memory; the order of PyTorch's streams is kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES = {
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """NumPy's name of a tensor's dtype.
+    """NumPy's name for the dtype of a tensor.
 
     Raises:
         UnsupportedError: NumPy and CuPy have no such dtype.
@@ -40,10 +40,10 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def torch_stream(device: torch.device) -> AbstractContextManager[None]:
-    """In the body of `with`, calls on CUDA tensors of `device` are in the order of PyTorch's current stream.
+    """A context in which calls on CUDA tensors of `device` are in the order of PyTorch's current stream.
 
-    bagua_comm works in the order of CuPy's current stream. That is another stream as soon as PyTorch is told to
-    use one of its own (`torch.cuda.stream`). The host waits for neither. This does nothing for the CPU.
+    bagua_comm works in the order of CuPy's current stream, which differs from PyTorch's within
+    `torch.cuda.stream(...)`. The host does not wait. On the CPU this does nothing.
 
     >>> with torch_stream(torch.device("cpu")):
     ...     pass
@@ -63,15 +63,15 @@ def _on_device(device: torch.device) -> Iterator[None]:
 
 
 def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """In the body of `with`, PyTorch's current stream of `device` is CuPy's. This does nothing for the CPU.
+    """A context in which PyTorch's current stream of `device` is CuPy's. On the CPU this does nothing.
 
     Raises:
-        UnsupportedError: CuPy was told to have a default stream for each thread.
+        UnsupportedError: CuPy uses per-thread default streams.
     """
     if device.type == "cpu":
         return _ON_HOST
     address = cuda.current_address()
-    if address in cuda.DEFAULT_STREAMS:  # of which ExternalStream would make a stream of PyTorch's pool
+    if address in cuda.DEFAULT_STREAMS:  # ExternalStream would make a stream of PyTorch's pool
         return torch.cuda.stream(torch.cuda.default_stream(device))
     external: Any = torch.cuda.ExternalStream  # torch leaves it untyped
     return torch.cuda.stream(external(address, device))
@@ -80,13 +80,12 @@ def cupy_stream(device: torch.device) -> AbstractContextManager[Any]:
 def as_array(tensor: torch.Tensor) -> Array:
     """View a tensor as a NumPy array (CPU) or CuPy array (CUDA). Shares memory; never copies.
 
-    The array has no history: no gradient flows through what is done with it. If CuPy's current stream is another
-    one than PyTorch's, it waits for PyTorch's. A communicator's calls take tensors as they are, without this, and
-    give back tensors.
+    The array is detached: gradients do not flow through operations on it. If CuPy's current stream is not
+    PyTorch's, it waits for PyTorch's. The calls of a communicator take tensors directly, and return tensors.
 
     Raises:
         UnsupportedError: The tensor is sparse, on another kind of device, or of a dtype without arrays; or it is
-            on a CUDA device, and CuPy was told to have a default stream for each thread.
+            on a CUDA device, and CuPy uses per-thread default streams.
 
     >>> x = torch.zeros(3, dtype=torch.bfloat16)
     >>> as_array(x)[1] = 2
@@ -95,14 +94,14 @@ def as_array(tensor: torch.Tensor) -> Array:
     """
     dtype_name(tensor)
     if tensor.device.type == "cuda":
-        cuda.current_address()  # raises where CuPy's cannot be made PyTorch's
+        cuda.current_address()  # raises if CuPy's stream cannot be PyTorch's
     return arrays.as_array(tensor.detach())
 
 
 def as_tensor(array: Array) -> torch.Tensor:
     """View a NumPy or CuPy array as a tensor. Shares memory; never copies.
 
-    If PyTorch's current stream is another one than CuPy's, it waits for CuPy's.
+    If PyTorch's current stream is not CuPy's, it waits for CuPy's.
 
     >>> import numpy as np
     >>> x = np.zeros(2)

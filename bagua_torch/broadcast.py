@@ -1,4 +1,4 @@
-"""Copying tensors, and the state of optimizers, from one rank to all others."""
+"""Broadcast of tensors and of optimizer states."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], *, ro
 def broadcast_values(
     comm: Communicator, tensors: Sequence[torch.Tensor], *, root: int = 0
 ) -> Sequence[torch.Tensor]:
-    """What `root`'s tensors hold, on all ranks: one message for each dtype and kind of device.
+    """The values of `root`'s tensors, on all ranks, in one message for each dtype and device type.
 
-    Collective. All ranks give tensors of the same shapes, dtypes and kinds of devices, in the same order. CUDA
+    Collective. All ranks give tensors of the same shapes, dtypes and device types, in the same order. CUDA
     tensors are copied in the order of PyTorch's current stream.
 
     Returns:
@@ -41,13 +41,13 @@ def broadcast_values(
     if comm.size == 1:
         return tensors
     found: dict[int, torch.Tensor] = {}
-    kinds = {(str(tensor.dtype), tensor.device.type) for tensor in tensors}
-    for kind in sorted(kinds):
-        places = [i for i, tensor in enumerate(tensors) if (str(tensor.dtype), tensor.device.type) == kind]
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in places])
+    types = {(str(tensor.dtype), tensor.device.type) for tensor in tensors}
+    for each in sorted(types):
+        indices = [i for i, tensor in enumerate(tensors) if (str(tensor.dtype), tensor.device.type) == each]
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
         with torch_stream(flat.device):
             comm.broadcast(as_array(flat), root=root)
-        for i, values in zip(places, torch.split(flat, [tensors[i].numel() for i in places]), strict=True):
+        for i, values in zip(indices, torch.split(flat, [tensors[i].numel() for i in indices]), strict=True):
             found[i] = values.view_as(tensors[i])
     return tensors if comm.rank == root else [found[i] for i in range(len(tensors))]
 
@@ -55,18 +55,18 @@ def broadcast_values(
 def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *, root: int = 0) -> None:
     """Copy the state and the settings of `root`'s optimizer to all ranks.
 
-    Collective. An optimizer that has not stepped yet gets a state here if `root`'s has one. States keep the dtype
-    that they have on `root`. `param_groups`, each group in it and `state` stay the same objects, so a program may
-    hold them. Of a ZeroRedundancyOptimizer, whose states are each rank's own, the settings alone are copied.
+    Collective. An optimizer that has not stepped yet gets a state if `root`'s has one. States keep the dtype that
+    they have on `root`. `param_groups`, each group in it and `state` stay the same objects, so references to them
+    stay valid. Only the settings of a ZeroRedundancyOptimizer are copied, since its states are sharded.
 
     Raises:
         CommMismatch: The ranks' optimizers are of different classes, or their groups have different sizes.
-        UnsupportedError: `root`'s optimizer does not give its state, or another rank's does not take it.
+        UnsupportedError: `root`'s optimizer does not return its state, or another rank's does not load it.
     """
-    own = sharded.is_sharded(optimizer)
+    is_sharded = sharded.is_sharded(optimizer)
     mine = (type(optimizer).__qualname__, [len(group["params"]) for group in optimizer.param_groups])
     state, problem = None, ""
-    if comm.rank == root and not own:
+    if comm.rank == root and not is_sharded:
         state, problem = _state_of(optimizer)
     for rank, (theirs, _) in enumerate(ranks := comm.allgather_object((mine, problem))):
         if theirs != mine:
@@ -74,10 +74,10 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
                 f"rank {comm.rank} and rank {rank} have different optimizers: {mine[0]} with groups of {mine[1]} "
                 f"parameters, and {theirs[0]} with groups of {theirs[1]}"
             )
-    _refuse(mine[0], [problem for _, problem in ranks], "does not give its state")
+    _refuse(mine[0], [problem for _, problem in ranks], "does not return its state")
     if comm.size == 1:
         return
-    if own:
+    if is_sharded:
         groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
         groups = broadcast_tree(comm, groups, root=root)
         if comm.rank != root:
@@ -89,11 +89,11 @@ def broadcast_optimizer(comm: Communicator, optimizer: torch.optim.Optimizer, *,
             load_in_place(optimizer, state, lambda _, sent: sent)
         except Exception as exc:  # of any class: it may come from a hook of the user
             problem = f"{type(exc).__name__}: {exc}"
-    _refuse(mine[0], comm.allgather_object(problem), f"does not take the state of rank {root}")
+    _refuse(mine[0], comm.allgather_object(problem), f"does not load the state of rank {root}")
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any] | None, str]:
-    """The state dict, and why it cannot be sent; empty if it can."""
+    """The state dict, and the reason why it cannot be sent, or an empty text."""
     try:
         state = optimizer.state_dict()
     except Exception as exc:  # of any class: it may come from a hook of the user
@@ -117,25 +117,25 @@ def _refuse(name: str, problems: Sequence[str], what: str) -> None:
 
 
 def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
-    """Give all ranks root's nested dicts, lists and tuples, of tensors and other values.
+    """Broadcast nested dicts, lists and tuples of tensors and other values.
 
-    Collective. `tree` is ignored elsewhere than on `root`, which gets it back as it is. A tensor that is there
-    several times is one tensor on all ranks; one that is dense keeps its strides.
+    Collective. `tree` is used on `root` alone, where it is returned unchanged. A tensor that occurs several times
+    is one tensor on all ranks; a dense tensor keeps its strides.
     """
     tensors: list[torch.Tensor] = []
     numbers: dict[int, int] = {}
 
-    def take(leaf: Any) -> Any:
+    def describe(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in numbers:
             numbers[id(leaf)] = len(tensors)
             tensors.append(leaf)
         strides = torch.empty_like(leaf, device="meta").stride()
-        return _Place(numbers[id(leaf)], tuple(leaf.shape), strides, leaf.dtype, leaf.device.type)
+        return _TensorInfo(numbers[id(leaf)], tuple(leaf.shape), strides, leaf.dtype, leaf.device.type)
 
     def make(leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+        if not isinstance(leaf, _TensorInfo):
             return leaf
         if leaf.number == len(tensors):
             device = f"cuda:{comm.device}" if leaf.device == "cuda" else leaf.device
@@ -143,7 +143,7 @@ def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
         return tensors[leaf.number]
 
     if comm.rank == root:
-        comm.broadcast_object(map_leaves(tree, take), root=root)
+        comm.broadcast_object(map_leaves(tree, describe), root=root)
     else:
         tree = map_leaves(comm.broadcast_object(None, root=root), make)
     broadcast_tensors(comm, tensors, root=root)
@@ -151,7 +151,7 @@ def broadcast_tree(comm: Communicator, tree: Any, *, root: int = 0) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples, with `function(leaf)` in the place of every leaf.
+    """A copy of nested dicts, lists and tuples, with `function(leaf)` for every leaf.
 
     >>> map_leaves({"a": [1, 2], "b": (3,)}, str)
     {'a': ['1', '2'], 'b': ('3',)}
@@ -165,8 +165,8 @@ def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor while the structure around it is sent."""
+class _TensorInfo:
+    """The description of a tensor in a tree that is sent."""
 
     number: int
     shape: tuple[int, ...]

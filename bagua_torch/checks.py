@@ -1,6 +1,6 @@
-"""What a wrapper refuses, and why. Each check raises, or returns what it has found; none changes anything.
+"""Checks of a wrapper's module, optimizers and use. No check changes anything.
 
-What concerns single arguments of PyTorch's own wrapper is in `torch_arguments`.
+Arguments of PyTorch's wrapper are checked in `torch_arguments`.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import nn
 from bagua_comm import Algorithm, ArrayError, CommError, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.algorithms.base import (
     check_algorithm_argument,
-    complete,
     core_of,
     exchanges_weights,
     phases_of,
+    with_defaults,
 )
 from bagua_comm.algorithms.combinators import Every
 
 from .arrays import as_array
-from .contents import Contents
 from .errors import MismatchError, MisuseError
 from .flats import layout_of, repeats
+from .model_state import ModelState
 from .sharded import check_sharded
 
 
 def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
     """The parameters and buffers to ignore.
 
-    These are `names`, those that the module itself has listed for PyTorch, and all in those of its parts that say
-    `stays_on_rank`, as the experts of a MoE do.
+    These are `names`, the names that the module lists for PyTorch, and all names in parts of the module whose
+    `stays_on_rank` is True, such as the experts of a MoE.
 
     Raises:
         ArrayError: `names` is one string, or the module has no parameter or buffer of such a name.
@@ -56,36 +56,36 @@ def names_to_ignore(module: nn.Module, names: Collection[str]) -> set[str]:
         for name, _ in tensors(remove_duplicate=False)
     }
     if inspect.getattr_static(module, PYTORCHS_NAMES, None) is refused_to_pytorchs_own:
-        return {*names, *of_rank}  # a wrapper of ours, which this one takes over from
+        return {*names, *of_rank}  # a wrapper of bagua_torch
     return {*names, *of_rank, *getattr(module, PYTORCHS_NAMES, ())}
 
 
 PYTORCHS_NAMES = "_ddp_params_and_buffers_to_ignore"
-"""The attribute in which a module tells PyTorch's own wrapper what to ignore."""
+"""The attribute of a module with the names that PyTorch's wrapper ignores."""
 
 
 def _refuse(module: nn.Module) -> Any:
-    """PyTorch's own wrapper asks for this; Accelerate and Trainer let it wrap our wrapper, unasked."""
+    """Raise when PyTorch's wrapper reads the attribute: Accelerate and Trainer let it wrap ours implicitly."""
     raise UnsupportedError(
         "DistributedDataParallel: this module is wrapped by bagua_torch already, and is about to be wrapped by "
         "PyTorch's DistributedDataParallel once more, which would average gradients twice. Give Accelerate's "
         "prepare, Trainer(model=...) and PyTorch's wrapper the plain module, and register "
-        "bagua_torch.comm_hook(average) on what they make of it; or, with Accelerate, prepare everything but "
+        "bagua_torch.comm_hook(average) on the result; or, with Accelerate, prepare everything but "
         "this module"
     )
 
 
 refused_to_pytorchs_own = property(_refuse)
-"""What our wrapper has as `PYTORCHS_NAMES`."""
+"""The value of `PYTORCHS_NAMES` in our wrapper."""
 
 
 def parts_stay(module: nn.Module) -> bool:
-    """Whether a part of the module says `stays_on_rank`; it may be empty on this rank."""
+    """Whether `stays_on_rank` is True for a part of the module, which may be empty on this rank."""
     return any(getattr(part, "stays_on_rank", False) for part in module.modules())
 
 
 def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
-    """Raise `CommMismatch` unless all ranks call the same layer; `numbers` has that of each rank, (p,)."""
+    """Raise `CommMismatch` unless all ranks call the same layer; `numbers` has the layer of each rank, (p,)."""
     for rank, number in enumerate(numbers):
         if number != numbers[0]:
             raise CommMismatch(
@@ -94,15 +94,15 @@ def check_same_layer(kind: str, numbers: Sequence[float]) -> None:
             )
 
 
-def check_module(comm: Communicator, contents: Contents) -> torch.device:
-    """The device that the trained parameters are on.
+def check_module(comm: Communicator, model: ModelState) -> torch.device:
+    """The device of the trained parameters.
 
     Raises:
         ArrayError: No parameter is trained, or one is lazy. A RuntimeError as well.
         UnsupportedError: The communicator cannot carry a parameter or a buffer, or they are on several devices,
-            or on another than the communicator's, or a part is spread over fewer or more ranks.
+            or not on the communicator's, or a part is spread over another number of ranks.
     """
-    for name, part in contents.module.named_modules():
+    for name, part in model.module.named_modules():
         ranks = getattr(part, "ranks", comm.size) if getattr(part, "stays_on_rank", False) else comm.size
         if ranks != comm.size:
             raise UnsupportedError(
@@ -110,19 +110,19 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
                 "this wrapper: otherwise ranks would hold copies of one part, and nothing would average them; "
                 "give both the same communicator"
             )
-    if not contents.trained:
+    if not model.trained:
         raise MisuseError("DistributedDataParallel: the module has no parameter to train")
-    for name, tensor in contents.tensors().items():
+    for name, tensor in model.tensors().items():
         if nn.parameter.is_lazy(tensor):
             raise MisuseError(
                 f"DistributedDataParallel: {name!r} is lazy; run the module once before wrapping it"
             )
         check_device(comm.device, name, tensor)
         try:
-            comm.carrier(as_array(tensor), call="DistributedDataParallel", name=repr(name))
+            comm.transport_for(as_array(tensor), call="DistributedDataParallel", name=repr(name))
         except UnsupportedError as exc:
             raise UnsupportedError(f"DistributedDataParallel: {name!r}: {exc}") from exc
-    devices = {parameter.device for parameter in contents.trained.values()}
+    devices = {parameter.device for parameter in model.trained.values()}
     if len(devices) > 1:
         raise UnsupportedError(
             f"DistributedDataParallel: parameters are on several devices: {sorted(map(str, devices))}"
@@ -131,7 +131,7 @@ def check_module(comm: Communicator, contents: Contents) -> torch.device:
 
 
 def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
-    """Raise `UnsupportedError` if a tensor is on another CUDA device than the communicator's, `mine`."""
+    """Raise `UnsupportedError` if a tensor is on a CUDA device that is not the communicator's, `mine`."""
     if tensor.device.type != "cuda" or tensor.device.index == mine:
         return
     if mine is None:
@@ -142,7 +142,7 @@ def check_device(mine: int | None, name: str, tensor: torch.Tensor) -> None:
     raise UnsupportedError(
         f"DistributedDataParallel: {name!r} is on {tensor.device}, but this rank's communicator works on "
         f"cuda:{mine}; move the module there, or call torch.cuda.set_device({mine}) before the communicator is "
-        "made"
+        "constructed"
     )
 
 
@@ -151,8 +151,8 @@ def check_optimizers(
 ) -> None:
     """Raise `ArrayError` unless the optimizers step all trained parameters, and fit the algorithm.
 
-    Raises `UnsupportedError` if one of them is sharded over the ranks, or takes sparse gradients alone, and does
-    not fit.
+    Raise `UnsupportedError` if one of them is sharded over the ranks, or needs sparse gradients, and does not fit
+    the algorithm.
     """
     check_algorithm_argument("DistributedDataParallel", "algorithm", algorithm)
     owned: set[int] = set()
@@ -167,16 +167,16 @@ def check_optimizers(
         if not mine & wanted:
             raise ArrayError(
                 f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) has none of the "
-                "parameters that are averaged. If it steps experts or ignored parameters alone, leave it out of "
-                "the list; else, was the module copied after the optimizer was made?"
+                "parameters that are averaged. If it steps only experts or ignored parameters, leave it out of "
+                "the list; otherwise, was the module copied after the optimizer was made?"
             )
         if isinstance(optimizer, torch.optim.SparseAdam) and any(
             p.payload == "grad" for p in phases_of(algorithm)
         ):
             raise UnsupportedError(
-                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes sparse "
-                f"gradients alone, but {algorithm} makes those that it averages dense; give torch.optim.Adam, or "
-                "an algorithm that exchanges weights alone, such as Decentralized or DiLoCo"
+                f"DistributedDataParallel: optimizer {number} ({type(optimizer).__name__}) takes only "
+                f"sparse gradients, but {algorithm} averages dense ones; give torch.optim.Adam, or an algorithm "
+                "that exchanges only weights, such as Decentralized or DiLoCo"
             )
         owned |= mine
     missing = [name for name, parameter in trained.items() if id(parameter) not in owned]
@@ -191,42 +191,42 @@ def check_optimizers(
     if counting and not optimizers:
         raise ArrayError(f"DistributedDataParallel: {algorithm} depends on steps: give the optimizers")
     for phase in phases:
-        if complete(phase).lends:
-            _check_borrowers(optimizers, phase)
+        if with_defaults(phase).lends:
+            _check_sharing(optimizers, phase)
 
 
-def _check_borrowers(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
-    """Raise `ArrayError` unless all optimizers borrow what the algorithm lends, with the same settings."""
-    lent = complete(algorithm).lends
+def _check_sharing(optimizers: Sequence[torch.optim.Optimizer], algorithm: Algorithm) -> None:
+    """Raise `ArrayError` unless all optimizers share the algorithm's state, and have the same settings."""
+    shared = with_defaults(algorithm).lends
     if not optimizers:
         raise ArrayError(
-            f"DistributedDataParallel: {algorithm} needs an optimizer that borrows its {lent}, such as "
+            f"DistributedDataParallel: {algorithm} needs an optimizer that shares its {shared}, such as "
             "bagua_torch.QAdamOptimizer: give it"
         )
     for optimizer in optimizers:
-        if getattr(optimizer, "borrows", "") != lent:
+        if getattr(optimizer, "shares_state", "") != shared:
             raise ArrayError(
-                f"DistributedDataParallel: {type(algorithm).__name__} averages the {lent} of an optimizer that "
-                f"borrows it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
+                f"DistributedDataParallel: {type(algorithm).__name__} averages the {shared} of an optimizer that "
+                f"shares it, such as bagua_torch.QAdamOptimizer, but the optimizer is {type(optimizer).__name__}"
             )
-        optimizer.check_lender(core_of(algorithm))  # type: ignore[attr-defined]
+        optimizer.check_algorithm(core_of(algorithm))  # type: ignore[attr-defined]
 
 
 def check_ranks(
-    comm: Communicator, contents: Contents, optimizers: Sequence[torch.optim.Optimizer], *, tuned: bool
+    comm: Communicator, model: ModelState, optimizers: Sequence[torch.optim.Optimizer], *, tuned: bool
 ) -> None:
-    """Compare the modules of all ranks, before any of their values is sent.
+    """Compare the modules of all ranks, before values are sent.
 
     Collective.
 
     Raises:
-        CommMismatch: Modules differ, or the order of dimensions in the memory of a parameter, or the number of
-            optimizers, or one rank has a tuner and another has none. A RuntimeError as well.
+        CommMismatch: Modules differ, or the memory formats of a parameter, or the numbers of optimizers, or only
+            some ranks have a tuner. A RuntimeError as well.
         UnsupportedError: Elements of a parameter share memory.
     """
     mine = [
-        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in contents.trained else "")
-        for name, t in contents.tensors().items()
+        (name, tuple(t.shape), str(t.dtype), t.requires_grad, in_memory(t) if name in model.trained else "")
+        for name, t in model.tensors().items()
     ]
     mine.append((f"{len(optimizers)} optimizers", (), "", False, ""))
     mine.append(("a tuner" if tuned else "no tuner", (), "", False, ""))
@@ -238,7 +238,7 @@ def check_ranks(
                 f"DistributedDataParallel: rank {comm.rank} and rank {rank} have different modules; "
                 f"rank {comm.rank} has {here} where rank {rank} has {there}"
             )
-    check_memory(contents.trained)
+    check_memory(model.trained)
 
 
 def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -247,32 +247,32 @@ def check_memory(parameters: Mapping[str, nn.Parameter]) -> None:
         if repeats(parameter):
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} of shape {tuple(parameter.shape)} has elements that share "
-                "memory, as `expand` makes them; expected one place for each element: make it contiguous, or "
+                "memory, as `expand` makes them; expected memory for each element: make it contiguous, or "
                 "expand it in the forward pass"
             )
 
 
 def in_memory(parameter: torch.Tensor) -> str:
-    """How a parameter lies in its bucket: ranks add up element by element in the order of memory."""
+    """The memory format of a parameter in its bucket, as text; it must be the same on all ranks."""
     if repeats(parameter):
         return "repeats"
     layout = layout_of(parameter)
     return "contiguous" if layout.is_contiguous else f"dimensions in the order {layout.order} in memory"
 
 
-def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
-    """Check, before a training forward pass, that the module has the parameters that it was wrapped with.
+def check_unchanged(model: ModelState) -> dict[str, nn.Parameter]:
+    """Check, before a training forward pass, that the module still has the parameters that were wrapped.
 
     Returns:
-        The parameters that were frozen until now, and are not any more.
+        The parameters that have been unfrozen.
 
     Raises:
         ArrayError: A parameter was added or replaced.
         UnsupportedError: An optimizer would step within the backward pass.
     """
-    unfrozen = {} if contents.unchanged else _unfrozen(contents)
-    for name, parameter in contents.trained.items():
-        # torch.distributed.optim leaves this attribute; the optimizer would step before gradients are averaged.
+    unfrozen = {} if model.unchanged else _unfrozen(model)
+    for name, parameter in model.trained.items():
+        # torch.distributed.optim sets this attribute; the optimizer would step before gradients are averaged.
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} has an optimizer that steps within the backward pass; "
@@ -281,16 +281,16 @@ def check_unchanged(contents: Contents) -> dict[str, nn.Parameter]:
     return unfrozen
 
 
-def _unfrozen(contents: Contents) -> dict[str, nn.Parameter]:
-    """The parameters that were unfrozen; raises `ArrayError` if one that is not ignored was added or replaced."""
+def _unfrozen(model: ModelState) -> dict[str, nn.Parameter]:
+    """The parameters that were unfrozen. Raise `ArrayError` if one that is not ignored was added or replaced."""
     unfrozen: dict[str, nn.Parameter] = {}
-    trained = {id(p) for p in contents.trained.values()}
-    for name, parameter in contents.module.named_parameters():
-        if id(parameter) in trained or not parameter.requires_grad or name in contents.ignored:
+    trained = {id(p) for p in model.trained.values()}
+    for name, parameter in model.module.named_parameters():
+        if id(parameter) in trained or not parameter.requires_grad or name in model.ignored:
             continue
         if not isinstance(parameter, nn.Parameter):
-            continue  # torch.func.functional_call lends it to the module for this call
-        before = contents.all.get(name)
+            continue  # set by torch.func.functional_call for this call
+        before = model.all.get(name)
         if before is None:
             raise ArrayError(
                 f"DistributedDataParallel: {name!r} was added after the module was wrapped; close this one and "
@@ -307,23 +307,24 @@ def _unfrozen(contents: Contents) -> dict[str, nn.Parameter]:
 
 
 def check_may_freeze(name: str, algorithm: Algorithm) -> None:
-    """Raise `UnsupportedError` if `algorithm` cannot leave out a parameter that is frozen after wrapping."""
-    lent = complete(algorithm).lends
-    if lent:
+    """Raise `UnsupportedError` if `algorithm` cannot omit a parameter that is frozen after wrapping."""
+    shared = with_defaults(algorithm).lends
+    if shared:
         raise UnsupportedError(
-            f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} goes on "
-            f"averaging its {lent}, which would move it; freeze it before wrapping, or use another algorithm"
+            f"DistributedDataParallel: {name!r} was frozen after the module was wrapped, but {algorithm} "
+            f"continues averaging its {shared}, which would move it; freeze it before wrapping, or use another "
+            "algorithm"
         )
 
 
 def check_may_begin(name: str, algorithm: Algorithm) -> None:
     """Raise `UnsupportedError` if `algorithm` cannot begin to train a parameter later than others."""
     for phase in phases_of(algorithm):
-        if lent := complete(phase).lends:
+        if shared := with_defaults(phase).lends:
             raise UnsupportedError(
                 f"DistributedDataParallel: {name!r} was unfrozen after the module was wrapped, but {phase} has "
-                f"averaged the {lent} of all parameters since its first step; close this one and wrap the module "
-                "again, or use another algorithm"
+                f"averaged the {shared} of all parameters since its first step; close this one and wrap the "
+                "module again, or use another algorithm"
             )
 
 
@@ -351,10 +352,10 @@ def check_backward_ended(unfinished: bool) -> None:
 def check_averaged(
     strays: Collection[str], trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raise `ArrayError` if `optimizer` would step a parameter whose gradient is only in part averaged.
+    """Raise `ArrayError` if `optimizer` would step a parameter whose gradient is only partly averaged.
 
     Args:
-        strays: The parameters that got a gradient since the last average, which is in no average.
+        strays: The parameters that got a gradient since the last average.
         trained: The parameters by name.
         optimizer: The optimizer that is about to step.
     """
@@ -365,7 +366,7 @@ def check_averaged(
 
 
 def check_none_stepped(strays: Mapping[str, int], trained: Mapping[str, nn.Parameter]) -> None:
-    """The same, once an optimizer that the wrapper does not know has stepped; `strays` has versions before."""
+    """As `check_averaged`, after a step of an unknown optimizer; `strays` has earlier versions."""
     for name, version in strays.items():
         if trained[name]._version != version:
             raise _stray(name, "was stepped")
@@ -376,18 +377,18 @@ def _stray(name: str, verb: str) -> MisuseError:
         f"DistributedDataParallel: {name!r} {verb} by a gradient that is not averaged: after the last average, "
         "a backward pass went through no tensor that a forward pass of this wrapper returned. Call the module "
         "through the wrapper, as in ddp(x), and return all tensors of which a loss is made; or call "
-        "expect_backward() before that backward pass; or make it in no_sync, if it is to stay on this rank"
+        "expect_backward() before that backward pass; or run it in no_sync, to keep it on this rank"
     )
 
 
 def check_not_within_backward() -> None:
-    """Raise `UnsupportedError` if a backward pass goes on, in which an optimizer is about to step."""
+    """Raise `UnsupportedError` if an optimizer is about to step within a backward pass."""
     if torch._C._current_graph_task_id() != -1:
         check_not_stepped("a parameter")
 
 
 def check_not_stepped(name: str | None) -> None:
-    """Raise `UnsupportedError` if there is such a name: of a parameter that was changed in the backward pass."""
+    """Raise `UnsupportedError` if `name`, of a parameter that changed in the backward pass, is not None."""
     if name is not None:
         raise UnsupportedError(
             f"DistributedDataParallel: {name} was stepped within the backward pass, before its gradient was "

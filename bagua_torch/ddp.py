@@ -1,25 +1,21 @@
-"""DistributedDataParallel over any algorithm of bagua_comm.
+"""DistributedDataParallel over any algorithm of bagua_comm: its arguments, and its methods for users.
 
-This is the user's page: what can be given, and what can be asked for in the course of training. What happens in
-a step is in `steps`.
+The path of a gradient: autograd accumulates it in its bucket, since `p.grad` is a part of the bucket (`memory`).
+Hooks report that it is complete (`training.backward`). The bucket then leaves on the engine's lane while the
+backward pass continues (`engine`). At the end of the backward pass the lane is joined (`training.step`), and the
+optimizer reads `p.grad`, which has not moved.
 
-The journey of a gradient: autograd accumulates it straight into its bucket, because `p.grad` lies there
-(`memory`). Hooks tell when the gradient is complete (`backward`). The bucket then leaves on the engine's
-lane while the backward pass goes on (`engine`). When the backward pass ends, the lane is joined (`steps`), and
-the optimizer reads `p.grad`, which never left.
-
-Beside these files, `contents` has the parts of the module that all ranks share, `checks` has what is refused,
-`buffers` copies buffers, `join` has uneven data, `unused` parameters without a gradient, `versions` finds
-optimizers that step too early, and `wrapping` ends older wrappers of a module.
+Other files: `model_state`, the parameters and buffers that all ranks share; `checks`, refused arguments;
+`wrapper_state`, state dicts and checkpoints; `training.buffers`, copies of buffers; `training.join`, uneven data;
+`training.unused`, parameters without a gradient; `training.versions`, optimizers that step too early;
+`training.hooks`, hooks, and the end of older wrappers of a module.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -34,35 +30,30 @@ from bagua_comm import (
     Tuner,
     UnsupportedError,
 )
-from bagua_comm.algorithms.base import HOLDS, exchanges_weights
-from bagua_comm.algorithms.state import keeps
+from bagua_comm.algorithms.base import HOLD_HINT, exchanges_weights
 from bagua_comm.bucket import DEFAULT_BUCKET_BYTES
-from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
 from bagua_comm.engine import check_fit
-from bagua_comm.logs import tell
+from bagua_comm.logs import log_on_root
 from bagua_comm.topology import share
 from bagua_comm.trace import ExchangeCounters
 
 from . import checks
 from .comm_hook import HookAlgorithm, check_hook
-from .contents import Contents
-from .engine import TorchEngine, average_tensors
+from .engine import TorchEngine
 from .errors import MisuseError
-from .join import Join
 from .memory import pack, specs_of
+from .model_state import ModelState
 from .process_group import default
-from .stage import Stage
-from .steps import TrainingSteps
 from .torch_arguments import bytes_of_cap, check_others, device_of_inputs, moved
-from .wrapping import end_older
+from .training.hooks import end_older
+from .training.steps import TrainingSteps
+from .training.timing import StepTimer
+from .wrapper_state import WrapperState
 
 _log = logging.getLogger("bagua_comm.torch")
 
-EXTRA_STATE = "_extra_state"
-"""PyTorch's name in a state dict for what `get_extra_state` gives."""
 
-
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(WrapperState):
     """Train one model on many ranks, each on its own data.
 
     Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's, in place.
@@ -184,39 +175,38 @@ class DistributedDataParallel(nn.Module):
         algorithm = algorithm if algorithm is not None else GradientAllReduce()
         bucket_bytes = bytes_of_cap(bucket_bytes, bucket_cap_mb, DEFAULT_BUCKET_BYTES)
 
-        self._contents = Contents(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
-        self._trained = self._contents.trained
-        self._device = checks.check_module(self.comm, self._contents)
+        self._model = ModelState(module, checks.names_to_ignore(module, params_and_buffers_to_ignore))
+        self._trained = self._model.trained
+        self._device = checks.check_module(self.comm, self._model)
         self._inputs_to = device_of_inputs(device_ids, self._device)
         check_others(others, ranks=self.comm.size, device=self._device)
         checks.check_optimizers(self.optimizers, self._trained, algorithm)
-        checks.check_ranks(self.comm, self._contents, self.optimizers, tuned=tuner is not None)
+        checks.check_ranks(self.comm, self._model, self.optimizers, tuned=tuner is not None)
         check_fit(algorithm, pack(self._trained, bucket_bytes, self.comm.size), self.comm.size)
 
         end_older(module, self.comm)
-        keeper = self.comm.keeper
-        if init_sync and (keeper is None or not keeper.keeps(module, *self.optimizers)):
-            self._contents.copy_all(self.comm, self.optimizers)
+        registry = self.comm.engine_registry
+        if init_sync and (registry is None or not registry.already_broadcast(module, *self.optimizers)):
+            self._model.copy_all(self.comm, self.optimizers)
         if tuner is not None:
             best = tuner.start(self.comm, algorithm, specs_of(self._trained), bucket_bytes=bucket_bytes)
             bucket_bytes, algorithm = best.bucket_bytes, best.algorithm
         self.algorithm, self.bucket_bytes = algorithm, bucket_bytes
         self._steps = TrainingSteps(
             self.comm,
-            self._contents,
+            self._model,
             self.optimizers,
             algorithm,
             bucket_bytes,
             self._device,
+            copies_buffers=self.broadcast_buffers,
             find_unused=find_unused_parameters,
             static=static_graph,
             in_buckets=gradient_as_bucket_view,
         )
-        self._steps.copies_buffers = self.broadcast_buffers
         self._steps.attach_to(self)
-        self._averaging = True  # not in no_sync
-        self._hooked = False  # by register_comm_hook
-        self._step_began_s: float | None = None  # for the tuner
+        self._has_hook = False  # of register_comm_hook
+        self._timer = StepTimer(self._device)
 
     @property
     def engine(self) -> TorchEngine:
@@ -230,7 +220,7 @@ class DistributedDataParallel(nn.Module):
         `.as_dict()` has it as plain numbers, for TensorBoard and the like. Buffers, and what `join` and
         `find_unused_parameters` agree on, are in `comm.counters`.
         """
-        return self._steps.counters
+        return self._steps.exchange.counters
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective while training, where an algorithm exchanges before the backward pass."""
@@ -244,6 +234,19 @@ class DistributedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         self._steps.returned(self.module, args, output)
         return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self) -> None:
+        self._steps.open(
+            find_unused=self.find_unused_parameters,
+            static=self.static_graph,
+            copies_buffers=self.broadcast_buffers,
+            between_steps=self._time_step,
+        )
+
+    def _time_step(self) -> None:
+        paused = self._steps.joined or self.engine.stopped
+        self._timer.next_step(self.tuner, self.replan, paused=paused)
 
     def __getattr__(self, name: str) -> Any:
         """Look up in the wrapped module what this wrapper does not have."""
@@ -266,19 +269,12 @@ class DistributedDataParallel(nn.Module):
 
     # What users ask for in the course of training -------------------------------------------------------
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without averaging: forward and backward passes in here stay on this rank.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients without averaging: forward and backward passes in this context stay on this rank.
 
-        The first backward pass after it averages all that has been accumulated.
+        The first backward pass after it averages all accumulated gradients.
         """
-        watch = self._steps.watch
-        before = self._averaging, watch.leaves
-        self._averaging, watch.leaves = False, True
-        try:
-            yield
-        finally:
-            self._averaging, watch.leaves = before
+        return self._steps.no_sync()
 
     def microbatches(self) -> Iterator[int]:
         """The numbers of this rank's microbatches in one step; iterate over it anew in each step.
@@ -305,13 +301,13 @@ class DistributedDataParallel(nn.Module):
         addends = average.addends if isinstance(average, Reproducible) else None
         if addends is None or not isinstance(self.algorithm, GradientAllReduce):
             raise MisuseError(
-                f"microbatches: the algorithm is {self.algorithm}, expected {HOLDS} with their number for M"
+                f"microbatches: the algorithm is {self.algorithm}, expected {HOLD_HINT} with their number for M"
             )
         *others, last = share(addends, self.comm.rank, self.comm.size)
         for i in others:
             with self.no_sync():
                 yield i
-            self._steps.hold()
+            self._steps.exchange.hold()
         yield last
 
     @contextmanager
@@ -356,24 +352,8 @@ class DistributedDataParallel(nn.Module):
             )
         if divide_by_initial_world_size is not None:
             divide_by_initial_size = divide_by_initial_world_size
-        steps = self._steps
-        steps.join = join = Join(
-            self.comm,
-            self.optimizers,
-            divide_by_initial_size,
-            throws=throw_on_early_termination,
-            stopping=steps.forget,
-        )
-        began = self.engine.step
-        try:
+        with self._steps.join(divide_by_initial_size=divide_by_initial_size, throws=throw_on_early_termination):
             yield
-            made = self.engine.step - began
-            last = steps.follow(join)
-            if self.engine.payload == "grad":
-                root = join.furthest(last, made)
-                self._contents.copy_all(self.comm, self.optimizers, root=root)
-        finally:
-            steps.join = None
 
     def expect_backward(self) -> None:
         """Average the next backward pass as well, though it goes through no output of this wrapper.
@@ -382,14 +362,7 @@ class DistributedDataParallel(nn.Module):
         their own. It does nothing if the next one is averaged anyway, in `no_sync`, and where weights are
         exchanged.
         """
-        steps = self._steps
-        if not self._averaging or steps.watch.armed or self.engine.payload != "grad":
-            return
-        if steps.stage in (Stage.IDLE, Stage.AVERAGED):
-            steps.finish()
-            steps.open()
-        steps.begin_forward()
-        steps.watch.armed = True
+        self._steps.expect_backward()
 
     def end_backward(self) -> None:
         """Complete a backward pass that reached no parameter on this rank, as the other ranks do.
@@ -420,7 +393,7 @@ class DistributedDataParallel(nn.Module):
         >>> model.register_comm_hook(None, Quantized(MinMaxUInt8()))
         >>> model.close()
         """
-        if self._hooked:
+        if self._has_hook:
             raise MisuseError("register_comm_hook: this model has a hook; it can be registered only once")
         if self._steps.averages:
             raise MisuseError("register_comm_hook: call it before the first backward pass")
@@ -433,7 +406,7 @@ class DistributedDataParallel(nn.Module):
             self.switch(GradientAllReduce(hook))
         else:
             self.switch(HookAlgorithm(check_hook(hook), state, self._trained))
-        self._hooked = True
+        self._has_hook = True
 
     def switch(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm; the model stays the same.
@@ -456,9 +429,8 @@ class DistributedDataParallel(nn.Module):
         self.tuner = None
         if differed:
             self._steps.make_equal()
-        tell(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
+        log_on_root(_log, self.comm.rank, "switch: from %s to %s", self.algorithm, algorithm)
         self._steps.switch(algorithm)
-        self._steps.lend()
         self.algorithm = algorithm
 
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
@@ -480,7 +452,7 @@ class DistributedDataParallel(nn.Module):
         checks.check_optimizers(self.optimizers, self._trained, algorithm)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
-        self._steps.move(bucket_bytes, algorithm)
+        self._steps.replan(bucket_bytes, algorithm)
         self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
     def average_weights(self) -> None:
@@ -490,7 +462,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._steps.complete()
         self.engine.settle()
-        average_tensors(self.comm, self._trained.values(), self._device)
+        self._steps.exchange.average_weights()
         self.copy_buffers()
 
     def copy_buffers(self) -> None:
@@ -498,8 +470,7 @@ class DistributedDataParallel(nn.Module):
 
         Collective. Does nothing without `broadcast_buffers`.
         """
-        self._steps.copies_buffers = self.broadcast_buffers
-        self._steps.copy_buffers()
+        self._steps.copy_buffers(enabled=self.broadcast_buffers)
 
     def stop(self) -> None:
         """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
@@ -516,128 +487,3 @@ class DistributedDataParallel(nn.Module):
         mean of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
         """
         self._steps.resume()
-
-    # Checkpoints ----------------------------------------------------------------------------------------
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What the algorithm keeps, for `state_dict()`."""
-        self._steps.complete()
-        return self.engine.state_tensors()
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
-        mine, saved = self.algorithm, None
-        if self.tuner is not None:
-            names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
-            saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
-        if saved not in (None, mine):  # what a tuner tried at that time
-            self.replan(algorithm=saved)
-        try:
-            self.engine.load_state_tensors(state)
-        except ArrayError:  # on all ranks
-            if self.algorithm != mine:
-                self.replan(algorithm=mine)
-            raise
-        if self.algorithm != mine:
-            self.replan(algorithm=mine)
-        self._steps.forget()
-
-    def tree_of_engine(self) -> dict[str, Any] | None:
-        """What the algorithm keeps, for `bagua_torch.Checkpoints`: a tree that loads on any number of ranks.
-
-        None if it keeps nothing. What was exchanged is written back to the weights first.
-        """
-        self._steps.complete()
-        self.engine.settle()
-        keeps_none = self.tuner is None and not self.keeps_state()
-        return None if keeps_none else tree_of_engine(self.engine)
-
-    def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
-        """Go on from the module's state dict and what `tree_of_engine` gave, also on another number of ranks.
-
-        Collective.
-
-        Raises:
-            ArrayError: What the algorithm keeps was not saved, or was saved with another algorithm.
-        """
-        if engine is None:
-            if self.tuner is None and self.keeps_state():
-                raise ArrayError(
-                    "load: the training that was saved had an algorithm that keeps nothing, but "
-                    f"{self.algorithm} keeps state; to begin with the saved weights alone, load into `.module`"
-                )
-            prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
-            self.load_state_dict(prefixed, strict=self.tuner is None)
-            return
-        self.module.load_state_dict(module)
-        self.set_extra_state(state_of_tree(self.engine, engine))  # replicas are made from the weights
-
-    @property
-    def ignored_names(self) -> set[str]:
-        """Names of the parameters and buffers that stay this rank's own."""
-        return self._contents.ignored
-
-    @property
-    def parts_stay(self) -> bool:
-        """Whether the module has parts that stay on their rank, as experts of a MoE; the same on all ranks."""
-        return checks.parts_stay(self.module)
-
-    def keeps_state(self) -> bool:
-        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters.
-
-        Then `state_dict()` has what `get_extra_state` gives.
-        """
-        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
-        return not plain or any(keeps(state) for state in self.engine.states)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.tuner is None and not self.keeps_state():  # a tuner may try another one that does
-            del destination[prefix + EXTRA_STATE]
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        key, missing = prefix + EXTRA_STATE, args[2]
-        if key in missing and not self.keeps_state():
-            missing.remove(key)
-        if key not in state_dict:
-            if self._steps.watch.unfinished:
-                self.engine.load_state_dict(self.engine.state_dict())
-            self._steps.forget()
-
-    # The forward pass -----------------------------------------------------------------------------------
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self) -> None:
-        steps = self._steps
-        steps.unused.find, steps.unused.static = self.find_unused_parameters, self.static_graph
-        steps.copies_buffers = self.broadcast_buffers
-        if self.module.training:
-            steps.check()
-        steps.watch.armed = self._averaging
-        if self._averaging:
-            steps.opens_late = not self.module.training
-            if not steps.opens_late:
-                steps.buffers.due = True
-                if steps.stage in (Stage.IDLE, Stage.AVERAGED):
-                    steps.begin_step()
-                    self._tune()
-                    steps.open()
-                steps.begin_forward()
-        steps.called = self._averaging
-
-    def _tune(self) -> None:
-        """Tell the tuner how long the step that ends here took, and do what it says. Collective."""
-        if self.tuner is None or not self.tuner.searching:
-            return
-        if self._steps.join is not None or self.engine.stopped:
-            self._step_began_s = None
-            return
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        if self._step_began_s is not None:
-            change = self.tuner.step(time.perf_counter() - self._step_began_s)
-            if change is not None:
-                self.replan(bucket_bytes=change.bucket_bytes, algorithm=change.algorithm)
-                self._steps.watch.armed = True  # which a new plan ends
-        self._step_began_s = time.perf_counter()

@@ -19,11 +19,13 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
-from bagua_comm.algorithms.base import Payload, complete
-from bagua_comm.algorithms.state import WHOLE, Saved, check_state, copy_numbers, load_state
+from bagua_comm.algorithms.base import Payload, with_defaults
+from bagua_comm.algorithms.state import PER_BUCKET, Saved, check_state, copy_numbers, load_state
 from bagua_comm.arrays import Array
 from bagua_comm.cuda import DeviceClock, DeviceSpan
-from bagua_comm.engine.changes import compared, prepare_codecs
+from bagua_comm.engine import EngineCallbacks
+from bagua_comm.engine.checks import check_same_training
+from bagua_comm.engine.storage import buckets_over, prepare_codecs
 from bagua_comm.trace import Tracer
 
 from .arrays import as_array, as_tensor, torch_stream
@@ -51,7 +53,7 @@ def _in_stream_order(cls: Class) -> Class:
     return cls
 
 
-class _Lent(NamedTuple):
+class _SharedState(NamedTuple):
     """What an algorithm lends: arrays of its states, and tensors over their parts, by parameter."""
 
     arrays: list[Array]
@@ -71,17 +73,23 @@ class TorchEngine(Engine):
         algorithm: What to exchange and when.
         memory: The memory of the buckets; it has what the algorithm exchanges.
         device: Where that memory is.
+        callbacks: Functions of the wrapper; see `Engine`.
     """
 
     def __init__(
-        self, comm: Communicator, algorithm: Algorithm, memory: BucketMemory, device: torch.device
+        self,
+        comm: Communicator,
+        algorithm: Algorithm,
+        memory: BucketMemory,
+        device: torch.device,
+        callbacks: EngineCallbacks,
     ) -> None:
         self.device, self._memory = device, memory
-        self._lent = _Lent([], [], [], {})
+        self._shared_state = _SharedState([], [], [], {})
         self._later: Saved = {}
         """What was loaded for parameters that are frozen still: it waits until they are unfrozen."""
         with torch_stream(device):
-            super().__init__(comm, algorithm, memory.plan, _arrays_of(memory))
+            super().__init__(comm, algorithm, memory.plan, _arrays_of(memory), callbacks=callbacks)
 
     def move(self, memory: BucketMemory, algorithm: Algorithm) -> None:
         """Go on with other memory, and the same algorithm with other settings; see `Engine.replan`.
@@ -119,17 +127,17 @@ class TorchEngine(Engine):
         Collective. The others, and what the algorithm keeps for them, stay as they are. The new ones begin as in
         the first step, or as they were in the checkpoint that was loaded, and count steps as the others do.
         """
-        self._pace.finish()
+        self._schedule.finish()
         plan = self._memory.plan
-        self._training = compared(self._comm, plan, self.algorithm)
-        for payload, made in self._buckets_over(plan, _arrays_of(self._memory), self.algorithm).items():
+        self._training = check_same_training(self._comm, plan, self.algorithm)
+        for payload, made in buckets_over(plan, _arrays_of(self._memory), self.algorithm).items():
             buckets = self._buckets[payload]
             buckets += made[len(buckets) :]
         self.plan = plan
         prepare_codecs(self.algorithm, self._buckets)
         states = list(self.states)
         for bucket in self._buckets[self.payload][len(states) :]:
-            states.append(complete(self._phase).init(bucket, self._comm))
+            states.append(with_defaults(self._phase).init(bucket, self._comm))
             if self._later.keys() >= bucket.views.keys():
                 later = self._reordered(self._later, to_memory=True)
                 check_state(bucket, states[-1], later)
@@ -158,22 +166,24 @@ class TorchEngine(Engine):
         extra = {name: pieces for name, pieces in saved["tensors"].items() if name not in self._names}
         self._later = extra if saved["phase_began"] == self._exchanges.began else {}
 
-    def lent(self) -> dict[str, torch.Tensor]:
+    def shared_state(self) -> dict[str, torch.Tensor]:
         """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing.
 
         The same tensors in every step, as long as nobody moves them.
         """
-        phase = complete(self.phase)
+        phase = with_defaults(self.phase)
         if not phase.lends:
             return {}
         arrays = [phase.lent(state) for state in self.states]
-        lent = self._lent
+        lent = self._shared_state
         same = len(lent.arrays) == len(arrays) and all(map(is_, lent.arrays, arrays))
         if not same or list(map(torch.Tensor.data_ptr, lent.tensors.values())) != lent.addresses:
             flats = [Flat(as_tensor(array)) for array in arrays]
             tensors = self._memory.parts(flats)
-            self._lent = _Lent(arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors)
-        return self._lent.tensors
+            self._shared_state = _SharedState(
+                arrays, flats, list(map(torch.Tensor.data_ptr, tensors.values())), tensors
+            )
+        return self._shared_state.tensors
 
     def _saved(self) -> Saved:
         return self._reordered(super()._saved(), to_memory=False)
@@ -193,7 +203,7 @@ class TorchEngine(Engine):
             if name in saved and not layout.is_contiguous:
                 reordered[name] = {
                     path: _in_other_order(value, layout, to_memory=to_memory)
-                    if hasattr(value, "dtype") and path + WHOLE not in saved[name]
+                    if hasattr(value, "dtype") and path + PER_BUCKET not in saved[name]
                     else value
                     for path, value in saved[name].items()
                 }

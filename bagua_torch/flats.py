@@ -1,8 +1,8 @@
-"""Flat memory, and tensors over parts of it that have a storage of their own.
+"""Flat memory, and tensors over parts of it that have separate storages.
 
-Whoever holds a tensor may do anything with it: `detach_()` it, share or save its storage, give it other memory by
-`x.data = y`. A view of a bucket would move or save the whole bucket then. So parameters and gradients get tensors
-over a part of the memory, which know nothing of the rest. Where such a tensor lies is told by its address.
+User code may do anything with a tensor: `detach_()` it, share or save its storage, assign other memory by
+`x.data = y`. With a view of a bucket, this would affect the whole bucket. So parameters and gradients are tensors
+over a part of the memory with a storage of that part alone. Their location is determined by address.
 """
 
 from __future__ import annotations
@@ -17,28 +17,25 @@ from torch.utils import dlpack
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory: its extents, and its steps from one element to the next, in elements."""
+    """The shape and the strides, in elements, of a tensor."""
 
     size: torch.Size
     stride: tuple[int, ...]
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dimensions, from the one with the largest step to that with the smallest.
-
-        Those of one element are left out: their step means nothing.
-        """
+        """The dimensions, from the largest stride to the smallest, without those of one element."""
         longer = (d for d, extent in enumerate(self.size) if extent != 1)
         return tuple(sorted(longer, key=lambda d: -self.stride[d]))
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether elements of a layout without gaps lie in the order of their indices."""
+        """Whether the elements of a dense layout are in the order of their indices."""
         return not self.size.numel() or list(self.order) == sorted(self.order)
 
 
 def layout_of(tensor: Tensor) -> Layout:
-    """The layout of `tensor` in a bucket: its own if that has no gaps and no repeats, else the contiguous one."""
+    """The layout of `tensor` in a bucket: its layout if that is dense, otherwise the contiguous one."""
     mine = Layout(tensor.shape, tensor.stride())
     if is_dense(mine):
         return mine
@@ -59,25 +56,25 @@ def is_dense(layout: Layout) -> bool:
 
 
 def repeats(tensor: Tensor) -> bool:
-    """Whether elements of `tensor` along a dimension are one and the same, as after `expand`."""
+    """Whether elements of `tensor` share memory, as after `expand`."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return tensor.numel() > 0 and any(stride == 0 and extent > 1 for stride, extent in pairs)
 
 
 def _exchanged(tensor: Tensor) -> Tensor:
-    """The same elements in a storage of their own, as one library hands them to another."""
+    """The same memory in a separate storage, by DLPack."""
     untyped: Any = dlpack
     exchanged: Tensor = untyped.from_dlpack(untyped.to_dlpack(tensor))
     return exchanged
 
 
 class Flat:
-    """One-dimensional memory in which tensors lie one behind the other.
+    """One-dimensional memory of consecutive tensors.
 
-    As long as a `Flat` is there, `flat_of` finds it. Its memory lives as long as any tensor over it.
+    `flat_of` finds every existing `Flat`. Its memory lives as long as any tensor over it.
 
     Args:
-        tensor: The memory, contiguous. Nobody else gets it.
+        tensor: The contiguous memory, with no other use.
         bucket: Whether it is a bucket of a `BucketMemory`.
     """
 
@@ -90,26 +87,26 @@ class Flat:
             _FLATS[self.begin] = self
 
     def part(self, start: int, layout: Layout) -> Tensor:
-        """A tensor over the elements from `start` on, which has a storage of its own. Shares memory."""
+        """A tensor over the elements from `start` on, with a separate storage. Shares memory."""
         piece = _exchanged(self.tensor[start : start + layout.size.numel()])
-        part = torch.empty(0, dtype=piece.dtype, device=piece.device)  # DLPack drops steps of extents of 1
+        part = torch.empty(0, dtype=piece.dtype, device=piece.device)  # DLPack drops strides of extents of 1
         return part.set_(piece.untyped_storage(), 0, layout.size, layout.stride)
 
     def parts(self, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Tensors of these layouts, one behind the other, each with a storage of its own."""
+        """Consecutive tensors of these layouts, with separate storages."""
         return [self.part(start, layout) for start, layout in zip(_starts(layouts), layouts, strict=True)]
 
     def views(self, layouts: Sequence[Layout]) -> list[Tensor]:
-        """Plain views of these layouts, one behind the other, for nobody else's eyes."""
+        """Consecutive plain views of these layouts, for internal use."""
         return views(self.tensor, layouts)
 
 
 _FLATS: weakref.WeakValueDictionary[int, Flat] = weakref.WeakValueDictionary()
-"""All that are there, by address."""
+"""All existing ones, by address."""
 
 
 def flat_of(tensor: Tensor) -> Flat | None:
-    """The flat memory that `tensor` lies in, if there is one."""
+    """The flat memory that contains `tensor`, or None."""
     address = tensor.data_ptr()
     for reference in _FLATS.valuerefs():
         flat = reference()
@@ -119,7 +116,7 @@ def flat_of(tensor: Tensor) -> Flat | None:
 
 
 def views(flat: Tensor, layouts: Sequence[Layout]) -> list[Tensor]:
-    """Views of a flat tensor, one behind the other, in these layouts."""
+    """Consecutive views of a flat tensor, in these layouts."""
     first = flat.storage_offset()
     return [
         flat.as_strided(layout.size, layout.stride, first + start)
@@ -135,9 +132,9 @@ def _starts(layouts: Sequence[Layout]) -> list[int]:
 
 
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give what an optimizer keeps for each element of a parameter the strides of the parameter.
+    """Give elementwise states of an optimizer the strides of their parameters.
 
-    Copies and checkpoints come back in the order of indices, but kernels of `fused=True` read in that of memory.
+    Copies and checkpoints are in the order of indices, but kernels of `fused=True` read in the order of memory.
     """
     for parameter, entry in optimizer.state.items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
@@ -149,51 +146,51 @@ def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
                 entry[key] = empty.copy_(value)
 
 
-# Where tensors lie ------------------------------------------------------------------------------------------
+# Locations of tensors ---------------------------------------------------------------------------------------
 
 
 def joined_view(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor | None:
-    """One flat view of tensors that lie one behind the other in one storage, or in one `Flat`; else None.
+    """One flat view of tensors that are consecutive in one storage, or in one `Flat`; otherwise None.
 
     Args:
         tensors: The tensors.
-        like: Tensors that have the layouts which they must have.
+        like: Tensors with the required layouts.
     """
     first, step = tensors[0].detach(), tensors[0].element_size()
     if len(tensors) == 1 and first.shape == like[0].shape and not first.numel():
         return first.reshape(-1)
-    storage, place, count, together = first.untyped_storage().data_ptr(), first.data_ptr(), 0, True
+    storage, address, count, together = first.untyped_storage().data_ptr(), first.data_ptr(), 0, True
     for tensor, other in zip(tensors, like, strict=True):
-        if tensor.data_ptr() != place or tensor.stride() != other.stride() or tensor.shape != other.shape:
+        if tensor.data_ptr() != address or tensor.stride() != other.stride() or tensor.shape != other.shape:
             return None
         if tensor.dtype != first.dtype:
             return None
         together = together and tensor.untyped_storage().data_ptr() == storage
-        place += tensor.numel() * step
+        address += tensor.numel() * step
         count += tensor.numel()
     if together:
         return first.as_strided((count,), (1,), first.storage_offset())
     flat = flat_of(first)
-    if flat is None or flat.tensor.dtype != first.dtype or place > flat.begin + flat.nbytes:
+    if flat is None or flat.tensor.dtype != first.dtype or address > flat.begin + flat.nbytes:
         return None
     start = (first.data_ptr() - flat.begin) // step
     return flat.tensor[start : start + count]
 
 
-def lodges(tensor: Tensor) -> bool:
-    """Whether a tensor lies in memory that is not its own alone."""
+def shares_storage(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is shared, or a part of a larger storage or `Flat`."""
     shared = tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
     return shared or flat_of(tensor) is not None or room_of(tensor) != tensor.numel() * tensor.element_size()
 
 
 def begin_of(tensor: Tensor) -> int:
-    """The address of the flat memory, or else of the storage, that a tensor lies in."""
+    """The address of the flat memory, or otherwise of the storage, that contains a tensor."""
     flat = flat_of(tensor)
     return tensor.untyped_storage().data_ptr() if flat is None else flat.begin
 
 
 def room_of(tensor: Tensor) -> int:
-    """The size of the flat memory, or else of the storage, that a tensor lies in, in bytes."""
+    """The size of the flat memory, or otherwise of the storage, that contains a tensor, in bytes."""
     flat = flat_of(tensor)
     return tensor.untyped_storage().nbytes() if flat is None else flat.nbytes
 

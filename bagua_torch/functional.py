@@ -34,7 +34,7 @@ from bagua_comm import ArrayError, Codec, Communicator, UnsupportedError
 from bagua_comm.arrays import LinearOp, empty
 from bagua_comm.codecs.base import check_codec_argument
 from bagua_comm.comm.agreement import compare_calls
-from bagua_comm.comm.call import NOTHING
+from bagua_comm.comm.arguments import EMPTY
 
 from .arrays import as_array, dtype_name, torch_stream
 
@@ -337,11 +337,11 @@ class _Apply(torch.autograd.Function):
             if comm.check:
                 compare_calls(comm.host, described)
             elif x.device.type == "cpu":
-                comm.host.agree_on_call(described, NOTHING)
+                comm.host.agree_on_call(described, EMPTY)
             with torch_stream(x.device):
                 return collective.run(x)
 
-        return comm.turn.run(name, lambda: described, run)  # compared for all messages of the call
+        return comm.guard.run(name, lambda: described, run)  # compared for all messages of the call
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -360,7 +360,7 @@ def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
 
 def _number(comm: Communicator, name: str) -> str:
     """The name of a call and its number on this communicator, the same on all ranks."""
-    return f"functional.{name} #{comm.number_of('functional')}"
+    return f"functional.{name} #{comm.next_id('functional')}"
 
 
 def _check_tensor(call: str, x: object) -> None:

@@ -1,7 +1,7 @@
-"""The gradients of one bucket: how they come into its memory, and what is in `p.grad`.
+"""The gradients of one bucket, and their relation to `p.grad`.
 
-`GradientsInBucket` lets autograd accumulate straight into the bucket: `p.grad` is a tensor over the parameter's
-part of it. `GradientsOfTheirOwn` copies into the bucket and back, as `gradient_as_bucket_view=False` asks for.
+With `GradientsInBucket`, autograd accumulates in the bucket: `p.grad` is a tensor over a part of it.
+`SeparateGradients`, for `gradient_as_bucket_view=False`, copies gradients into the bucket and back.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _address, _gradient = Tensor.data_ptr, attrgetter("grad")
 
 
 class GradientsInBucket:
-    """Gradients that lie in their bucket.
+    """Gradients that are parts of their bucket.
 
-    What these methods do in every step, they do for all parameters at once where they can: models have many.
+    Methods that run in every step work on all parameters at once where possible, as models have many.
 
     Args:
         names: The parameters of the bucket.
-        parameters: The parameters themselves.
+        parameters: The same parameters.
         flat: The memory of the bucket.
-        layouts: How each of them lies in it.
+        layouts: The layout of each parameter in the bucket.
     """
 
     def __init__(
@@ -42,39 +42,39 @@ class GradientsInBucket:
     ) -> None:
         self.names, self.all_names = list(names), frozenset(names)
         self.views = flat.views(layouts)
-        """Our own views of the bucket."""
+        """Internal views of the bucket."""
         self._parameters, self._flat, self._layouts = list(parameters), flat, list(layouts)
         self._given = flat.parts(layouts)  # the tensors in `p.grad`, now or in the next step
         self._addresses = list(map(_address, self.views))
         self._unshared = list(map(getrefcount, self._given))
         self._unshared_one = getrefcount(self._given[0])
-        # Whole modules can change the memory format of these alone. To ask all parameters would take too long.
+        # `module.to(memory_format=...)` changes only these. Checking all parameters would take too long.
         images = (i for i, layout in enumerate(layouts) if len(layout.size) >= 4)
         self._formats = [(i, self._parameters[i], self._parameters[i].stride()) for i in images]
 
     def attach(self) -> frozenset[str] | set[str]:
-        """Let autograd accumulate into the bucket: make `p.grad` a part of it, with its values, or zeros.
+        """Make `p.grad` a part of the bucket, with the same values or zeros, so that autograd accumulates there.
 
         Returns:
-            The names of those that had no gradient.
+            The names of the parameters that had no gradient.
         """
         present = list(map(_gradient, self._parameters))
         if all(map(is_, present, repeat(None))):
             self.give(zeros=True)
             return self.all_names
         without = {self.names[index] for index, gradient in enumerate(present) if gradient is None}
-        del present  # a gradient that is referred to counts as kept
+        del present  # a reference marks a gradient as kept
         self.collect()
         return without
 
     def attach_one(self, index: int) -> None:
-        """Do the same for one parameter."""
+        """As `attach`, for one parameter."""
         gradient = self._parameters[index].grad
-        if gradient is not None and self._lies_here(index, gradient):
+        if gradient is not None and self._is_here(index, gradient):
             return
         values = None if gradient is None else gradient.detach()
         del gradient
-        self._parameters[index].grad = None  # which refers to it as well
+        self._parameters[index].grad = None  # another reference
         self._renew(index, kept=getrefcount(self._given[index]) > self._unshared_one)
         view = self.views[index]
         if values is None:
@@ -84,61 +84,61 @@ class GradientsInBucket:
         self._set(index)
 
     def collect(self) -> None:
-        """Have all gradients in the bucket, with zeros for those that are missing: it is about to be sent.
+        """Collect all gradients in the bucket, with zeros for missing ones, before it is sent.
 
-        Whatever was done to `p.grad` counts: another tensor (`create_graph=True` makes one), or other memory for
-        the same one, by `p.grad.data = x`.
+        This includes changes to `p.grad`: another tensor, as with `create_graph=True`, or other memory for the
+        same tensor, by `p.grad.data = x`.
         """
         try:
             if list(map(_address, map(_gradient, self._parameters))) == self._addresses:
                 return
-        except (TypeError, RuntimeError):  # some have none, or one without memory, as sparse ones
+        except (TypeError, RuntimeError):  # a missing gradient, or a sparse one, without an address
             pass
         for index in range(len(self._given)):
             self.attach_one(index)
 
     def give(self, *, zeros: bool) -> None:
-        """Make `p.grad` a part of the bucket, whatever it was.
+        """Make `p.grad` a part of the bucket, and ignore its values.
 
         Args:
-            zeros: Whether the bucket is to be zero; else it stays as it is.
+            zeros: Whether to set the bucket to zero.
         """
         counts = list(map(getrefcount, self._given))
         if counts != self._unshared or list(map(_address, self._given)) != self._addresses:
-            for index, (count, alone) in enumerate(zip(counts, self._unshared, strict=True)):
-                self._renew(index, kept=count > alone)
+            for index, (count, unshared) in enumerate(zip(counts, self._unshared, strict=True)):
+                self._renew(index, kept=count > unshared)
         if zeros:
-            self._flat.tensor.zero_()  # at once, which takes less time than one after another
+            self._flat.tensor.zero_()  # faster than one by one
         try:
             for parameter, gradient in zip(self._parameters, self._given, strict=True):
                 parameter.grad = gradient
         except (RuntimeError, TypeError):
             for index in range(len(self._given)):
-                self._set(index)  # says which
+                self._set(index)  # names it in the error
 
     def spread(self) -> None:
-        """The bucket holds the averages now, and so does `p.grad`."""
+        """Do nothing: averages in the bucket are in `p.grad`."""
 
     def set_aside(self) -> None:
-        """Leave the bucket to others: what is in `p.grad` keeps its values, in memory of its own."""
+        """Move `p.grad` to separate memory, so that the bucket may be used for other values."""
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if gradient is not None and self._lies_here(index, gradient):
+            if gradient is not None and self._is_here(index, gradient):
                 gradient.data = gradient.detach().clone()
 
-    def move_to(self, index: int, other: GradientsInBucket, place: int) -> None:
-        """If the gradient of a parameter lies here, let it lie in `other`, which has its values already."""
+    def move_to(self, index: int, other: GradientsInBucket, target: int) -> None:
+        """If the gradient of a parameter is in this bucket, attach it to `other`, which has its values."""
         gradient = self._parameters[index].grad
-        if gradient is not None and self._lies_here(index, gradient):
-            other._set(place)
+        if gradient is not None and self._is_here(index, gradient):
+            other._set(target)
 
     def check_layouts(self) -> None:
-        """Raise `ArrayError` if a parameter has got another memory format than its gradient."""
+        """Raise `ArrayError` if the memory format of a parameter differs from that of its gradient."""
         for index, parameter, stride in self._formats:
             if parameter.stride() != stride:
-                self._refuse(index, f"has steps {parameter.stride()}")
+                self._refuse(index, f"has strides {parameter.stride()}")
 
-    def _lies_here(self, index: int, gradient: Tensor) -> bool:
+    def _is_here(self, index: int, gradient: Tensor) -> bool:
         view = self.views[index]
         return (
             gradient.layout is torch.strided
@@ -149,9 +149,9 @@ class GradientsInBucket:
         )
 
     def _renew(self, index: int, *, kept: bool) -> None:
-        """Make a new tensor for `p.grad` if the last one was given other memory, or is kept by somebody.
+        """Make a new tensor for `p.grad` if the last one was given other memory, or user code has kept it.
 
-        What is kept must not change in the next step. It moves to memory of its own.
+        A kept gradient must not change in the next step, so it moves to separate memory.
         """
         here = self._given[index].data_ptr() == self._addresses[index]
         if kept and here:
@@ -170,13 +170,13 @@ class GradientsInBucket:
         view = self.views[index]
         raise ArrayError(
             f"DistributedDataParallel: {self.names[index]!r} {what}, unlike when the module was wrapped; "
-            f"expected {view.dtype} on {view.device} with steps {tuple(view.stride())}: convert it back before a "
-            "training pass, or close this wrapper and wrap the module again"
+            f"expected {view.dtype} on {view.device} with strides {tuple(view.stride())}: convert it back before "
+            "a training pass, or close this wrapper and wrap the module again"
         ) from None
 
 
-class GradientsOfTheirOwn(GradientsInBucket):
-    """Gradients that are copied into their bucket and back, so that what is kept of them never changes."""
+class SeparateGradients(GradientsInBucket):
+    """Gradients that are copied into their bucket and back, so that kept ones never change."""
 
     def attach(self) -> frozenset[str] | set[str]:
         """Leave `p.grad` to autograd; see `GradientsInBucket.attach`."""
@@ -189,7 +189,7 @@ class GradientsOfTheirOwn(GradientsInBucket):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Copy all gradients into the bucket, and zeros for those that are missing."""
+        """Copy all gradients into the bucket, and zeros for missing ones."""
         present = [parameter.grad for parameter in self._parameters]
         pairs = [(v, _dense(g)) for v, g in zip(self.views, present, strict=True) if g is not None]
         if len(pairs) < len(present):
@@ -211,8 +211,8 @@ class GradientsOfTheirOwn(GradientsInBucket):
         if to:
             torch._foreach_copy_(to, values)
 
-    def move_to(self, index: int, other: GradientsInBucket, place: int) -> None:
-        """Nothing lies here."""
+    def move_to(self, index: int, other: GradientsInBucket, target: int) -> None:
+        """Do nothing: gradients are not in the bucket."""
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The memory of the buckets, in which gradients and weights lie.
+"""The memory of the buckets, which holds gradients and weights.
 
-autograd accumulates a gradient straight into its bucket, because `p.grad` is a tensor over a part of it. Where
-an algorithm exchanges weights, the parameters themselves lie in buckets. Each keeps its order of dimensions in
-memory (`channels_last`), and has a storage of its own over its part: see `flats`.
+Autograd accumulates a gradient in its bucket, because `p.grad` is a tensor over a part of the bucket. Where an
+algorithm exchanges weights, the parameters are parts of buckets. Each part keeps its memory format
+(`channels_last`) and has a separate storage: see `flats`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bagua_comm.algorithms.base import Payload
 
 from .arrays import dtype_name
 from .flats import Flat, flat_of, layout_of
-from .gradients import GradientsInBucket, GradientsOfTheirOwn
+from .gradients import GradientsInBucket, SeparateGradients
 
 ALIGNMENT = 32
 """Buckets are padded to a multiple of this many elements, times the number of ranks."""
@@ -29,17 +29,17 @@ _address = torch.Tensor.data_ptr
 
 
 def pack(parameters: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
-    """Which gradients travel together: buckets of about `bucket_bytes`, padded for this number of ranks."""
+    """The buckets, of about `bucket_bytes`, padded for this number of ranks."""
     return Plan.pack(specs_of(parameters), bucket_bytes=bucket_bytes, alignment=ALIGNMENT * ranks)
 
 
 def extended(plan: Plan, more: Mapping[str, nn.Parameter], bucket_bytes: int, ranks: int) -> Plan:
-    """The same plan, and buckets with more parameters behind the others."""
+    """A plan with additional buckets for more parameters."""
     return replace(plan, buckets=(*plan.buckets, *pack(more, bucket_bytes, ranks).buckets))
 
 
 def specs_of(parameters: Mapping[str, nn.Parameter]) -> list[TensorSpec]:
-    """The parameters in about the order in which a backward pass computes their gradients: the last one first."""
+    """The parameters in the approximate order of their gradients in a backward pass: the last one first."""
     return [
         TensorSpec(name, tuple(parameter.shape), dtype_name(parameter))
         for name, parameter in reversed(list(parameters.items()))
@@ -51,8 +51,8 @@ class BucketMemory:
 
     Args:
         parameters: The parameters that are trained, by name. All are on one device.
-        plan: How they are packed.
-        in_buckets: Whether `p.grad` lies in its bucket; else gradients are copied there and back.
+        plan: The buckets.
+        in_buckets: Whether `p.grad` is a part of its bucket; otherwise gradients are copied there and back.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], plan: Plan, *, in_buckets: bool = True) -> None:
@@ -60,28 +60,28 @@ class BucketMemory:
         self.names = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets]
         """The parameters of each bucket."""
         self.layouts = {name: layout_of(parameters[name]) for names in self.names for name in names}
-        """How each parameter lies in its bucket."""
+        """The layout of each parameter in its bucket."""
         self.flats: dict[Payload, list[torch.Tensor]] = {}
-        """One flat tensor for each bucket, by what the buckets hold."""
+        """One flat tensor for each bucket, by payload."""
         self._flats: dict[Payload, list[Flat]] = {}
         self.gradients: list[GradientsInBucket] = []
         """The gradients of each bucket; empty while gradients are not exchanged."""
-        self._place: dict[str, tuple[GradientsInBucket, int]] = {}  # of a parameter's gradient
+        self._location: dict[str, tuple[GradientsInBucket, int]] = {}  # by parameter
         self.weights: dict[str, torch.Tensor] = {}
-        """Our own views of the buckets of weights, by parameter."""
-        self._in_weights: list[nn.Parameter] = []  # the parameters of `weights`, and where they should lie
+        """Internal views of the buckets of weights, by parameter."""
+        self._in_weights: list[nn.Parameter] = []  # the parameters of `weights`, and their addresses below
         self._weights_at: list[int] = []
-        self._strays: list[str] = []  # weights that others have moved, and which stay there
+        self._strays: list[str] = []  # weights that user code has moved, and that stay there
         self.commits = 0
-        """How often, when autograd was last told, the engine had written to the buckets."""
+        """The number of the engine's writes to the buckets at the last increment of versions."""
 
     def allocate(self, payload: Payload) -> None:
-        """Make the memory for gradients or for weights. It is zero."""
+        """Allocate zeroed memory for gradients or for weights."""
         self.flats[payload], self._flats[payload] = [], []
         self._allocate_missing(payload)
 
     def _allocate_missing(self, payload: Payload) -> None:
-        """Make the memory of the buckets that have none yet, behind that of the others."""
+        """Allocate memory for the buckets that have none yet."""
         begin = len(self.flats[payload])
         all_names = self.names[begin:]
         for bucket in self.plan.buckets[begin:]:
@@ -91,12 +91,12 @@ class BucketMemory:
             self._flats[payload].append(Flat(zeros, bucket=True))
         flats = self._flats[payload][begin:]
         if payload == "grad":
-            kind = GradientsInBucket if self.in_buckets else GradientsOfTheirOwn
+            make = GradientsInBucket if self.in_buckets else SeparateGradients
             self.gradients += [
-                kind(names, [self.parameters[n] for n in names], flat, [self.layouts[n] for n in names])
+                make(names, [self.parameters[n] for n in names], flat, [self.layouts[n] for n in names])
                 for names, flat in zip(all_names, flats, strict=True)
             ]
-            self._place = {name: (part, i) for part in self.gradients for i, name in enumerate(part.names)}
+            self._location = {name: (part, i) for part in self.gradients for i, name in enumerate(part.names)}
         else:
             for names, flat in zip(all_names, flats, strict=True):
                 self.weights.update(zip(names, flat.views([self.layouts[n] for n in names]), strict=True))
@@ -104,7 +104,7 @@ class BucketMemory:
             self._weights_at = list(map(_address, self.weights.values()))
 
     def parts(self, flats: list[Flat]) -> dict[str, torch.Tensor]:
-        """Tensors with storages of their own over flat memory that is laid out as the buckets, by parameter."""
+        """Tensors with separate storages over flat memory in the layout of the buckets, by parameter."""
         return {
             name: part
             for names, flat in zip(self.names, flats, strict=True)
@@ -112,7 +112,7 @@ class BucketMemory:
         }
 
     def provide(self, payloads: Collection[Payload]) -> None:
-        """Make the memory for `payloads` that is not there yet; weights move there."""
+        """Allocate missing memory for `payloads`, and move weights there."""
         for payload in payloads:
             if payload in self.flats:
                 continue
@@ -122,7 +122,7 @@ class BucketMemory:
         self.reclaim()
 
     def extend(self, plan: Plan) -> None:
-        """Make memory for the buckets of `plan` that follow those of the present one; weights move there."""
+        """Allocate memory for the buckets that `plan` adds to the present one, and move weights there."""
         new = [[tensor.name for tensor in bucket.tensors] for bucket in plan.buckets[len(self.names) :]]
         self.plan = plan
         self.names += new
@@ -133,22 +133,22 @@ class BucketMemory:
             self._move_in([name for names in new for name in names])
 
     def _move_in(self, names: Collection[str]) -> None:
-        """Have the weights of these parameters in the buckets, with their values."""
+        """Move the weights of these parameters into the buckets."""
         for name in names:
             self.weights[name].copy_(self.parameters[name].detach())
         self._strays += [name for name in names if _shared(self.parameters[name])]
-        self._place_weights(names)
+        self._attach_weights(names)
 
     def replace(self, old: BucketMemory) -> None:
-        """Let gradients and parameters lie in this memory, to which the engine has moved their values."""
-        for name, (part, index) in old._place.items() if self._place else ():
-            part.move_to(index, *self._place[name])
+        """Attach gradients and parameters to this memory, to which the engine has copied their values."""
+        for name, (part, index) in old._location.items() if self._location else ():
+            part.move_to(index, *self._location[name])
         self._strays = old._strays
-        self._place_weights()
+        self._attach_weights()
         self.commits = old.commits
 
-    def _place_weights(self, names: Collection[str] | None = None) -> None:
-        """Let these parameters lie in the buckets; all if None."""
+    def _attach_weights(self, names: Collection[str] | None = None) -> None:
+        """Make these parameters parts of the buckets; all if None."""
         for name, part in self.parts(self._flats["weight"]).items() if self.weights else ():
             if name not in self._strays and (names is None or name in names):
                 self.parameters[name].data = part
@@ -156,13 +156,13 @@ class BucketMemory:
     # Gradients ------------------------------------------------------------------------------------------
 
     def attach(self, name: str) -> None:
-        """Make `p.grad` a part of its bucket, if gradients are exchanged: with its values, or zeros for none."""
-        if name in self._place:
-            part, index = self._place[name]
+        """Make `p.grad` a part of its bucket with the same values or zeros, if gradients are exchanged."""
+        if name in self._location:
+            part, index = self._location[name]
             part.attach_one(index)
 
     def attach_bucket(self, index: int) -> None:
-        """Have the gradients of a bucket in its memory: it is about to be sent."""
+        """Collect the gradients of a bucket in its memory, before it is sent."""
         if self.gradients:
             self.gradients[index].collect()
 
@@ -178,12 +178,12 @@ class BucketMemory:
         return without
 
     def collect(self) -> None:
-        """Have all gradients in the buckets."""
+        """Collect all gradients in the buckets."""
         for part in self.gradients:
             part.collect()
 
     def spread(self) -> None:
-        """Have what the buckets hold in `p.grad`, if gradients do not lie there anyway."""
+        """Copy the buckets to `p.grad`, unless that is a part of them."""
         for part in self.gradients:
             part.spread()
 
@@ -191,18 +191,18 @@ class BucketMemory:
 
     @property
     def strayed(self) -> bool:
-        """Whether others have moved weights out of the buckets."""
+        """Whether user code has moved weights out of the buckets."""
         return bool(self._in_weights) and list(map(_address, self._in_weights)) != self._weights_at
 
     @torch.no_grad()
     def reclaim(self) -> None:
-        """Have the weights in the buckets again that others have moved: converted and back, or given new values.
+        """Move weights back into the buckets that user code has moved: converted and back, or replaced.
 
-        Those in memory that processes share stay there, as do those that are of another dtype now: for them the
-        bucket is a copy, which `note` writes back.
+        Weights in shared memory or of another dtype stay where they are. For them the bucket is a copy, which
+        `note` writes back.
 
         Raises:
-            ArrayError: One lies in the bucket of another wrapper, or has another shape or device.
+            ArrayError: A weight is in the bucket of another wrapper, or has another shape or device.
         """
         self._strays = []
         if not self.strayed:
@@ -227,7 +227,7 @@ class BucketMemory:
                 self._strays.append(name)
 
     def check(self) -> None:
-        """Raise `ArrayError` if a parameter was converted since it was wrapped."""
+        """Raise `ArrayError` if a parameter was converted after wrapping."""
         for part in self.gradients:
             part.check_layouts()
         for name in self._strays:
@@ -239,9 +239,9 @@ class BucketMemory:
                 )
 
     def note(self, commits: int) -> None:
-        """Tell autograd if the engine, by its number of commits, has written to the buckets since the last time.
+        """Increment the versions of weights if the engine's number of commits shows that it has written to them.
 
-        Autograd would not notice by itself. It then raises where an older graph needs the weights as they were.
+        Autograd then raises where an older graph needs the earlier weights.
         """
         if self.commits != commits:
             self.commits = commits
@@ -251,14 +251,14 @@ class BucketMemory:
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Copy what was exchanged to the weights that do not lie in the buckets."""
+        """Copy exchanged weights to the parameters that are not parts of the buckets."""
         for address, (name, view) in zip(self._weights_at, self.weights.items(), strict=True):
             if self.parameters[name].data_ptr() != address and self.parameters[name].shape == view.shape:
                 self.parameters[name].copy_(view)
 
 
-class KeptGradients:
-    """What `p.grad` is now, to put it back after the buckets have held other values.
+class SavedGradients:
+    """The present gradients, to restore `p.grad` after the buckets were used for other values.
 
     Args:
         memory: The memory of the buckets.
@@ -268,14 +268,14 @@ class KeptGradients:
         for part in memory.gradients:
             part.set_aside()
         names: list[Any] = [name for part in memory.gradients for name in part.names]
-        self._now = [(memory.parameters[name], memory.parameters[name].grad) for name in names]
+        self._saved = [(memory.parameters[name], memory.parameters[name].grad) for name in names]
 
-    def put_back(self) -> None:
-        """Make `p.grad` what it was, with the values that it had."""
-        for parameter, gradient in self._now:
+    def restore(self) -> None:
+        """Restore `p.grad` and its values."""
+        for parameter, gradient in self._saved:
             parameter.grad = gradient
 
 
 def _shared(tensor: torch.Tensor) -> bool:
-    """Whether other processes may see the memory of `tensor`; all CUDA tensors say so of themselves."""
+    """Whether `tensor` is in shared memory of the CPU; `is_shared` is True for all CUDA tensors."""
     return tensor.device.type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]

@@ -27,7 +27,7 @@ import bagua_comm
 from bagua_comm import ArrayError, Codec, CommMismatch, Communicator, UnsupportedError
 from bagua_comm.codecs.base import check_codec_argument
 
-from . import drawing
+from . import rng
 from .broadcast import broadcast_tree, map_leaves
 from .checks import check_same_layer
 from .functional import alltoallv
@@ -140,7 +140,7 @@ class MoE(nn.Module):
         all are equal. Each rank adds it, times a factor, to its loss; averaged gradients are then those of the
         whole. No rank waits for it."""
 
-        self._number = self.comm.number_of("MoE")
+        self._number = self.comm.next_id("MoE")
         seed = self._agree(experts, seed)
         with _drawn_from(seed, "gate"):
             self.gate = nn.Linear(hidden, experts, bias=False)
@@ -272,7 +272,7 @@ class MoE(nn.Module):
             "codec": repr(self.codec),
             "seed": seed,
         }
-        with drawing.alone:
+        with rng.exclusive:
             drawn = int(torch.randint(2**62, ()))  # on every rank, so that generators stay alike
         found = self.comm.allgather_object((mine, drawn))
         for rank, (theirs, _) in enumerate(found):
@@ -490,7 +490,7 @@ def _drawn_from(seed: int, part: object) -> Iterator[None]:
     """In the body, PyTorch's generators begin with a seed of this part; afterwards they go on as before."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     number = int.from_bytes(hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest(), "little")
-    with drawing.forked(devices):
+    with rng.fork(devices):
         torch.default_generator.manual_seed(number)
         for _ in devices:
             torch.cuda.manual_seed(number)

@@ -86,10 +86,10 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """The decay of the momentum."""
         return float(self.param_groups[0]["betas"][0])
 
-    borrows: ClassVar[str] = "momentum"
+    shares_state: ClassVar[str] = "momentum"
     """The array of an algorithm's state that this optimizer uses as its own, if the algorithm lends it."""
 
-    def check_lender(self, algorithm: Any) -> None:
+    def check_algorithm(self, algorithm: Any) -> None:
         """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
         wanted = (algorithm.warmup_steps, algorithm.beta1)
         if (self.warmup_steps, self.beta1) != wanted:
@@ -98,21 +98,21 @@ class QAdamOptimizer(torch.optim.Optimizer):
                 f"betas[0]={self.beta1}, but {algorithm} has {wanted[0]} and {wanted[1]}; make them equal"
             )
 
-    def borrow(
-        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
+    def attach(
+        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, algorithm: Any, step: int
     ) -> None:
         """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
 
         Args:
             parameters: The parameters of one model.
             momenta: The tensors, by parameter. A parameter that is missing keeps its momentum by itself again.
-            lender: The algorithm, which says how long the warm-up lasts.
+            algorithm: The algorithm, which says how long the warm-up lasts.
             step: The number of training steps that have ended. After the warm-up the algorithm averages the
                 momentum.
         """
-        self._share(parameters, momenta, frozen=step >= lender.warmup_steps)
+        self._share(parameters, momenta, frozen=step >= algorithm.warmup_steps)
 
-    def give_back(self, parameters: Iterable[Tensor]) -> None:
+    def detach(self, parameters: Iterable[Tensor]) -> None:
         """Keep the momentum of each parameter in a tensor of its own again."""
         self._share(parameters, {}, frozen=False)
 

@@ -361,7 +361,7 @@ class _Ranks:
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
-        self.layer = 0 if comm is None else comm.number_of("SyncBatchNorm")
+        self.layer = 0 if comm is None else comm.next_id("SyncBatchNorm")
         """The number of the module among those that were made with this communicator, alike on all ranks."""
 
     @property

@@ -1,4 +1,4 @@
-"""Arguments of PyTorch's own DistributedDataParallel, so that a call of it works here unchanged."""
+"""Arguments of PyTorch's DistributedDataParallel, so that calls of it work unchanged."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch.distributed as dist
 from bagua_comm import ArrayError, UnsupportedError
 
 HARMLESS = ("check_reduction", "dim", "skip_all_reduce_unused_params", "batched_grad_copy")
-"""Arguments that change nothing here: no value depends on them."""
+"""Arguments without an effect here."""
 
 REFUSED = {
     "mixed_precision": "use torch.autocast, or convert the module",
     "device_mesh": "give comm, as comm.split makes one",
     "bucket_cap_mb_list": "give bucket_bytes, or a tuner",
-    "delay_all_reduce_named_params": "give params_and_buffers_to_ignore, and average those by a hook of your own",
-    "param_to_hook_all_reduce": "give params_and_buffers_to_ignore, and average those by a hook of your own",
+    "delay_all_reduce_named_params": "give params_and_buffers_to_ignore, and average them in a hook",
+    "param_to_hook_all_reduce": "give params_and_buffers_to_ignore, and average them in a hook",
 }
-"""Arguments that cannot be honoured, and what to do instead."""
+"""Unsupported arguments, and the alternative to each."""
 
 
 def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device) -> None:
-    """Check further arguments of PyTorch's own wrapper: each must be one that changes nothing here, or fits.
+    """Check other arguments of PyTorch's wrapper: each must have no effect here, or a fitting value.
 
     Args:
         others: The arguments, by name.
-        ranks: How many ranks train.
-        device: The device that the module is on.
+        ranks: The number of ranks.
+        device: The device of the module.
 
     Raises:
         ArrayError: `output_device` is not the module's device.
-        UnsupportedError: An argument cannot be honoured; the message says what to do instead.
+        UnsupportedError: An argument is not supported; the message names the alternative.
         TypeError: There is no such argument.
     """
     for name, value in others.items():
@@ -52,7 +52,7 @@ def check_others(others: Mapping[str, Any], *, ranks: int, device: torch.device)
 
 
 def device_of_inputs(device_ids: Sequence[Any] | None, device: torch.device) -> torch.device | None:
-    """The device to which inputs are moved before the module runs; None if they stay where they are.
+    """The device to which inputs are moved before the module runs; None if they are not moved.
 
     Raises:
         ArrayError: `device_ids` lists more than one device, or a device that is not the module's.
@@ -85,10 +85,10 @@ def moved(inputs: Any, device: torch.device) -> Any:
 
 
 def bytes_of_cap(bucket_bytes: int | None, bucket_cap_mb: float | None, default: int) -> int:
-    """The size of buckets in bytes, which may be given in one of two ways, or not at all.
+    """The size of buckets in bytes, from one of two arguments or the default.
 
     Raises:
-        ArrayError: It is given in both ways, or `bucket_cap_mb` is not positive.
+        ArrayError: Both are given, or `bucket_cap_mb` is not positive.
     """
     if bucket_cap_mb is None:
         return default if bucket_bytes is None else bucket_bytes
@@ -106,9 +106,9 @@ def _device(value: Any) -> torch.device:
 def _check_group(group: Any, ranks: int) -> None:
     if group is None:
         return
-    mine = isinstance(group, dist.ProcessGroup)  # elsewhere PyTorch gives a number that stands for no group
+    mine = isinstance(group, dist.ProcessGroup)  # on other ranks PyTorch gives a number instead
     if not mine or dist.get_process_group_ranks(group) != list(range(ranks)) or dist.get_world_size() != ranks:
         raise UnsupportedError(
             "DistributedDataParallel: process_group is not the group of all ranks; give comm, which "
-            "bagua_torch.connect() makes of the default group, and comm.split of a part of it"
+            "bagua_torch.connect() makes from the default group, and comm.split from a part of it"
         )

@@ -33,7 +33,7 @@ from .bench.timing import Call, Measurement, Spread, measure
 
 MODULES: list[Literal["host", "compiled"]] = ["host"]
 """The kernels of NumPy, and the compiled ones if Numba is installed."""
-if kernels.making.is_installed():
+if kernels.numba_is_installed():
     MODULES.append("compiled")
 
 CHUNKS = 4

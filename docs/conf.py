@@ -24,9 +24,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docst
 exclude_patterns = ["_build"]
 nitpicky = True
 INTERNAL = (  # types that signatures name, and that nobody needs to know
-    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Meeting", "Order", "Steps"),
-    *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "Keeper", "Session", "Wrapper"),
-    *("Encoding", "Failure", "Hooks", "Momentum"),
+    *("After", "ByNode", "Dataset", "Every", "Flow", "Hub", "Order", "RendezvousInfo", "Steps"),
+    *("Clock", "SpanContext", "SupportsDLPack", "TorchEngine", "EngineRegistry", "Session"),
+    *("Encoding", "Failure", "Hooks", "LaneComm", "Momentum", "Ranks"),
 )
 # Backticks in docstrings are for code, too, and types may come from libraries that are not described here.
 nitpick_ignore_regex = [

@@ -3,7 +3,7 @@
     python tests/fleet_kills.py --runs 30 --seed 1
 
 Each run trains on some of the processes while others stand by. One or two of them die, or stop, at any moment
-after the start: in a collective, in a meeting, while they connect or restore, or while they stand by. A run is
+after the start: in a collective, in a rendezvous, while they connect or restore, or while they stand by. A run is
 well if all others end with the weights of an undisturbed run.
 """
 

@@ -650,7 +650,7 @@ class RandomCalls:
     def __init__(self, comm, seed=0, *, on_device=False, sizes=SIZES, lanes=True):
         self.comm, self.seed, self.on_device, self.sizes, self.lanes = comm, seed, on_device, tuple(sizes), lanes
         x = importlib.import_module("cupy" if on_device else "numpy").zeros(1)
-        self.exact = comm.carrier(x).adds_in_rank_order
+        self.exact = comm.transport_for(x).adds_in_rank_order
         self.groups, self.lane = [], None
         self.made = 0
 
@@ -721,19 +721,19 @@ class RandomCalls:
 
 
 SMALL = {
-    "mpi.transport": {
+    "mpi.tuning": {
         "MESSAGE_BYTES": 102,
         "EAGER_BYTES": 200,
         "NATIVE_BYTES": 600,
         "PIECE_BYTES": 300,
         "FAST_PIECE_BYTES": 300,
-        "TURN_BYTES": 300,
+        "PACED_BYTES": 300,
         "LONG_BYTES": 2000,
         "LONG_PIECE_BYTES": 400,
         "SHOWN_BYTES": 1000,
         "SHARED_BYTES": 1500,
     },
-    "mpi.window": {"SLOT_BYTES": 1024, "PIECE_BYTES": 300},
+    "mpi.shared_window": {"SLOT_BYTES": 1024, "PIECE_BYTES": 300},
 }
 """Thresholds of transports, by module, with which small arrays take all the ways that large ones take."""
 

@@ -18,7 +18,7 @@ from bagua_comm import (
     Point,
     TensorSpec,
 )
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap.world import World
 from bagua_comm.testing import run_ranks
 from bagua_comm.transports import LocalTransport
 
@@ -34,11 +34,11 @@ def test_hooks_see_the_calls_of_survivors():
         def shrink(self, host=None):
             return LocalTransport()
 
-    world, seen = bootstrap._World([Last()], ending=None, op_order="any"), []
+    world, seen = World([Last()], exit_handler=None, op_order="any"), []
     world.on(before=lambda call: seen.append(f"{call.name} of {call.group}"))
     world.on(before=NanWatch())
     survivors = world.shrink()
-    assert type(survivors) is bootstrap._World
+    assert type(survivors) is World
     assert (survivors.op_order, survivors.tracer, survivors.flight) == ("any", world.tracer, world.flight)
     with pytest.raises(ArrayError, match="rank 0 is about to send nan"):
         survivors.allreduce(np.array([np.nan]))

@@ -20,7 +20,7 @@ class FakeComm:
     def __init__(self, timeout_s=PATIENCE_S):
         self.timeout_s, self.counters = timeout_s, Counters()
         self.device, self.tracer = None, NULL
-        self.turn = SimpleNamespace(limit_s=None)
+        self.guard = SimpleNamespace(limit_s=None)
         self.closed = 0
 
     def close(self):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bagua_comm import processes
-from bagua_comm.bootstrap.rendezvous import Roll
+from bagua_comm.bootstrap.rendezvous import JoinLog
 from bagua_comm.processes import ProcessId, namespace_number, pid_namespace, sees_starter, start_of
 
 TELLS = f"""
@@ -101,17 +101,17 @@ def test_a_rank_of_another_container_is_not_said_to_have_ended_before_connect(tm
         "OMPI_COMM_WORLD_SIZE": "2",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    rolls = [Roll(variables | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(2)]
+    logs = [JoinLog(variables | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(2)]
     if container:
         monkeypatch.setattr("bagua_comm.bootstrap.rendezvous.sees_starter", lambda name: False)
-    rolls[0].sign()
-    missing = rolls[0].missing()
+    logs[0].check_in()
+    missing = logs[0].missing()
     assert missing.gone == ([] if container else ["rank 1 ended without calling connect"])
     assert missing.unseen == (["rank 1 cannot be seen from here: on another host, or ended"] if container else [])
-    if container:  # what it signs now is a number of another namespace, of a process that nobody has here
-        signed = ProcessId("elsewhere 1", 4_194_303, 1)
+    if container:  # its entry is now a number of another namespace, of a process that nobody has here
+        entry = ProcessId("elsewhere 1", 4_194_303, 1)
         with open(tmp_path / "bagua-job-1", "w") as file:
-            file.write(f"{signed.text()}\n")
-        assert rolls[0].missing() == ([], [], [])
-        rolls[0].sign()
-        assert rolls[0].missing().unseen == ["rank 1 cannot be seen from here: on another host, or ended"]
+            file.write(f"{entry.text()}\n")
+        assert logs[0].missing() == ([], [], [])
+        logs[0].check_in()
+        assert logs[0].missing().unseen == ["rank 1 cannot be seen from here: on another host, or ended"]

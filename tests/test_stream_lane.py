@@ -24,7 +24,7 @@ class FakeComm:
     def __init__(self, device=0, timeout_s=PATIENCE_S, tracer=trace.NULL):
         self.device, self.timeout_s, self.tracer = device, timeout_s, tracer
         self.counters = trace.Counters()
-        self.turn = SimpleNamespace(limit_s=None)
+        self.guard = SimpleNamespace(limit_s=None)
         self.closed = 0
 
     def close(self):

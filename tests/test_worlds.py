@@ -74,8 +74,8 @@ def test_ranks_of_one_host_share_a_node_and_memory_though_mpi_says_they_are_alon
                 return self.Split(self.Get_rank())
 
         with bagua_comm.connect(comm=Apart(MPI.COMM_WORLD), timeout_s=60) as comm:
-            assert type(comm.transports[0]._comm) is Apart
-            window = comm.transports[0]._window is not None
+            assert type(comm.transports[0]._endpoint.comm) is Apart
+            window = comm.transports[0]._endpoint.window is not None
             total = comm.allreduce(np.full(3_000_000, comm.rank + 1.0))  # through the window
             print(comm.node, comm.local_size, comm.by_node().intra.size, window, set(total.tolist()))
         """,

@@ -1,4 +1,4 @@
-"""Training algorithms: what is exchanged, when, and how."""
+"""Training algorithms: what ranks exchange, when, and how."""
 
 from .async_average import AsyncModelAverage
 from .base import Algorithm, Point, Rounds, Window

@@ -1,9 +1,9 @@
-"""Averaging weights beside training, without ever waiting for other ranks.
+"""Averages of weights beside training, which never waits for other ranks.
 
     s <- x        r <- mean of s over the ranks (however long that takes)        x <- x + r - s
 
-What training added to x meanwhile is kept. A round begins and ends at the optimizer's steps, on the thread that
-trains, so that weights never change under a forward or backward pass, and no lock is needed.
+Changes that training made to x meanwhile are kept. A round begins and ends after optimizer steps, on the training
+thread, so that weights never change during a forward or backward pass, and no lock is needed.
 Source: the asynchronous model average of Bagua (arXiv 2107.01499).
 """
 
@@ -22,7 +22,7 @@ from .gradient import GradientAllReduce
 
 @dataclass
 class Snapshot:
-    """What `AsyncModelAverage` keeps during a round; nothing of it outlives the round."""
+    """State of `AsyncModelAverage` during a round."""
 
     weight: Array = field(metadata=TRANSIENT)
     mean: Array = field(metadata=TRANSIENT)
@@ -30,14 +30,14 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class AsyncModelAverage:
-    """Average a snapshot of the weights, and add the change to the weights when it is known.
+    """Average a snapshot of the weights, and add the change to the weights when it arrives.
 
-    Every rank trains at its own pace. Ranks' weights differ: before evaluation, stop (`Engine.stop`, which all
-    ranks agree on), then average them.
+    Every rank trains at its own speed. Weights differ between ranks: before evaluation, call `Engine.stop` on all
+    ranks, then average them.
 
     Args:
-        interval_s: The least number of seconds between the beginnings of two rounds.
-        warmup_steps: How many steps average gradients before the first round.
+        interval_s: Minimum number of seconds between the beginnings of two rounds.
+        warmup_steps: Number of steps that average gradients before the first round.
 
     Raises:
         ArrayError: An argument is negative.
@@ -62,17 +62,17 @@ class AsyncModelAverage:
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Gradient averaging first, if there is a warm-up; then this algorithm without one."""
+        """Gradient averaging first, if there is a warm-up; then this algorithm without it."""
         if not self.warmup_steps:
             return (self,)
         return GradientAllReduce(), replace(self, warmup_steps=0)
 
     def phase(self, step: int) -> Algorithm:
-        """Gradient averaging in the warm-up, then rounds."""
+        """Gradient averaging during the warm-up, then rounds."""
         return self.phases[0 if step < self.warmup_steps else -1]
 
     def check(self, dtype: str) -> None:
-        """Takes floating-point dtypes."""
+        """Supports floating-point dtypes."""
         check_floating(self, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Snapshot:

@@ -1,4 +1,4 @@
-"""What an algorithm is: a payload, a window, and an exchange.
+"""The contract of algorithms: a payload, a window, and an exchange.
 
 An algorithm is a frozen dataclass of settings. It says what its buckets hold (`payload`) and between which points
 of a training step they may be exchanged (`window`). The engine calls `exchange` on its lane, once for each bucket
@@ -7,6 +7,7 @@ and window.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
@@ -18,73 +19,65 @@ from ..comm import Communicator
 from ..errors import ArrayError, UnsupportedError
 
 Payload: TypeAlias = str
-"""What buckets hold: "grad", gradients, or "weight", weights. To type checkers `payload = "grad"` is a `str`."""
+"""The contents of buckets: "grad" or "weight". To type checkers `payload = "grad"` is a `str`."""
 
 State: TypeAlias = Any
-"""A dataclass. A checkpoint holds its arrays and numbers, except those that are `TRANSIENT`."""
+"""A dataclass. A checkpoint holds its arrays and numbers, except `TRANSIENT` ones."""
 
 TRANSIENT = {"transient": True}
-"""Metadata of a field of a state that keeps nothing from one step to the next: checkpoints leave it out."""
+"""Metadata of a field that no later step reads: checkpoints leave it out."""
 
-ALIKE = {"alike": True}
-"""Metadata of an array in a state that has the same bytes on all ranks: a checkpoint loads on any rank, on any
-number of ranks. An array without this mark belongs to its rank."""
+REPLICATED = {"alike": True}
+"""Metadata of an array that has the same bytes on all ranks: a checkpoint loads on any rank, on any number of
+ranks. An array without this mark belongs to its rank."""
 
 CHUNK = {"chunk": True}
-"""Metadata of a state in a state, of whose arrays each rank has another part of the bucket."""
+"""Metadata of a nested state whose arrays cover a different part of the bucket on each rank."""
 
 MEAN = {"reshape": "mean"}
-"""Metadata of an array that differs between ranks, but of which only the mean over the ranks matters, as of the
-residuals of error feedback: on another number of ranks, each gets the mean."""
+"""Metadata of an array that differs between ranks and of which only the mean matters, as of residuals of error
+feedback: on another number of ranks, each rank gets the mean."""
 
-ANEW = {"reshape": "anew"}
-"""Metadata of an array that differs between ranks, and that `init` makes from the weights, as replicas of
-neighbours' weights: on another number of ranks it is made anew."""
+RECREATED = {"reshape": "anew"}
+"""Metadata of an array that differs between ranks and that `init` makes from the weights, as replicas of
+neighbours' weights: on another number of ranks, `init` makes it again."""
 
 SAME_PATH = {"same_path": True}
-"""Metadata of a state in a state whose fields are saved as if they were the outer one's."""
+"""Metadata of a nested state whose fields are saved as fields of the outer state."""
 
 HANDED_OVER = {**MEAN, "handed_over": True}
-"""Metadata of an array that is there only between a new plan and the next exchange."""
+"""Metadata of an array that exists only between a new plan and the next exchange."""
 
-HOLDS = "GradientAllReduce(Reproducible(addends=M))"
-"""What keeps addends, for messages."""
+HOLD_HINT = "GradientAllReduce(Reproducible(addends=M))"
+"""An algorithm that keeps addends, for error messages."""
 
 
 class Point(Enum):
-    """Points of a training step, in order.
+    """Points of a training step, in order."""
 
-    ALWAYS and NEVER are not points of a step: `Window(Point.ALWAYS, Point.NEVER, interval_s)` is how earlier
-    versions wrote `Rounds(interval_s)`, and still means it in this release.
-    """
-
-    ALWAYS = "from the first step on"
     FORWARD = "the forward pass begins"
     GRADIENT = "the gradients of a bucket are complete"
     BACKWARD = "the backward pass has ended"
     STEP = "the optimizer has stepped"
-    NEVER = "not before the end of training"
 
 
 @dataclass(frozen=True)
 class Window:
-    """The part of every training step in which a bucket may be exchanged: from `opens` until `closes`.
+    """The part of a training step in which a bucket may be exchanged: from `opens` until `closes`.
 
     Training waits for the exchange when the window closes.
     """
 
     opens: Point
     closes: Point
-    interval_s: float = 0.0
-    """Only for `Window(Point.ALWAYS, Point.NEVER, interval_s)`; write `Rounds(interval_s)`."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of exchanges beside training, which no step waits for.
+    """Rounds of exchanges beside training, for which no step waits.
 
-    A round begins when the optimizer has stepped, at the earliest `interval_s` seconds after the one before
-    began, and is written back when the optimizer has made the first step after the end of the round.
+    A round begins after an optimizer step, at least `interval_s` seconds after the previous round began. Its
+    results are written back after the first optimizer step that follows its end.
     """
 
     interval_s: float = 0.0
@@ -94,17 +87,16 @@ class Algorithm(Protocol):
     """A communication method; a frozen dataclass.
 
     It must have the four members below; `payload` and `window` may be properties, fields or plain assignments in
-    the class. It may have those of `Complete` as well; where one is missing, the default in `Complete` takes its
-    place.
+    the class. It may have the other members of `WithDefaults`, which has a default for each that is missing.
 
     Algorithms and averages are Protocols, because they inherit nothing: any dataclass with these members is one.
-    Codecs and transports are base classes, because a subclass inherits most of what it does: the checks of
-    arguments from `Codec`, and the collectives that it does not have itself from `Transport`.
+    Codecs and transports are base classes, because a subclass inherits most of its behaviour: the checks of
+    arguments from `Codec`, and derived collectives from `Transport`.
     """
 
     @property
     def payload(self) -> Payload:
-        """What the buckets hold: "grad", gradients, or "weight", weights.
+        """The contents of the buckets: "grad", gradients, or "weight", weights.
 
         A class sets it by `payload = "grad"`, without an annotation: pyright takes no `ClassVar` for a property.
         """
@@ -114,7 +106,7 @@ class Algorithm(Protocol):
         """When a bucket may be exchanged."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
-        """Make what `exchange` keeps between steps.
+        """Make the state that `exchange` keeps between steps.
 
         Collective.
         """
@@ -126,13 +118,13 @@ class Algorithm(Protocol):
         """
 
 
-class Complete:
-    """An algorithm with all methods: this class has defaults for those that it leaves out.
+class WithDefaults:
+    """An algorithm with defaults for its optional members.
 
-    Made by `complete`. Code that runs an algorithm calls this object, and never asks whether a method exists.
+    Made by `with_defaults`. Code that runs an algorithm calls this object and asks for no method.
 
     Args:
-        algorithm: The algorithm to complete.
+        algorithm: The algorithm.
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
@@ -145,11 +137,8 @@ class Complete:
 
     @property
     def window(self) -> Window | Rounds:
-        """See `Algorithm.window`. Here, the form that earlier versions used for `Rounds` becomes `Rounds`."""
-        window = self.algorithm.window
-        if isinstance(window, Window) and window.closes is Point.NEVER:
-            return Rounds(window.interval_s)
-        return window
+        """See `Algorithm.window`."""
+        return self.algorithm.window
 
     @property
     def lends(self) -> str | None:
@@ -170,7 +159,7 @@ class Complete:
     def equal_start(self) -> bool:
         """Optional: whether all ranks must have the same weights when it begins.
 
-        Then they are averaged, if those of the algorithm before differ. Default: whether it exchanges gradients.
+        If they differ then, they are averaged. Default: whether it exchanges gradients.
         """
         return bool(getattr(self.algorithm, "equal_start", self.payload == "grad"))
 
@@ -181,7 +170,7 @@ class Complete:
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """Optional: all algorithms that this one uses in the course of training, in order.
+        """Optional: all algorithms that this one uses during training, in order.
 
         Default: itself alone.
         """
@@ -194,7 +183,7 @@ class Complete:
         return found
 
     def check(self, dtype: str) -> None:
-        """Optional: raise `UnsupportedError` unless it takes buckets of this dtype. Default: it takes all."""
+        """Optional: raise `UnsupportedError` unless it supports this dtype. Default: it supports all."""
         self._call("check", dtype)
 
     def check_size(self, size: int) -> None:
@@ -212,13 +201,13 @@ class Complete:
         """
         method = getattr(self.algorithm, "hold", None)
         if method is None:
-            raise ArrayError(f"hold: {self.algorithm} keeps no addends; {HOLDS} does")
+            raise ArrayError(f"hold: {self.algorithm} keeps no addends; {HOLD_HINT} does")
         method(bucket, state)
 
     def communicates(self, step: int, state: State) -> bool:
-        """Optional: whether the exchange of this step communicates; the same on all ranks. Default: it does.
+        """Optional: whether the exchange of this step communicates; the same on all ranks. Default: True.
 
-        It is asked between two exchanges, with the number of the step since the algorithm began.
+        Called between two exchanges, with the number of steps since the algorithm began.
         """
         method = getattr(self.algorithm, "communicates", None)
         return method is None or bool(method(step, state))
@@ -232,14 +221,14 @@ class Complete:
         self.algorithm.exchange(bucket, comm, state)
 
     def skip(self, bucket: Bucket, state: State) -> None:
-        """Optional: what is left of `exchange` in a step that communicates nothing, as in a stopped engine.
+        """Optional: called in place of `exchange` in a step without communication, as in a stopped engine.
 
-        Default: nothing, as the bucket then holds what this rank has computed.
+        Default: nothing; the bucket keeps what this rank has computed.
         """
         self._call("skip", bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
-        """Optional: write back what was communicated, on the caller's thread, when the window closes.
+        """Optional: write the result back, on the caller's thread, when the window closes.
 
         Default: nothing.
         """
@@ -247,7 +236,7 @@ class Complete:
 
     @property
     def commits(self) -> bool:
-        """Whether it defines `commit`, and so may write to the bucket when the window closes."""
+        """Whether it defines `commit`."""
         return getattr(self.algorithm, "commit", None) is not None
 
     def _call(self, name: str, *args: Any) -> None:
@@ -256,26 +245,26 @@ class Complete:
             method(*args)
 
 
-def complete(algorithm: Algorithm | Complete) -> Complete:
-    """`algorithm` with defaults for all that it leaves out."""
-    return algorithm if isinstance(algorithm, Complete) else Complete(algorithm)
+def with_defaults(algorithm: Algorithm | WithDefaults) -> WithDefaults:
+    """Return `algorithm` with defaults for its optional members."""
+    return algorithm if isinstance(algorithm, WithDefaults) else WithDefaults(algorithm)
 
 
-class Around:
-    """What an algorithm that is made of another one, its field `algorithm`, has in common with it.
+class Combinator:
+    """Base class of algorithms that wrap another one, their field `algorithm`.
 
-    A combinator has every member of `Complete`. Those that are not here it defines itself, or it refuses what has
-    them. Its state has that of the other algorithm as its field `inner`.
+    A combinator has every member of `WithDefaults`. It defines those that are not here, or refuses algorithms
+    that have them. Its state holds the state of the inner algorithm as its field `inner`.
     """
 
     algorithm: Algorithm
 
     @property
-    def _inner(self) -> Complete:
-        return complete(self.algorithm)
+    def _inner(self) -> WithDefaults:
+        return with_defaults(self.algorithm)
 
     def _with(self, algorithm: Algorithm) -> Algorithm:
-        """The same around another algorithm."""
+        """A copy of this combinator around another algorithm."""
         changed: Any = replace(self, algorithm=algorithm)  # type: ignore[type-var]
         return changed  # type: ignore[no-any-return]
 
@@ -291,20 +280,20 @@ class Around:
 
     @property
     def phases(self) -> tuple[Algorithm, ...]:
-        """The phases of its algorithm, each made the same way."""
+        """The phases of its algorithm, each wrapped in this combinator."""
         return tuple(map(self._with, phases_of(self.algorithm)))
 
     def phase(self, step: int) -> Algorithm:
-        """The phase of its algorithm, made the same way."""
+        """The phase of its algorithm, wrapped in this combinator."""
         return self._with(phase_of(self.algorithm, step))
 
     @property
     def lends(self) -> str | None:
-        """What its algorithm lends."""
+        """See `WithDefaults`; that of its algorithm."""
         return self._inner.lends
 
     def lent(self, state: State) -> Array:
-        """What its algorithm lends."""
+        """See `WithDefaults`; that of its algorithm."""
         return self._inner.lent(state.inner)
 
     @property
@@ -313,46 +302,46 @@ class Around:
         return self._inner.equal_start
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of its algorithm."""
+        """Supports the dtypes of its algorithm."""
         self._inner.check(dtype)
 
     def communicates(self, step: int, state: State) -> bool:
-        """Whether its algorithm does, whose state is `state.inner`."""
+        """Whether its algorithm communicates in this step."""
         return self._inner.communicates(step, state.inner)
 
 
 def core_of(algorithm: Algorithm) -> Algorithm:
-    """The algorithm that is left of `algorithm` without those around it."""
-    return core_of(algorithm.algorithm) if isinstance(algorithm, Around) else algorithm
+    """The innermost algorithm, without combinators."""
+    return core_of(algorithm.algorithm) if isinstance(algorithm, Combinator) else algorithm
 
 
 def phase_of(algorithm: Algorithm, step: int) -> Algorithm:
     """The algorithm that `algorithm` uses in this training step."""
-    return complete(algorithm).phase(step)
+    return with_defaults(algorithm).phase(step)
 
 
 def phases_of(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """All algorithms that `algorithm` uses in the course of training, in order."""
-    return complete(algorithm).phases
+    """All algorithms that `algorithm` uses during training, in order."""
+    return with_defaults(algorithm).phases
 
 
 def runs_in_rounds(algorithm: Algorithm) -> bool:
-    """Whether `algorithm` exchanges in `Rounds`, now or later in training, so that some steps wait for nobody."""
-    return any(isinstance(complete(phase).window, Rounds) for phase in phases_of(algorithm))
+    """Whether `algorithm` exchanges in `Rounds` in one of its phases."""
+    return any(isinstance(with_defaults(phase).window, Rounds) for phase in phases_of(algorithm))
 
 
 def exchanges_weights(algorithm: Algorithm) -> bool:
-    """Whether weights differ between ranks, now or later in training.
+    """Whether weights differ between ranks in one of the phases of `algorithm`.
 
     They do where weights are exchanged, and where gradients stay local in some steps.
     """
-    return any(complete(phase).drifts for phase in phases_of(algorithm))
+    return any(with_defaults(phase).drifts for phase in phases_of(algorithm))
 
 
 def check_size(algorithm: Algorithm, size: int) -> None:
     """Raise `ArrayError` unless all phases of `algorithm` support this number of ranks."""
     for phase in phases_of(algorithm):
-        complete(phase).check_size(size)
+        with_defaults(phase).check_size(size)
 
 
 # Checks of arguments --------------------------------------------------------------------------------
@@ -379,7 +368,7 @@ def check_average_argument(owner: str, value: object) -> None:
 
 
 def check_average(average: Average, dtype: str) -> None:
-    """Raise `UnsupportedError` unless `average` takes this dtype; one without `check` takes every dtype."""
+    """Raise `UnsupportedError` unless `average` supports this dtype; one without `check` supports all."""
     check = getattr(average, "check", None)
     if check is not None:
         check(dtype)
@@ -389,3 +378,19 @@ def check_floating(algorithm: object, dtype: str) -> None:
     """Raise `UnsupportedError` unless `dtype` is a floating-point dtype."""
     if dtype not in FLOATS:
         raise UnsupportedError(f"{algorithm} cannot average {dtype}; expected a floating-point dtype")
+
+
+_RENAMED = {
+    "ALIKE": "REPLICATED",
+    "ANEW": "RECREATED",
+    "Complete": "WithDefaults",
+    "complete": "with_defaults",
+}
+"""Deprecated names of this module, and the new ones."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -1,4 +1,4 @@
-"""Averaging weights on two levels: inside each node first, then among nodes.
+"""Averages of weights on two levels: inside each node first, then among nodes.
 
     by_node(Decentralized("shift_one"))
     by_node(LowPrecisionDecentralized())
@@ -30,54 +30,56 @@ from ..errors import ArrayError
 from ..transports.local import LocalTransport
 from .base import (
     CHUNK,
-    HOLDS,
+    HOLD_HINT,
     TRANSIENT,
     Algorithm,
-    Around,
+    Combinator,
     State,
     check_algorithm_argument,
-    complete,
     core_of,
     phases_of,
     runs_in_rounds,
+    with_defaults,
 )
 
 
 class _Levels(NamedTuple):
-    """The ranks of this node, those that own the same chunk in the other nodes, and how many own one here."""
+    """Communicators of the two levels."""
 
     intra: Communicator
+    """The ranks of this node."""
     across: Communicator
-    """For a rank that owns nothing, itself: it takes the same steps with an empty chunk, and so counts them."""
+    """The owners of this rank's chunk, one in each node; a rank without a chunk is alone, with an empty one."""
     owners: int
+    """Number of ranks of each node that own a chunk."""
 
 
 @dataclass
 class _Node:
-    """What `ByNode` keeps."""
+    """State of `ByNode`."""
 
     inner: State = field(metadata=CHUNK)
     chunk: Bucket = field(metadata=TRANSIENT)
-    """The chunk of this rank: the mean of the node, then what `algorithm` makes of it."""
+    """The chunk of this rank: the mean of the node, then the result of `algorithm`."""
     result: Array = field(metadata=TRANSIENT)
     """All chunks of the node, and padding."""
     levels: _Levels = field(metadata=TRANSIENT)
 
 
-_NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "goes on in steps that communicate nothing"}
-"""Members of `Complete` that an algorithm by node cannot have."""
+_NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "works in steps that communicate nothing"}
+"""Members of `WithDefaults` that `by_node` refuses, and the reasons."""
 
 
 @dataclass(frozen=True)
-class ByNode(Around):
-    """`algorithm` among nodes, on the mean of each; see `by_node`."""
+class ByNode(Combinator):
+    """`algorithm` among nodes, on the mean of each node; see `by_node`."""
 
     algorithm: Algorithm
 
     def __post_init__(self) -> None:
         check_algorithm_argument("by_node", "algorithm", self.algorithm)
         for phase in phases_of(self.algorithm):
-            if complete(phase).payload != "weight":
+            if with_defaults(phase).payload != "weight":
                 raise ArrayError(
                     f"by_node: {phase} exchanges gradients, expected an algorithm that exchanges weights; for "
                     "gradients, take Hierarchical(average)"
@@ -85,7 +87,7 @@ class ByNode(Around):
             for name, what in _NOT_BY_NODE.items():
                 if getattr(core_of(phase), name, None) is not None:
                     raise ArrayError(
-                        f"by_node: {phase} {what}, but what it keeps belongs to a chunk of the node's mean; "
+                        f"by_node: {phase} {what}, but its state belongs to a chunk of the node's mean; "
                         "expected an algorithm that does not"
                     )
         if runs_in_rounds(self.algorithm):
@@ -99,11 +101,11 @@ class ByNode(Around):
 
     @property
     def drifts(self) -> bool:
-        """Whether ranks' weights differ under its algorithm."""
+        """Whether weights differ between ranks under its algorithm."""
         return self._inner.drifts
 
     def check_size(self, size: int) -> None:
-        """Takes every number of ranks; `init` checks the number of nodes."""
+        """Supports every number of ranks; `init` checks the number of nodes."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Node:
         """See `Algorithm.init`. Collective.
@@ -130,16 +132,16 @@ class ByNode(Around):
 
     def hold(self, bucket: Bucket, state: _Node) -> None:
         """Refused: addends are gradients, and weights are exchanged here."""
-        raise ArrayError(f"hold: {self} keeps no addends; {HOLDS} does")
+        raise ArrayError(f"hold: {self} keeps no addends; {HOLD_HINT} does")
 
     def begin(self, bucket: Bucket, state: _Node) -> None:
-        """Nothing: its algorithm begins on the lane, where the mean of the node is."""
+        """Nothing: its algorithm begins on the lane, after the mean of the node is known."""
 
     def skip(self, bucket: Bucket, state: _Node) -> None:
-        """Nothing: an algorithm that has something to do is refused, since this rank has no mean of its node."""
+        """Nothing: algorithms with a `skip` are refused, since the mean of the node is not known then."""
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: _Node) -> None:
-        """Average in the node, make a step of the algorithm among nodes, and share its result. Collective."""
+        """Average in the node, make a step of the algorithm among nodes, and gather its result. Collective."""
         intra, across, _ = state.levels
         chunk = state.chunk
         chunk.step = bucket.step
@@ -165,7 +167,7 @@ def _reduce(bucket: Bucket, comm: Communicator, state: _Node) -> None:
 
 
 def _counts(state: _Node) -> list[int]:
-    """How many elements each rank of the node owns."""
+    """Number of elements that each rank of the node owns."""
     intra, _, owners = state.levels
     return [state.result.size // owners if rank < owners else 0 for rank in range(intra.size)]
 
@@ -173,15 +175,15 @@ def _counts(state: _Node) -> list[int]:
 def by_node(algorithm: Algorithm) -> ByNode:
     """Average weights inside each node, and communicate by `algorithm` among nodes, as if each were one rank.
 
-    All ranks of a node get the same weights. Each node counts as one, however many ranks it has. On a single node
-    this is the mean of its ranks. `Hierarchical` does the same for gradients.
+    All ranks of a node get the same weights. Each node counts as one, whatever its number of ranks. On a single
+    node this is the mean of its ranks. `Hierarchical` does the same for gradients.
 
-    What the algorithm keeps belongs to the chunk of a rank: a checkpoint loads on the same ranks, in the same
+    The state of the algorithm belongs to the chunk of a rank: a checkpoint loads on the same ranks, in the same
     buckets.
 
     Raises:
         ArrayError: `algorithm` is not an algorithm, exchanges gradients, begins its exchanges by time, lends
-            an array to optimizers, or has something to do in steps that communicate nothing; or, when training
-            begins, it does not support this number of nodes.
+            an array to optimizers, or works in steps without communication; or, when training begins, it does
+            not support this number of nodes.
     """
     return ByNode(algorithm)

@@ -1,4 +1,4 @@
-"""Algorithms made of algorithms: `every` says how often one communicates, `after` when one follows another.
+"""Algorithms made of algorithms: `every` communicates in some steps only, `after` is a warm-up.
 
 For instance:
 
@@ -16,31 +16,31 @@ from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
     Algorithm,
-    Around,
+    Combinator,
     Payload,
     Rounds,
     State,
     Window,
     check_algorithm_argument,
     check_integer,
-    complete,
     phase_of,
     phases_of,
     runs_in_rounds,
+    with_defaults,
 )
 
 
 @dataclass
 class Interval:
-    """What `Every` keeps: the state of its algorithm, and whether this step communicates."""
+    """State of `Every`: that of its algorithm, and whether this step communicates."""
 
     inner: State
     due: bool = False
 
 
 @dataclass(frozen=True)
-class Every(Around):
-    """`algorithm` in one of `n` steps, beginning with the first; see `every`."""
+class Every(Combinator):
+    """`algorithm` in one of `n` steps, starting with the first; see `every`."""
 
     n: int
     algorithm: Algorithm
@@ -59,11 +59,11 @@ class Every(Around):
 
     @property
     def drifts(self) -> bool:
-        """Ranks' weights differ where some steps communicate nothing."""
+        """Whether weights differ between ranks: they do if some steps do not communicate."""
         return self.n > 1 or self._inner.drifts
 
     def check_size(self, size: int) -> None:
-        """Takes the numbers of ranks of its algorithm."""
+        """Supports the numbers of ranks of its algorithm."""
         self._inner.check_size(size)
 
     def init(self, bucket: Bucket, comm: Communicator) -> Interval:
@@ -71,7 +71,7 @@ class Every(Around):
         return Interval(self._inner.init(bucket, comm))
 
     def hold(self, bucket: Bucket, state: Interval) -> None:
-        """Keep an addend of the next exchange, which must be that of this step."""
+        """Keep an addend of this step's exchange; refused if some steps have none."""
         if self.n > 1:
             raise ArrayError(
                 f"hold: {self} averages nothing in some steps, and what is held then would go into the mean of "
@@ -80,7 +80,7 @@ class Every(Around):
         self._inner.hold(bucket, state.inner)
 
     def communicates(self, step: int, state: Interval) -> bool:
-        """Whether this is one of the steps, and its algorithm communicates in it."""
+        """Whether this is one of the `n`th steps and its algorithm communicates in it."""
         return step % self.n == 0 and self._inner.communicates(step, state.inner)
 
     def begin(self, bucket: Bucket, state: Interval) -> None:
@@ -90,25 +90,25 @@ class Every(Around):
             self._inner.begin(bucket, state.inner)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Interval) -> None:
-        """Communicate, if this step does. Collective."""
+        """Communicate if this step does. Collective."""
         if state.due:
             self._inner.exchange(bucket, comm, state.inner)
         else:
             self._inner.skip(bucket, state.inner)
 
     def skip(self, bucket: Bucket, state: Interval) -> None:
-        """What its algorithm does in a step that communicates nothing."""
+        """See `WithDefaults.skip`."""
         self._inner.skip(bucket, state.inner)
 
     def commit(self, bucket: Bucket, state: Interval) -> None:
-        """Write back, if this step communicated."""
+        """Write back if this step communicated."""
         if state.due:
             self._inner.commit(bucket, state.inner)
 
 
 @dataclass(frozen=True)
 class After:
-    """`first` for `steps` steps, `then` in all further steps; see `after`."""
+    """`first` for `steps` steps, then `then`; see `after`."""
 
     steps: int
     first: Algorithm
@@ -138,77 +138,79 @@ class After:
         return (*(phases_of(self.first) if self.steps else ()), *phases_of(self.then))
 
     def phase(self, step: int) -> Algorithm:
-        """The phase of `first`, or of `then`, which counts steps from its own beginning."""
+        """The phase of `first`, or of `then`, whose steps are counted from its beginning."""
         if step < self.steps:
             return phase_of(self.first, step)
         return phase_of(self.then, step - self.steps)
 
     @property
     def lends(self) -> str | None:
-        """What the algorithm of the first step lends."""
-        return complete(self.phase(0)).lends
+        """See `WithDefaults`; that of the first step's algorithm."""
+        return with_defaults(self.phase(0)).lends
 
     def lent(self, state: State) -> Array:
-        """What the algorithm of the first step lends."""
-        return complete(self.phase(0)).lent(state)
+        """See `WithDefaults`; that of the first step's algorithm."""
+        return with_defaults(self.phase(0)).lent(state)
 
     @property
     def equal_start(self) -> bool:
         """Whether the algorithm of the first step needs equal weights."""
-        return complete(self.phase(0)).equal_start
+        return with_defaults(self.phase(0)).equal_start
 
     @property
     def drifts(self) -> bool:
-        """Whether ranks' weights differ in one of the phases."""
-        return any(complete(phase).drifts for phase in self.phases)
+        """Whether weights differ between ranks in one of the phases."""
+        return any(with_defaults(phase).drifts for phase in self.phases)
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes that both take."""
+        """Supports the dtypes that both support."""
         for phase in self.phases:
-            complete(phase).check(dtype)
+            with_defaults(phase).check(dtype)
 
     def check_size(self, size: int) -> None:
-        """Takes the numbers of ranks that both take."""
+        """Supports the numbers of ranks that both support."""
         for phase in self.phases:
-            complete(phase).check_size(size)
+            with_defaults(phase).check_size(size)
 
     # The engine calls the phases themselves, each with a state of its own.
 
     def init(self, bucket: Bucket, comm: Communicator) -> State:
         """See `Algorithm.init`. Collective."""
-        return complete(self.phase(0)).init(bucket, comm)
+        return with_defaults(self.phase(0)).init(bucket, comm)
 
     def hold(self, bucket: Bucket, state: State) -> None:
         """Keep an addend of the next exchange, as the phase of this step does."""
-        complete(self.phase(bucket.step)).hold(bucket, state)
+        with_defaults(self.phase(bucket.step)).hold(bucket, state)
 
     def communicates(self, step: int, state: State) -> bool:
         """Whether the phase of this step communicates."""
-        return complete(self.phase(step)).communicates(step if step < self.steps else step - self.steps, state)
+        return with_defaults(self.phase(step)).communicates(
+            step if step < self.steps else step - self.steps, state
+        )
 
     def begin(self, bucket: Bucket, state: State) -> None:
         """Prepare an exchange, as the phase of this step does."""
-        complete(self.phase(bucket.step)).begin(bucket, state)
+        with_defaults(self.phase(bucket.step)).begin(bucket, state)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: State) -> None:
         """See `Algorithm.exchange`. Collective."""
-        complete(self.phase(bucket.step)).exchange(bucket, comm, state)
+        with_defaults(self.phase(bucket.step)).exchange(bucket, comm, state)
 
     def skip(self, bucket: Bucket, state: State) -> None:
-        """What the phase of this step does in a step that communicates nothing."""
-        complete(self.phase(bucket.step)).skip(bucket, state)
+        """See `WithDefaults.skip`; that of this step's phase."""
+        with_defaults(self.phase(bucket.step)).skip(bucket, state)
 
     def commit(self, bucket: Bucket, state: State) -> None:
         """Write back, as the phase of this step does."""
-        complete(self.phase(bucket.step)).commit(bucket, state)
+        with_defaults(self.phase(bucket.step)).commit(bucket, state)
 
 
 def every(n: int, algorithm: Algorithm) -> Every:
-    """Communicate in one of `n` steps only, beginning with the first.
+    """Communicate in one of `n` steps only, starting with the first.
 
-    Meant for algorithms that exchange weights. Gradients that are not averaged let ranks drift apart for good; to
-    average them less often, accumulate them. In a step between, a rank trains as it does while its engine is
-    stopped (`Engine.stop`).
+    Meant for algorithms that exchange weights. If gradients are not averaged in some steps, ranks drift apart for
+    good; accumulate them instead. In the other steps, a rank trains as while its engine is stopped
+    (`Engine.stop`).
 
     Raises:
         ArrayError: `n` is not a positive integer, `algorithm` is not an algorithm, or it begins its exchanges by
@@ -218,13 +220,13 @@ def every(n: int, algorithm: Algorithm) -> Every:
 
 
 def after(steps: int, first: Algorithm, then: Algorithm) -> After:
-    """Use `first` for this number of steps, and `then` in all further steps: a warm-up.
+    """Use `first` for this number of steps as a warm-up, and `then` in all further steps.
 
-    `then` counts steps from its own beginning, and starts with the weights as they are. But if ranks' weights
-    differ under `first`, and `then` needs equal ones, as all algorithms that exchange gradients and DiLoCo do,
-    they become the mean of all ranks when the last step of `first` ends, as by
+    `then` counts steps from its own beginning, and starts with the weights as they are. But if weights differ
+    between ranks under `first`, and `then` needs equal ones, as all algorithms that exchange gradients and DiLoCo
+    do, they become the mean of all ranks when the last step of `first` ends, as by
     `bagua_torch.DistributedDataParallel.switch`; `Point.STEP` is collective then. An `Engine` alone averages the
-    weights in its storage. What `first` keeps ends with it, the residuals of error feedback too.
+    weights in its storage. The state of `first` is dropped, with its residuals of error feedback.
 
     Raises:
         ArrayError: `steps` is not an integer of at least 0, or `first` or `then` is not an algorithm.

@@ -1,8 +1,8 @@
-"""Averaging weights, in full precision, while the forward and the backward pass run.
+"""Averages of weights, in full precision, during the forward and the backward pass.
 
     x_{t+1,i} = average_i(x_t) - lr g_i(x_{t,i})
 
-The average is that of the weights at the beginning of the step. It takes their place when the backward pass has
+The average is that of the weights at the beginning of the step. It replaces them when the backward pass has
 ended. Then the optimizer subtracts the gradient, which was computed with the weights before the average.
 Source: D-PSGD, Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", arXiv 1705.09056.
 """
@@ -24,18 +24,18 @@ PEERS = ("all", "shift_one", "one_peer_exponential")
 
 @dataclass
 class Averaged:
-    """What `Decentralized` keeps."""
+    """State of `Decentralized`."""
 
     average: Array = field(metadata=TRANSIENT)
     round: int = 0
-    """How many times this bucket was averaged."""
+    """Number of times that this bucket was averaged."""
 
 
 @dataclass(frozen=True)
 class Decentralized:
-    """Average weights with peers during the forward and backward pass, in place of gradients.
+    """Average weights with peers during the forward and backward pass, instead of gradients.
 
-    Ranks' weights differ, because every rank adds its own gradient to the average; average them before
+    Weights differ between ranks, because each rank adds its own gradient to the average; average them before
     evaluation. A message is as large as the weights.
 
     Args:
@@ -59,11 +59,11 @@ class Decentralized:
             raise ArrayError(f"Decentralized: peers is {self.peers!r}, expected one of {', '.join(PEERS)}")
 
     def check(self, dtype: str) -> None:
-        """Takes floating-point dtypes."""
+        """Supports floating-point dtypes."""
         check_floating(self, dtype)
 
     def check_size(self, size: int) -> None:
-        """Takes an even number of ranks only, for "shift_one"."""
+        """Supports only even numbers of ranks with "shift_one"."""
         if self.peers == "shift_one":
             topology.shift_one(0, size, 0)  # raises on an odd number
 

@@ -20,7 +20,7 @@ from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError
 from .base import (
-    ALIKE,
+    REPLICATED,
     Point,
     Window,
     check_average,
@@ -33,21 +33,21 @@ from .residuals import bind_average
 
 @dataclass
 class Outer:
-    """What `DiLoCo` keeps. The arrays have the same bytes on all ranks."""
+    """State of `DiLoCo`. The arrays have the same bytes on all ranks."""
 
-    anchor: Array = field(metadata=ALIKE)
-    momentum: Array = field(metadata=ALIKE)
+    anchor: Array = field(metadata=REPLICATED)
+    momentum: Array = field(metadata=REPLICATED)
     average: InPlace
     steps: int = 0
-    """How many inner steps were made since the last outer step."""
+    """Number of inner steps since the last outer step."""
 
 
 @dataclass(frozen=True)
 class DiLoCo:
     """Train locally for `local_steps`, then step an outer Nesterov optimizer with the averaged change.
 
-    Communicates in one of `local_steps` steps. Ranks hold the same weights after an outer step, and different
-    ones between two outer steps.
+    Communicates in one of `local_steps` steps. Weights are equal on all ranks after an outer step, and differ
+    between outer steps.
 
     Args:
         local_steps: Number of inner steps between two outer steps.
@@ -78,7 +78,7 @@ class DiLoCo:
         check_average_argument("DiLoCo", self.average)
 
     def check(self, dtype: str) -> None:
-        """Takes the floating-point dtypes of the average."""
+        """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
         check_average(self.average, dtype)
 
@@ -92,7 +92,7 @@ class DiLoCo:
         return (state.steps + 1) % self.local_steps == 0
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Outer) -> None:
-        """Make an outer step, if this is the last of `local_steps` inner steps. Collective."""
+        """Make an outer step if this is the last of `local_steps` inner steps. Collective."""
         state.steps = (state.steps + 1) % self.local_steps
         if state.steps:
             return

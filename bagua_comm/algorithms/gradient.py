@@ -1,4 +1,4 @@
-"""Averaging gradients while the backward pass runs: g <- (1/p) sum of g over the ranks."""
+"""Averages of gradients during the backward pass: g <- (1/p) sum of g over the ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..bucket import Bucket
 from ..codecs import MinMaxUInt8
 from ..comm import Communicator
 from ..errors import ArrayError
-from .base import HOLDS, Point, Window, check_average, check_average_argument
+from .base import HOLD_HINT, Point, Window, check_average, check_average_argument
 from .residuals import bind_average
 
 
 @dataclass
 class _Bound:
-    """What `GradientAllReduce` keeps: its bound average, which may keep residuals."""
+    """State of `GradientAllReduce`: its bound average, which may keep residuals."""
 
     average: InPlace
 
@@ -38,7 +38,7 @@ class GradientAllReduce:
         check_average_argument("GradientAllReduce", self.average)
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of the average."""
+        """Supports the dtypes of the average."""
         check_average(self.average, dtype)
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
@@ -49,7 +49,7 @@ class GradientAllReduce:
         """Keep the gradients as one addend of the next mean, and leave zeros; see `Reproducible`."""
         hold = getattr(state.average, "hold", None)
         if hold is None:
-            raise ArrayError(f"hold: {self.average} keeps no addends; {HOLDS} does")
+            raise ArrayError(f"hold: {self.average} keeps no addends; {HOLD_HINT} does")
         bucket.padding[...] = 0
         hold(bucket.flat)
 

@@ -1,8 +1,8 @@
-"""Averaging weights with neighbours through a codec: ranks send how their weights differ from what peers know.
+"""Averages of weights with neighbours through a codec: ranks send the difference to what their peers have.
 
-Every rank keeps replicas: copies of the weights that its peers know. All ranks that hold the same replica change
-it by the same decoded bytes, so that it stays equal on them, bit for bit. Only the difference to the replica is
-quantized, and it is small.
+Every rank keeps replicas: copies of the weights as its peers have them. All ranks that hold the same replica
+change it by the same decoded bytes, so that it stays equal on them, bit for bit. Only the difference to the
+replica is quantized, and it is small.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..bucket import Bucket
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_codec_argument
 from ..comm import Communicator
-from .base import ANEW, TRANSIENT, Point, Window
+from .base import RECREATED, TRANSIENT, Point, Window
 
 
 @dataclass(frozen=True)
 class _LowPrecision:
-    """What both algorithms share: settings, window, checks."""
+    """Base class of both algorithms: settings, window, checks."""
 
     codec: Codec = field(default_factory=MinMaxUInt8)
 
@@ -31,7 +31,7 @@ class _LowPrecision:
         check_codec_argument(type(self).__name__, self.codec)
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of the codec."""
+        """Supports the dtypes of the codec."""
         check_codec_argument(type(self).__name__, self.codec, dtype)
 
     def _wire(self, bucket: Bucket, comm: Communicator, key: str) -> Array:
@@ -48,11 +48,11 @@ class _LowPrecision:
 
 @dataclass
 class Replicas:
-    """What `LowPrecisionDecentralized` keeps: on every rank r, weight(r) = right(r - 1) = left(r + 1)."""
+    """State of `LowPrecisionDecentralized`: on every rank r, weight(r) = right(r - 1) = left(r + 1)."""
 
-    weight: Array = field(metadata=ANEW)
-    left: Array = field(metadata=ANEW)
-    right: Array = field(metadata=ANEW)
+    weight: Array = field(metadata=RECREATED)
+    left: Array = field(metadata=RECREATED)
+    right: Array = field(metadata=RECREATED)
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class LowPrecisionDecentralized(_LowPrecision):
         w += decode(c)      L += decode(c of the left)      R += decode(c of the right)
 
     With Q for encoding and decoding, this is w <- w + Q[(L + R - 2w)/3 + (x - w)]. Every rank sends about two
-    bytes for each weight. Ranks' weights differ; average them before evaluation.
+    bytes for each weight. Weights differ between ranks; average them before evaluation.
 
     Source: DCD-PSGD, Tang et al., "Communication Compression for Decentralized Training", arXiv 1803.06443, in
     the form of Bagua (arXiv 2107.01499).
 
     Args:
-        codec: How the changes are encoded.
+        codec: The encoding of the changes.
     """
 
     def init(self, bucket: Bucket, comm: Communicator) -> Replicas:
@@ -102,12 +102,12 @@ class LowPrecisionDecentralized(_LowPrecision):
 
 @dataclass
 class EdgeReplicas:
-    """What `LowPrecisionOnePeer` keeps for each edge k: sent[k] on rank r equals received[k] on rank r + 2^k."""
+    """State of `LowPrecisionOnePeer` for each edge k: sent[k] on rank r equals received[k] on rank r + 2^k."""
 
-    sent: Array = field(metadata=ANEW)
-    """(edges, elements): the weights of this rank that the peer ahead knows."""
-    received: Array = field(metadata=ANEW)
-    """(edges, elements): the weights of the peer behind that this rank knows."""
+    sent: Array = field(metadata=RECREATED)
+    """(edges, elements): the weights of this rank as the peer ahead has them."""
+    received: Array = field(metadata=RECREATED)
+    """(edges, elements): the weights of the peer behind as this rank has them."""
     weight: Array = field(metadata=TRANSIENT)
     round: int = 0
 
@@ -117,20 +117,20 @@ class LowPrecisionOnePeer(_LowPrecision):
     """Average weights with one peer at a time on the exponential graph, sending quantized differences.
 
     In round s ranks use edge k = s mod ceil(log2 p): rank r sends to r + 2^k and receives from r - 2^k. With S[k]
-    the weights of this rank that the peer ahead knows, R[k] those of the peer behind that this rank knows, and x
-    the weights:
+    the weights of this rank as the peer ahead has them, R[k] those of the peer behind as this rank has them, and
+    x the weights:
 
         c = encode(x - S[k])      S[k] += decode(c)      R[k] += decode(c received)      x += (R[k] - S[k]) / 2
 
     R on one rank is S on another, so the sum of the weights over all ranks does not change. Every rank sends
     about one byte for each weight, half as much as `LowPrecisionDecentralized`, and keeps 2 ceil(log2 p)
-    replicas. Ranks' weights differ; average them before evaluation.
+    replicas. Weights differ between ranks; average them before evaluation.
 
     Source: the difference compression of CHOCO-Gossip, Koloskova et al., arXiv 1902.00340, on the one-peer
     exponential graph of Ying et al., arXiv 2110.13363.
 
     Args:
-        codec: How the differences are encoded.
+        codec: The encoding of the differences.
     """
 
     def init(self, bucket: Bucket, comm: Communicator) -> EdgeReplicas:
@@ -170,7 +170,7 @@ class LowPrecisionOnePeer(_LowPrecision):
 def _exchange_on_ring(
     comm: Communicator, mine: Array, from_left: Array, from_right: Array, left: int, right: int
 ) -> None:
-    """Send `mine` to both neighbours. Of two ranks, both neighbours are one peer; messages match in order."""
+    """Exchange with both neighbours. With two ranks they are one peer, and messages match in order."""
     comm.exchange([(right, mine), (left, mine)], [(left, from_left), (right, from_right)])
 
 

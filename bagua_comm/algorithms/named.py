@@ -75,7 +75,7 @@ NAMED: Mapping[str, Callable[..., Algorithm]] = MappingProxyType(
         "warm-up": _warm_up,
     }
 )
-"""For each name, the function that makes the algorithm; its arguments are the settings."""
+"""Functions that make algorithms, by name; their arguments are the settings."""
 
 AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
     {
@@ -86,7 +86,7 @@ AVERAGES: Mapping[str, Callable[..., Average]] = MappingProxyType(
         "hierarchical": Hierarchical,
     }
 )
-"""For each name, the function that makes the average."""
+"""Functions that make averages, by name."""
 
 CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
     {
@@ -96,9 +96,9 @@ CODECS: Mapping[str, Callable[..., Codec]] = MappingProxyType(
         "bfloat16": BFloat16,
     }
 )
-"""For each name, the function that makes the codec."""
+"""Functions that make codecs, by name."""
 
-_MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
+_OBJECTS: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingProxyType(
     {
         "algorithm": ("algorithm", NAMED),
         "first": ("algorithm", NAMED),
@@ -108,14 +108,14 @@ _MADE_OF: Mapping[str, tuple[str, Mapping[str, Callable[..., Any]]]] = MappingPr
         "codec": ("codec", CODECS),
     }
 )
-"""Settings that are algorithms, averages or codecs themselves, and the tables with their names."""
+"""Settings whose values are algorithms, averages or codecs, with the tables of their names."""
 
 
 def from_name(name: str | Mapping[str, Any], **settings: Any) -> Algorithm:
     """Make an algorithm from its name and settings, as a configuration file has them.
 
-    A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and its
-    own settings, or as an object.
+    A setting that is an algorithm, an average or a codec is given by its name, by a mapping with "name" and
+    settings, or as an object.
 
     Args:
         name: One of `NAMED`, with hyphens or underscores; or a mapping with "name" and settings.
@@ -140,17 +140,17 @@ def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, sett
     """Make the entry of `table` that has this name, with these settings."""
     known = name.lower().replace("_", "-") if isinstance(name, str) else name
     if not isinstance(known, str) or known not in table:
-        raise ArrayError(f"from_name: there is no {kind} {shown(name)}{_instead(name, table)}")
+        raise ArrayError(f"from_name: there is no {kind} {shown(name)}{_suggestions(name, table)}")
     parameters = inspect.signature(table[known]).parameters
     for setting in settings:
         if setting not in parameters:
             raise ArrayError(
-                f"from_name: {known!r} has no setting {shown(setting)}{_instead(setting, parameters)}"
+                f"from_name: {known!r} has no setting {shown(setting)}{_suggestions(setting, parameters)}"
             )
     missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in settings]
     if missing:
         raise ArrayError(f"from_name: {known!r} needs {' and '.join(map(repr, missing))}")
-    arguments = {setting: _made_of(setting, value) for setting, value in settings.items()}
+    arguments = {setting: _value_of(setting, value) for setting, value in settings.items()}
     try:
         return table[known](**arguments)
     except BaguaError:
@@ -159,16 +159,16 @@ def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: object, sett
         raise ArrayError(f"from_name: {known!r} does not take {arguments}: {exc}") from exc
 
 
-def _made_of(setting: str, value: Any) -> Any:
-    """The value of a setting. A name, or a mapping with a name, becomes the object of that name."""
-    if setting not in _MADE_OF or not isinstance(value, (str, Mapping)):
+def _value_of(setting: str, value: Any) -> Any:
+    """The value of a setting; a name, or a mapping with a name, becomes an object."""
+    if setting not in _OBJECTS or not isinstance(value, (str, Mapping)):
         return value
     given = {"name": value} if isinstance(value, str) else dict(value)
-    return _make(*_MADE_OF[setting], given.pop("name", None), given)
+    return _make(*_OBJECTS[setting], given.pop("name", None), given)
 
 
-def _instead(found: object, names: Iterable[str]) -> str:
-    """The end of a message about a wrong name: a similar name, if there is one, and all names that exist."""
+def _suggestions(found: object, names: Iterable[str]) -> str:
+    """The end of an error message for a wrong name: a similar name, if there is one, and all valid names."""
     names = sorted(names)
     close = difflib.get_close_matches(str(found).lower().replace("_", "-"), names) or difflib.get_close_matches(
         str(found), names

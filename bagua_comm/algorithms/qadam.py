@@ -20,7 +20,7 @@ from ..bucket import Bucket
 from ..comm import Communicator
 from ..errors import ArrayError, CommError
 from .base import (
-    ALIKE,
+    REPLICATED,
     Point,
     Window,
     check_average,
@@ -33,9 +33,9 @@ from .residuals import bind_average
 
 @dataclass
 class Momentum:
-    """What `QAdam` keeps."""
+    """State of `QAdam`."""
 
-    momentum: Array = field(metadata=ALIKE)
+    momentum: Array = field(metadata=REPLICATED)
     """Adam's first moment; the optimizer uses the same array."""
     exact: InPlace
     average: InPlace
@@ -47,16 +47,16 @@ class Momentum:
 class QAdam:
     """Average gradients exactly for `warmup_steps`, then average Adam's momentum, quantized.
 
-    After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, leave
-    averaging out in all passes but the last one (`no_sync`). All parameters share one `beta1`.
+    After the warm-up, gradients are not averaged, and clipping them has no effect. To accumulate gradients, use
+    `no_sync` in all passes but the last one. All parameters share one `beta1`.
 
-    In a step that exchanges nothing (`Engine.stop`, `every`), a rank trains as its optimizer alone does: after
+    In a step without communication (`Engine.stop`, `every`), a rank trains as its optimizer alone does: after
     the warm-up its own gradient goes into its momentum, and the variance stays frozen.
 
     Args:
         warmup_steps: Number of steps, at least 1, before the variance is frozen; about a fifth of all steps.
         beta1: Adam's decay rate of the momentum.
-        average: How the momentum is averaged.
+        average: The average of the momentum.
 
     Raises:
         ArrayError: An argument is out of range.
@@ -77,7 +77,7 @@ class QAdam:
         check_average_argument("QAdam", self.average)
 
     def check(self, dtype: str) -> None:
-        """Takes the floating-point dtypes of the average."""
+        """Supports the floating-point dtypes of the average."""
         check_floating(self, dtype)
         check_average(self.average, dtype)
 
@@ -87,7 +87,7 @@ class QAdam:
         return Momentum(arrays.zeros_like(bucket.flat), exact, average)
 
     def exchange(self, bucket: Bucket, comm: Communicator, state: Momentum) -> None:
-        """Average the gradient in the warm-up, the momentum after it. Collective."""
+        """Average the gradient during the warm-up, then the momentum. Collective."""
         if bucket.step < self.warmup_steps:
             state.exact(bucket.flat)
             return
@@ -95,7 +95,7 @@ class QAdam:
         state.average(state.momentum)
 
     def skip(self, bucket: Bucket, state: Momentum) -> None:
-        """Leave the gradient to this rank; after the warm-up its momentum goes on with it."""
+        """Add the gradient to this rank's momentum, after the warm-up."""
         if bucket.step >= self.warmup_steps:
             self._add_gradient(bucket, state)
 

@@ -1,7 +1,7 @@
-"""Averages as algorithms bind them: what one has lost moves on to the next, when settings change.
+"""Bound averages of algorithms, and the residuals that move to another average when settings change.
 
-An average with error feedback keeps a residual, and makes up for it later. Another average has none: then the
-residual of the one before is added once, to the next array.
+An average with error feedback keeps a residual and adds it to later arrays. If it is replaced by an average
+without error feedback, the residual is added once, to the next array.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .base import HANDED_OVER, SAME_PATH, TRANSIENT
 
 @dataclass
 class Bound:
-    """A bound average that keeps no residual for whole arrays, and what an average before it has lost."""
+    """A bound average without a residual for whole arrays, and the residual of the average before it."""
 
     average: InPlace = field(metadata=SAME_PATH)
     residual: Array | None = field(default=None, metadata=HANDED_OVER)
-    """What is added to the next array."""
+    """The addend of the next array."""
     spent: Array | None = field(default=None, metadata=TRANSIENT)
-    """What was added to the last one. A device may read it until the step is over."""
+    """The addend of the last array. A device may read it until the step has ended."""
 
     def __call__(self, x: Array) -> Array:
         """Average `x` in place. Collective."""
@@ -39,16 +39,16 @@ class Bound:
 
     @property
     def hold(self) -> Any:
-        """The method of the average that keeps addends; None if it has none."""
+        """The `hold` of the average; None if it has none."""
         return getattr(self.average, "hold", None)
 
 
 def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlace:
     """Bind `average` to `comm`, for arrays of the shape, dtype and library of the bucket's.
 
-    Collective. An average gets, beside `comm`, what its `bind` takes: `like`, the array of the bucket, and
-    `sizes`, the numbers of elements of the tensors in it. What is returned has a field `residual`, by which
-    checkpoints and new plans know what it has lost.
+    Collective. Besides `comm`, `bind` gets the arguments that it accepts: `like`, the array of the bucket, and
+    `sizes`, the numbers of elements of its tensors. The result has a field `residual` for checkpoints and new
+    plans.
     """
     parameters = inspect.signature(average.bind).parameters
     options: dict[str, Any] = {}
@@ -62,9 +62,9 @@ def bind_average(average: Average, comm: Communicator, bucket: Bucket) -> InPlac
 
 
 def gather_residuals(bucket: Bucket, state: Any) -> None:
-    """Make what averages among nodes (`Hierarchical`) have lost in a chunk an addend of the whole bucket.
+    """Turn residuals of averages among nodes (`Hierarchical`), of a chunk, into residuals of the whole bucket.
 
-    In this form any average can go on with it. The sum over all means is the same, up to rounding.
+    In this form any average can use them. The sum over all means is the same, up to rounding.
     """
     for bound in _bounds_in(state):
         levels: Any = bound.average
@@ -72,7 +72,7 @@ def gather_residuals(bucket: Bucket, state: Any) -> None:
         if lost is None:
             continue
         addend = arrays.zeros_like(bucket.flat)
-        first = levels.intra.rank * lost.size  # a rank without a chunk has lost nothing: its size is 0
+        first = levels.intra.rank * lost.size  # a rank without a chunk has a residual of size 0
         mine = addend[first : first + lost.size]
         # A residual is added to a mean over nodes, weighted by their sizes; an array, to a mean over ranks.
         mine[...] = lost[: mine.size] * levels.sizes.largest
@@ -81,7 +81,7 @@ def gather_residuals(bucket: Bucket, state: Any) -> None:
 
 
 def _bounds_in(state: Any) -> Iterator[Bound]:
-    """All bound averages for the whole bucket in a state."""
+    """Iterate over the bound averages of whole buckets in a state."""
     if isinstance(state, Bound):
         yield state
     elif dataclasses.is_dataclass(state):

@@ -1,15 +1,15 @@
-"""What algorithms keep between steps, by the names of tensors: for checkpoints and new plans.
+"""The states of algorithms, saved and loaded by tensor name: for checkpoints and new plans.
 
 A state is a dataclass of arrays, numbers and further dataclasses. An array whose last axis is as long as its
 bucket is cut into pieces, one for each tensor; numbers are saved with every tensor of the bucket. Other arrays
-stay whole: they are saved with the first tensor, and fit the same bucket only.
+are saved whole, with the first tensor, and load into the same bucket only.
 
-An array belongs to its rank, and no other rank can load it, unless its field is marked `ALIKE`. Numbers are the
-same on all ranks. Fields marked `MEAN` or `ANEW` say what becomes of an array on another number of ranks, which
-`bagua_comm.checkpoint` does; `load_state` lets arrays marked `ANEW` be missing, and keeps what `init` made.
+An array belongs to its rank, and no other rank can load it, unless its field is marked `REPLICATED`. Numbers are
+the same on all ranks. The marks `MEAN` and `RECREATED` say how `bagua_comm.checkpoint` brings an array to another
+number of ranks; `load_state` lets arrays marked `RECREATED` be missing, and keeps what `init` made.
 
-A checkpoint is a dictionary: the entries of `Facts`, a "digest" that the ranks which saved together have in
-common, a "checksum", and "tensors", which is what `save_state` gives.
+A checkpoint is a dictionary: the entries of `StateHeader`, a "digest" that is equal on ranks that saved together,
+a "checksum", and "tensors", the result of `save_state`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from .. import arrays
 from ..arrays import Array, dtype_name
 from ..bucket import Bucket, BucketSpec
 from ..errors import ArrayError, UnsupportedError, shown
-from .base import Algorithm, Rounds, complete, phase_of
+from .base import Algorithm, Rounds, phase_of, with_defaults
 
 Saved = dict[str, dict[str, Any]]
 """By the name of the tensor, then by the path in the state: pieces of arrays, and numbers."""
 
 # ---------------------------------------------------------------------------------------------------
-# What a checkpoint says about itself
+# Headers of checkpoints
 # ---------------------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """What a checkpoint says about itself."""
+class StateHeader(NamedTuple):
+    """The settings, step and rank of a checkpoint."""
 
     algorithm: str
     step: int
@@ -46,14 +46,14 @@ class Facts(NamedTuple):
     size: int
 
     def digest(self, training: str, algorithm: Algorithm, names: Iterable[str]) -> str:
-        """A hash that is the same on all ranks that saved together, and differs from all other checkpoints."""
-        steps = (self.step, self.phase, self.phase_began) if steps_alike(algorithm, self.step) else ()
+        """A hash that is equal on all ranks that saved together, and differs from all other checkpoints."""
+        steps = (self.step, self.phase, self.phase_began) if steps_in_lockstep(algorithm, self.step) else ()
         together = (training, self.algorithm, self.size, steps, sorted(names))
         return hashlib.blake2b(repr(together).encode(), digest_size=16).hexdigest()
 
 
-def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts:
-    """What a checkpoint says about itself.
+def read_header(saved: object, algorithm: Algorithm, names: Iterable[str]) -> StateHeader:
+    """Read and check the header of a checkpoint.
 
     Raises:
         ArrayError: It is not a checkpoint, it is damaged, or it is not of this algorithm and of tensors of these
@@ -61,13 +61,13 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
     """
     if not isinstance(saved, Mapping):
         raise ArrayError(f"the state is a {type(saved).__name__}, expected what Engine.state_dict gave")
-    missing = [name for name in (*Facts._fields, "digest", "checksum", "tensors") if name not in saved]
+    missing = [name for name in (*StateHeader._fields, "digest", "checksum", "tensors") if name not in saved]
     if missing:
         raise ArrayError(
             f"the state has no {', '.join(map(repr, missing))}: it is damaged, or was saved by an earlier "
-            "version; to go on without it, load the weights alone"
+            "version; to continue without it, load the weights alone"
         )
-    facts = Facts(*(saved[name] for name in Facts._fields))
+    header = StateHeader(*(saved[name] for name in StateHeader._fields))
     for name in ("algorithm", "phase", "digest", "checksum"):
         if not isinstance(saved[name], str):
             raise ArrayError(f"{name!r} is {shown(saved[name])}, expected a string")
@@ -75,40 +75,40 @@ def facts_of(saved: object, algorithm: Algorithm, names: Iterable[str]) -> Facts
         least = 1 if name == "size" else 0
         if type(saved[name]) is not int or not least <= saved[name] < 2**63:
             raise ArrayError(f"{name!r} is {shown(saved[name])}, expected an integer of at least {least}")
-    if facts.algorithm != repr(algorithm):
-        raise ArrayError(f"saved with {facts.algorithm}, but the algorithm is {algorithm!r}")
-    if facts.phase_began > facts.step or facts.rank >= facts.size:
+    if header.algorithm != repr(algorithm):
+        raise ArrayError(f"saved with {header.algorithm}, but the algorithm is {algorithm!r}")
+    if header.phase_began > header.step or header.rank >= header.size:
         raise ArrayError(
-            f"the state is of step {facts.step} in a phase that began in step {facts.phase_began}, on rank "
-            f"{facts.rank} of {facts.size}; expected a phase that began before, and a rank below {facts.size}"
+            f"the state is of step {header.step} in a phase that began in step {header.phase_began}, on rank "
+            f"{header.rank} of {header.size}; expected a phase that began before, and a rank below {header.size}"
         )
-    wanted = repr(phase_of(algorithm, facts.phase_began))
-    if facts.phase != wanted:
-        raise ArrayError(f"'phase' is {facts.phase}, expected {wanted} from step {facts.phase_began} on")
+    wanted = repr(phase_of(algorithm, header.phase_began))
+    if header.phase != wanted:
+        raise ArrayError(f"'phase' is {header.phase}, expected {wanted} from step {header.phase_began} on")
     check_names(names, saved["tensors"])
-    return facts
+    return header
 
 
-def steps_alike(algorithm: Algorithm, step: int) -> bool:
-    """Whether all ranks are in the same step; in `Rounds` each rank trains at its own pace."""
-    return not isinstance(complete(phase_of(algorithm, step)).window, Rounds)
+def steps_in_lockstep(algorithm: Algorithm, step: int) -> bool:
+    """Whether all ranks are in the same step; in `Rounds` each rank trains at its own speed."""
+    return not isinstance(with_defaults(phase_of(algorithm, step)).window, Rounds)
 
 
-def resealed(saved: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
-    """A checkpoint as if this rank, of so many, had saved it: for arrays that were brought to another number."""
-    facts = Facts(*(saved[name] for name in Facts._fields))._replace(rank=rank, size=size)
+def relabelled(saved: Mapping[str, Any], *, rank: int, size: int) -> dict[str, Any]:
+    """A checkpoint as rank `rank` of `size` would have saved it, whose arrays were brought to that size."""
+    header = StateHeader(*(saved[name] for name in StateHeader._fields))._replace(rank=rank, size=size)
     digest = hashlib.blake2b(f"{saved['digest']} on {size}".encode(), digest_size=16).hexdigest()
     digest = saved["digest"] if size == saved["size"] else digest
-    sealed = checksum(*facts, digest, saved=saved["tensors"])
-    return {**facts._asdict(), "digest": digest, "checksum": sealed, "tensors": saved["tensors"]}
+    sealed = checksum(*header, digest, saved=saved["tensors"])
+    return {**header._asdict(), "digest": digest, "checksum": sealed, "tensors": saved["tensors"]}
 
 
-def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> None:
+def check_together(algorithm: Algorithm, rows: Sequence[tuple[StateHeader, str]]) -> None:
     """Raise unless ranks saved their checkpoints together.
 
     Args:
         algorithm: The algorithm of the checkpoints.
-        rows: The facts and the digest of every rank.
+        rows: The header and the digest of every rank.
 
     Raises:
         ArrayError: They did not; the same error on all ranks.
@@ -116,14 +116,15 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> N
     (first, digest), *_ = rows
     for rank, (theirs, their_digest) in enumerate(rows):
         names = ["size"]
-        if steps_alike(algorithm, first.step) or steps_alike(algorithm, theirs.step):
+        if steps_in_lockstep(algorithm, first.step) or steps_in_lockstep(algorithm, theirs.step):
             names += ["step", "phase", "phase_began"]
         for name in names:
             mine, other = getattr(first, name), getattr(theirs, name)
             if mine != other:
+                hint = "; after `stop`, resume first and then save" if name == "step" else ""
                 raise ArrayError(
                     f"load_state_dict: ranks have states that were not saved together: {name!r} is {mine} "
-                    f"on rank 0 and {other} on rank {rank}"
+                    f"on rank 0 and {other} on rank {rank}{hint}"
                 )
         if digest != their_digest:
             raise ArrayError(
@@ -135,18 +136,18 @@ def check_together(algorithm: Algorithm, rows: Sequence[tuple[Facts, str]]) -> N
 def check_tensors(
     algorithm: Algorithm,
     pairs: Iterable[tuple[Bucket, Any]],
-    facts: Facts,
+    header: StateHeader,
     saved: Mapping[str, Any],
     *,
     rank: int,
     size: int,
 ) -> None:
-    """Raise unless what a checkpoint holds of the tensors can be loaded on this rank.
+    """Raise unless the tensors of a checkpoint can be loaded on this rank.
 
     Args:
-        algorithm: The phase to go on with.
+        algorithm: The phase to continue.
         pairs: Its buckets, each with its state.
-        facts: What the checkpoint says about itself.
+        header: The header of the checkpoint.
         saved: The checkpoint.
         rank: This rank.
         size: Number of ranks.
@@ -156,25 +157,25 @@ def check_tensors(
     """
     tensors = saved["tensors"]
     for bucket, state in pairs:
-        own = own_of(bucket, state, tensors)
-        if own and (facts.rank, facts.size) != (rank, size):
+        per_rank = per_rank_paths(bucket, state, tensors)
+        if per_rank and (header.rank, header.size) != (rank, size):
             raise ArrayError(
-                f"the state was saved by rank {facts.rank} of {facts.size}, expected rank {rank} of {size}: "
-                f"{algorithm} keeps {own[0]!r}, which differs between ranks"
+                f"the state was saved by rank {header.rank} of {header.size}, expected rank {rank} of {size}: "
+                f"{algorithm} keeps {per_rank[0]!r}, which differs between ranks"
             )
         check_state(bucket, state, tensors)
-    if checksum(*facts, saved["digest"], saved=tensors) != saved["checksum"]:
+    if checksum(*header, saved["digest"], saved=tensors) != saved["checksum"]:
         raise ArrayError("the state is damaged: a number, a shape or a name in it is not what was saved")
 
 
-def checksum(*facts: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
-    """A hash of `facts` and of what was saved: numbers, and the shapes and dtypes of arrays."""
+def checksum(*header: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
+    """A hash of `header` and of what was saved: numbers, and the shapes and dtypes of arrays."""
     kept = [
         (name, path, f"{dtype_name(value.dtype)}{value.shape}" if hasattr(value, "dtype") else repr(value))
         for name in sorted(saved)
         for path, value in sorted(saved[name].items())
     ]
-    return hashlib.blake2b(repr((facts, kept)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr((header, kept)).encode(), digest_size=16).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -182,21 +183,21 @@ def checksum(*facts: object, saved: Mapping[str, Mapping[str, Any]]) -> str:
 # ---------------------------------------------------------------------------------------------------
 
 
-def keeps(state: Any) -> bool:
-    """Whether a checkpoint would hold anything of `state`, now or after some steps."""
+def has_saved_state(state: Any) -> bool:
+    """Whether checkpoints hold a part of `state`, now or after some steps."""
     return any(
         entry.value is not None or not entry.field.metadata.get("handed_over") for entry in _fields_of(state)
     )
 
 
-def alike_arrays(state: Any) -> list[Array]:
+def replicated_arrays(state: Any) -> list[Array]:
     """The arrays of `state` that have the same bytes on all ranks."""
     found = (entry for entry in _fields_of(state) if entry.field.metadata.get("alike"))
     return [entry.value for entry in found if hasattr(entry.value, "dtype")]
 
 
-def check_kept(bucket: Bucket, state: Any, saved: Saved) -> None:
-    """Raise unless `state`, of an algorithm with other settings, has a field for all that was saved.
+def check_nothing_lost(bucket: Bucket, state: Any, saved: Saved) -> None:
+    """Raise unless `state`, of an algorithm with other settings, has a field for everything that was saved.
 
     Raises:
         ArrayError: Something would be lost.
@@ -204,7 +205,7 @@ def check_kept(bucket: Bucket, state: Any, saved: Saved) -> None:
     fields = {entry.path for entry in _fields_of(state)}
     for tensor in bucket.views:
         for path in saved[tensor]:
-            if path.removesuffix(WHOLE) not in fields:
+            if path.removesuffix(PER_BUCKET) not in fields:
                 raise ArrayError(
                     f"replan: the algorithm keeps {path!r} of {tensor!r}, which would be lost with the new "
                     "settings; expected settings that keep it"
@@ -212,7 +213,7 @@ def check_kept(bucket: Bucket, state: Any, saved: Saved) -> None:
 
 
 def save_state(bucket: Bucket, state: Any) -> Saved:
-    """Copy what `state` holds for the tensors of `bucket`."""
+    """Copy `state`, by the tensors of `bucket`."""
     saved: Saved = {name: {} for name in bucket.views}
     for path, _, _, value, whole in _fields_of(state):
         if value is None:
@@ -222,7 +223,7 @@ def save_state(bucket: Bucket, state: Any) -> Saved:
         elif value.shape[-1:] == bucket.flat.shape and not whole:
             pieces = {name: value[..., where].copy() for name, where in bucket.spec.slices().items()}
         else:
-            saved[next(iter(saved))][path + WHOLE] = _layout(bucket.spec)
+            saved[next(iter(saved))][path + PER_BUCKET] = _layout(bucket.spec)
             pieces = {next(iter(saved)): value.copy()}
         for name, piece in pieces.items():
             saved[name][path] = piece
@@ -230,7 +231,7 @@ def save_state(bucket: Bucket, state: Any) -> Saved:
 
 
 def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[BucketSpec]) -> None:
-    """Raise unless what `save_state` copied fits buckets of these `specs`.
+    """Raise unless the result of `save_state` fits buckets of these `specs`.
 
     Raises:
         ArrayError: An array belongs to its bucket as a whole, and no new bucket has the same tensors.
@@ -238,8 +239,8 @@ def check_movable(saved: Mapping[str, Mapping[str, Any]], specs: Iterable[Bucket
     layouts = [_layout(spec) for spec in specs]
     for tensor, pieces in saved.items():
         for path in pieces:
-            if path.endswith(WHOLE) and pieces[path] not in layouts:
-                raise _not_movable(path.removesuffix(WHOLE), tensor)
+            if path.endswith(PER_BUCKET) and pieces[path] not in layouts:
+                raise _not_movable(path.removesuffix(PER_BUCKET), tensor)
 
 
 def _not_movable(path: str, tensor: str) -> ArrayError:
@@ -263,24 +264,24 @@ def check_names(names: Iterable[str], saved: object) -> None:
 
 
 def check_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise unless `load_state` can put `saved` in `state`. Changes nothing.
+    """Raise unless `load_state` can load `saved` into `state`. Changes nothing.
 
     Raises:
         ArrayError: Something is missing, or does not fit this bucket: a path, a type, a shape or a dtype.
     """
     fields = {entry.path: entry.value for entry in _fields_of(state)}
     whole = {entry.path for entry in _fields_of(state) if entry.whole}
-    anew = {path for path, rule in rules_of(state).items() if rule == "anew"}
+    recreated = {path for path, rule in rules_of(state).items() if rule == "anew"}
     for tensor in bucket.views:
-        unknown = [path for path in saved[tensor] if str(path).removesuffix(WHOLE) not in fields]
+        unknown = [path for path in saved[tensor] if str(path).removesuffix(PER_BUCKET) not in fields]
         if unknown:
             wanted = ", ".join(map(repr, fields)) or "nothing"
             raise ArrayError(f"{tensor!r} has {unknown[0]!r}, expected {wanted}")
     for path, value in fields.items():
         found = {tensor: saved[tensor][path] for tensor in bucket.views if path in saved[tensor]}
-        layouts = [saved[t][path + WHOLE] for t in bucket.views if path + WHOLE in saved[t]]
+        layouts = [saved[t][path + PER_BUCKET] for t in bucket.views if path + PER_BUCKET in saved[t]]
         if (
-            not found and not layouts and (value is None or path in anew)
+            not found and not layouts and (value is None or path in recreated)
         ):  # made when it is first used, or by init
             continue
         tensor = next(iter(found), next(iter(bucket.views)))
@@ -329,21 +330,22 @@ def _a(value: object) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def own_of(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The paths in `saved` of arrays that belong to the rank that saved them."""
-    alike = {entry.path for entry in _fields_of(state) if entry.field.metadata.get("alike")}
+def per_rank_paths(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The paths in `saved` of arrays that differ between ranks."""
+    replicated = {entry.path for entry in _fields_of(state) if entry.field.metadata.get("alike")}
     pieces = ((tensor, path) for tensor in bucket.views for path in saved[tensor])
     return [
         path
         for tensor, path in pieces
-        if hasattr(saved[tensor][path], "dtype") and (path not in alike or path + WHOLE in saved[tensor])
+        if hasattr(saved[tensor][path], "dtype")
+        and (path not in replicated or path + PER_BUCKET in saved[tensor])
     ]
 
 
 def rules_of(state: Any) -> dict[str, str | None]:
-    """What becomes of each array on another number of ranks: "alike", "mean", "anew"; None if nothing can.
+    """How each array moves to another number of ranks, by its path in the state; numbers are included.
 
-    By the path in the state; numbers are here as well.
+    "alike": it is copied. "mean": each rank gets the mean. "anew": `init` makes it. None: it cannot move.
     """
     return {
         path: "alike" if field.metadata.get("alike") else field.metadata.get("reshape")
@@ -352,7 +354,7 @@ def rules_of(state: Any) -> dict[str, str | None]:
 
 
 def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put back what `save_state` copied, even if the tensors were in other buckets then.
+    """Load the result of `save_state`, even if the tensors were in other buckets then.
 
     Call `check_state` first, unless `saved` was made in this program.
 
@@ -364,33 +366,33 @@ def load_state(bucket: Bucket, state: Any, saved: Mapping[str, Mapping[str, Any]
         if not found:
             continue
         tensor, piece = next(iter(found.items()))
-        layout = saved[tensor].get(path + WHOLE)
+        layout = saved[tensor].get(path + PER_BUCKET)
         if layout is not None and layout != _layout(bucket.spec):
             raise _not_movable(path, tensor)
         if value is None and hasattr(piece, "dtype"):  # it is made when it is first used
-            value = arrays.zeros_like(bucket.flat if layout is None else _moved(piece, bucket.flat))
+            value = arrays.zeros_like(bucket.flat if layout is None else _in_library_of(piece, bucket.flat))
             setattr(owner, field.name, value)
         if not hasattr(value, "dtype"):
             setattr(owner, field.name, piece)
         elif layout is None and value.shape[-1:] == bucket.flat.shape:
             for tensor, where in bucket.spec.slices().items():
-                value[..., where] = _moved(found.get(tensor, 0), value)
+                value[..., where] = _in_library_of(found.get(tensor, 0), value)
         elif piece.shape == value.shape:
-            value[...] = _moved(piece, value)
+            value[...] = _in_library_of(piece, value)
         else:
             raise ArrayError(f"load_state: {path!r} has shape {piece.shape}, expected {value.shape}")
 
 
 def copy_numbers(state: Any, other: Any) -> None:
-    """Give `state` the numbers that `other` keeps, which are the same for all buckets: counts of steps, say."""
+    """Copy the numbers of `other` to `state`: they are the same for all buckets, as counts of steps."""
     numbers = {entry.path: entry.value for entry in _fields_of(other) if isinstance(entry.value, (int, float))}
     for path, owner, field, value, _ in _fields_of(state):
         if path in numbers and isinstance(value, (int, float)):
             setattr(owner, field.name, numbers[path])
 
 
-def _moved(piece: Any, like: Array) -> Any:
-    """`piece` on the host or on the device, as `like`; if it must be copied, the host waits."""
+def _in_library_of(piece: Any, like: Array) -> Any:
+    """`piece` on the host or on the device, as `like` is; the host waits for a copy."""
     if not hasattr(piece, "dtype") or arrays.library(piece) == arrays.library(like):
         return piece
     if isinstance(like, np.ndarray):
@@ -400,8 +402,8 @@ def _moved(piece: Any, like: Array) -> Any:
     return there
 
 
-WHOLE = " of"
-"""Suffix of the path under which the layout of its bucket is saved, for an array that stays whole."""
+PER_BUCKET = " of"
+"""Suffix of the path under which the layout of the bucket is saved, for an array that is saved whole."""
 
 
 def _layout(spec: BucketSpec) -> list[Any]:
@@ -409,18 +411,18 @@ def _layout(spec: BucketSpec) -> list[Any]:
 
 
 class _Entry(NamedTuple):
-    """Something that a state keeps."""
+    """An array or a number of a state."""
 
     path: str
     owner: Any
     field: dataclasses.Field[Any]
     value: Any
     whole: bool
-    """Whether an array belongs to a part of the bucket, whatever its length is; see `CHUNK`."""
+    """Whether an array covers a part of the bucket, whatever its length; see `CHUNK`."""
 
 
 def _fields_of(state: Any, prefix: str = "", whole: bool = False) -> Iterator[_Entry]:
-    """Everything that a state keeps."""
+    """All arrays and numbers of a state, except transient ones."""
     settings = getattr(type(state), "__dataclass_params__", None)
     if settings is None or settings.frozen:  # a frozen dataclass holds settings, not state
         return

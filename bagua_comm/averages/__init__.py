@@ -1,5 +1,19 @@
 """Averages of an array over ranks: exact, quantized, with error feedback, by node, and reproducible."""
 
-from .quantized import Average, ErrorFeedback, Exact, Hierarchical, InPlace, Quantized, quantized_allreduce
+from .base import Average, Exact, InPlace
+from .error_feedback import ErrorFeedback
+from .hierarchical import Hierarchical
+from .quantized import Quantized, quantized_allreduce
+from .reproducible import Reproducible, reproducible_allreduce
 
-__all__ = ["Average", "ErrorFeedback", "Exact", "Hierarchical", "InPlace", "Quantized", "quantized_allreduce"]
+__all__ = [
+    "Average",
+    "ErrorFeedback",
+    "Exact",
+    "Hierarchical",
+    "InPlace",
+    "Quantized",
+    "Reproducible",
+    "quantized_allreduce",
+    "reproducible_allreduce",
+]

@@ -1,75 +1,27 @@
-"""Averages: the ways to combine the ranks' arrays, and the quantized allreduce.
-
-    Exact()                     the mean, in the array's own precision
-    Reproducible()              the mean, to bits that depend on the addends alone; in `reproducible`
-    Quantized(codec)            the mean, through a lossy codec: fewer bytes on the wire
-    ErrorFeedback(inner)        `inner`, a quantized mean; what it loses is added to the next one
-    Hierarchical(inner)         reduce inside each node, `inner` across nodes, gather inside each node
-
-They nest: `Hierarchical(Quantized(MinMaxUInt8()))` quantizes only what crosses between nodes.
-"""
+"""The quantized mean, and the quantized allreduce that makes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 
 from .. import arrays, kernels
-from ..arrays import COMPLEX, FLOATS, A, AnyArray, Array, LinearOp, Scratch
+from ..arrays import A, AnyArray, Array, LinearOp, Scratch
 from ..codecs import Codec, MinMaxUInt8
 from ..codecs.base import check_aligned, check_codec_argument
 from ..comm import Communicator
-from ..comm.call import Call, as_argument, check_writable
-from ..errors import ArrayError, UnsupportedError
+from ..comm.arguments import as_argument, check_writable
+from ..comm.base import CommBase
+from ..comm.call import Call
+from ..errors import ArrayError
 from ..transports.base import Transport
-from ..transports.pipeline import LAG, Rows, Stages, cut, reduce_through
-from .reproducible import Reproducible
+from ..transports.flow import Rows
+from ..transports.pipeline import LAG, Stages, cut, reduce_through
+from .base import InPlace
 
-_SETTLED = 256
-"""How many kinds of quantized reductions a communicator keeps."""
-
-InPlace: TypeAlias = Callable[[Array], Array]
-"""Averages an array in place, over all ranks, and returns it. Collective."""
-
-
-class Average(Protocol):
-    """A way to average; a frozen dataclass."""
-
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """Prepare averaging over `comm`; the result averages a contiguous array in place.
-
-        Collective. With `like`, everything that depends on the library, dtype and size of the arrays is prepared
-        now, for arrays like that one; other arrays may still be averaged.
-        """
-
-    def check(self, dtype: str) -> None:
-        """Raise unless arrays of this dtype can be averaged.
-
-        Raises:
-            UnsupportedError: They can't.
-        """
-
-
-@dataclass(frozen=True)
-class Exact:
-    """The mean, in the array's own precision (float16 and bfloat16 are added in float32).
-
-    >>> from bagua_comm.testing import run_ranks
-    >>> run_ranks(2, lambda comm: Exact().bind(comm)(np.array([0.0, comm.rank])))
-    [array([0. , 0.5]), array([0. , 0.5])]
-    """
-
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """See `Average.bind`."""
-        return lambda x: comm.allreduce(x, out=x, op="avg")
-
-    def check(self, dtype: str) -> None:
-        """Takes every floating-point and complex dtype."""
-        if dtype not in FLOATS | COMPLEX:
-            raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point or complex dtype")
+_NAME = "quantized_allreduce"
 
 
 @dataclass(frozen=True)
@@ -97,145 +49,14 @@ class Quantized:
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
-        mean = _Mean(comm, self.codec, self.min_bytes)
+        mean = QuantizedMean(comm, self.codec, self.min_bytes)
         if like is not None:
-            mean.settle(like)
+            mean.prepare(like)
         return mean
 
     def check(self, dtype: str) -> None:
         """The dtypes of the codec."""
         check_codec_argument("Quantized", self.codec, dtype)
-
-
-@dataclass(frozen=True)
-class ErrorFeedback:
-    """A quantized mean that makes up for what it lost: the error of one mean is added to the next.
-
-    Over time nothing is lost: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
-    exact means. This makes up for both quantizations: of a rank's own array, and of the mean. It costs one more
-    array like the averaged one, and two more decodings. If the error of an element is not finite, its residual
-    starts again at zero.
-
-    Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals.
-    Don't combine it with dynamic loss scaling, which changes the unit of the gradients.
-
-    Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
-    Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957.
-
-    >>> from bagua_comm.testing import run_ranks
-    >>> def body(comm):
-    ...     mean, x = ErrorFeedback(Quantized(MinMaxUInt8())).bind(comm), np.array([0, 0.3, 255], np.float32)
-    ...     return (sum(mean(x.copy()) for _ in range(10)) / 10).round(3)
-    >>> run_ranks(2, body)[0]
-    array([  0. ,   0.3, 255. ], dtype=float32)
-    """
-
-    inner: Quantized = field(default_factory=Quantized)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner, Quantized):
-            raise ArrayError(f"ErrorFeedback: inner is {self.inner!r}, expected Quantized(codec)")
-        if self.inner.min_bytes is not None:
-            raise ArrayError(
-                f"ErrorFeedback: inner has min_bytes={self.inner.min_bytes}, expected None to quantize all"
-            )
-
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """See `Average.bind`."""
-        mean = _Mean(comm, self.inner.codec, 0)
-        if like is not None:
-            mean.settle(like)
-        return _Feedback(mean)
-
-    def check(self, dtype: str) -> None:
-        """The dtypes of the codec."""
-        self.inner.check(dtype)
-
-
-@dataclass(frozen=True)
-class Hierarchical:
-    """Average inside each node first, then across nodes through `inner`, then spread inside each node.
-
-    The array is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk
-    each. The steps are: reduce_scatter within the node, `inner` among the owners of the same chunk, allgather
-    within the node. Node means are weighted by the sizes of the nodes, so the result is the true mean even if
-    nodes differ in size. Some nodes then have more ranks than chunks, so alltoallv and allgatherv replace
-    reduce_scatter and allgather.
-
-    Use it where several ranks share the link of a node: each node sends one array over it, not one for each rank.
-    `Hierarchical(Quantized())` is the first to try where that link is the bottleneck; with one rank on each node,
-    it is `Quantized()` alone.
-    """
-
-    inner: Average = field(default_factory=Exact)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.inner, Reproducible):
-            raise ArrayError(
-                f"Hierarchical: inner is {self.inner}, but sums inside a node are not reproducible; use "
-                f"{self.inner} alone, which the transport adds up inside nodes first where it can"
-            )
-
-    def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """See `Average.bind`."""
-        intra, inter = comm.by_node()
-        # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
-        across = self.inner.bind(inter)
-        sizes = comm.allgather(np.array(comm.local_size))
-        nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
-        return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
-
-    def check(self, dtype: str) -> None:
-        """Takes the dtypes of `inner`."""
-        self.inner.check(dtype)
-
-
-class _Sizes(NamedTuple):
-    """Ranks in the smallest node, as many as own a chunk in each node; ranks in the largest; number of nodes."""
-
-    owners: int
-    largest: int
-    nodes: int
-
-
-@dataclass
-class _Levels:
-    """A bound `Hierarchical`."""
-
-    settings: Hierarchical
-    comm: Communicator
-    intra: Communicator
-    across: InPlace
-    """`inner` among the ranks that own the same chunk; may keep state of its own."""
-    sizes: _Sizes
-
-    def __call__(self, x: Array) -> Array:
-        comm, intra, (owners, largest, nodes) = self.comm, self.intra, self.sizes
-        value = Call(comm, "Hierarchical", x).x
-        self.settings.check(arrays.dtype_name(value.dtype))
-        if comm.size == 1 or value.size == 0:
-            return x
-        flat = arrays.as_real(arrays.contiguous(value), "avg").reshape(-1)
-        chunks = _padded(intra, flat, owners, -(-flat.size // owners))
-        mine = chunks[intra.rank] if intra.rank < owners else chunks[:0]
-        if owners == largest:
-            intra.reduce_scatter(chunks.reshape(-1), out=mine, op="avg")
-            self.across(mine)
-            intra.allgather(mine, out=chunks)
-        else:
-            counts = [chunks.shape[1] if r < owners else 0 for r in range(intra.size)]
-            parts = _exchanged(intra, chunks, counts)
-            if mine.size:
-                # The mean over ranks is the mean over nodes of: node mean x node size / mean node size. Weights
-                # of at most 1 keep finite numbers finite.
-                kernels.of(mine).reduce_rows(parts, mine, "avg")
-                kernels.of(mine).scale(mine, comm.local_size / largest)
-                self.across(mine)
-                kernels.of(mine).scale(mine, largest * nodes / comm.size)
-            intra.allgatherv(mine, chunks, counts)
-        if not arrays.overlap(chunks, value):
-            value[...] = chunks.reshape(-1)[: flat.size].view(value.dtype).reshape(value.shape)
-        return x
 
 
 _EIGHT_BITS = MinMaxUInt8()
@@ -283,87 +104,73 @@ def quantized_allreduce(
     codec = _EIGHT_BITS if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
-    call = _call(comm, x, codec, op)
-    result: A = _reduction(call, codec, op).reduce(call, out, residual)
+    call, reduction = _prepared(comm, x, codec, op)
+    result: A = (reduction or _reduction(call, codec, op)).reduce(call, out, residual)
     return result
 
 
-def _call(comm: Communicator, x: Array, codec: Codec, op: str) -> Call:
-    """A `Call` of quantized_allreduce on `x`; checks that the codec takes its dtype."""
-    call = Call(comm, "quantized_allreduce", x, codec=codec, op=op)
-    check_codec_argument(call.name, codec, arrays.dtype_name(call.x.dtype))
-    return call
+def _prepared(comm: Communicator, x: Any, codec: Codec, op: str) -> tuple[Call, _Reduction | None]:
+    """Return a call on `x`, and the cached reduction of arrays like it, if there is one that is up to date.
+
+    Raises:
+        UnsupportedError: The codec does not take the dtype of `x`, or no transport takes such an array.
+    """
+    try:
+        found = comm.call_cache.get((_NAME, codec, op, type(x), x.dtype, x.size))
+    except (AttributeError, TypeError):  # not an array, or a codec that cannot be hashed
+        found = None
+    if found is not None and found.is_current(x):
+        return Call(comm, _NAME, x, transport=found.transport, codec=codec, op=op), found
+    call = Call(comm, _NAME, x, codec=codec, op=op)
+    check_codec_argument(_NAME, codec, arrays.dtype_name(call.x.dtype))
+    return call, None
 
 
 def _reduction(call: Call, codec: Codec, op: str) -> _Reduction:
-    """The reduction of arrays like that of the call, worked out for the first and kept by the communicator."""
-    comm, x, transport = call.comm, call.x, call.transport
-    key = codec, op, type(x), x.size, x.dtype, transport, transport.coded_piece_bytes(x.nbytes), kernels.of(x)
+    """Return the reduction of arrays like that of the call: the cached one, or a new one, which is cached."""
+    comm, x, cache = call.comm, call.x, call.comm.call_cache
+    key = _NAME, codec, op, type(x), x.dtype, x.size
     try:
-        found = comm.settled.get(key)
-    except TypeError:  # a codec that is not frozen may change
-        return _Reduction(comm, transport, codec, op, x)
-    if found is not None:
-        return cast(_Reduction, found)
-    if len(comm.settled) >= _SETTLED:
-        comm.settled.clear()
-    comm.settled[key] = made = _Reduction(comm, transport, codec, op, x)
-    return made
+        found = cache.get(key)
+    except TypeError:  # a codec that cannot be hashed may change
+        return _Reduction(comm, call.transport, codec, op, x)
+    if found is None or not found.is_current(x):
+        found = _Reduction(comm, call.transport, codec, op, x)
+        cache.add(key, found)
+    return cast(_Reduction, found)
 
 
-class _Mean:
-    """A bound `Quantized`: what depends on an array's library, dtype and size is worked out once."""
+class QuantizedMean:
+    """A bound `Quantized`."""
 
     def __init__(self, comm: Communicator, codec: Codec, min_bytes: int | None) -> None:
         self._comm, self._codec, self._min_bytes = comm, codec, min_bytes
-        self._reduction: _Reduction | None = None
 
-    def settle(self, like: Array) -> None:
-        """Work out how arrays like this one are averaged; others may be averaged all the same."""
-        call = _call(self._comm, like, self._codec, "avg")
-        if call.x.nbytes >= self._least(call.transport):
-            self._reduction = _reduction(call, self._codec, "avg")
-
-    def _least(self, transport: Transport) -> int:
-        """Bytes of the smallest array that is quantized."""
-        return transport.quantize_bytes if self._min_bytes is None else self._min_bytes
+    def prepare(self, like: Array) -> None:
+        """Prepare the reduction of arrays like this one."""
+        call, found = _prepared(self._comm, like, self._codec, "avg")
+        least = call.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
+        if found is None and call.x.nbytes >= least:
+            _reduction(call, self._codec, "avg")
 
     def __call__(self, x: Array, residual: Array | None = None) -> Array:
-        comm, codec, reduction = self._comm, self._codec, self._reduction
-        if reduction is not None and reduction.fits(x):
-            call = Call.of(comm, "quantized_allreduce", x, reduction.transport, codec=codec, op="avg")
-        else:
-            call, reduction = _call(comm, x, codec, "avg"), None
-        least = self._least(call.transport)
+        """Average `x` in place, and return it. Collective."""
+        comm, codec = self._comm, self._codec
+        call, reduction = _prepared(comm, x, codec, "avg")
+        least = call.transport.quantize_bytes if self._min_bytes is None else self._min_bytes
         if call.x.nbytes < least:
             with comm.tracer.span("exact: small", bytes=call.x.nbytes, min_bytes=least):
                 return comm.allreduce(x, out=x, op="avg")
-        if reduction is None:
-            reduction = self._reduction = _reduction(call, codec, "avg")
-        return reduction.reduce(call, x, residual)
-
-
-@dataclass
-class _Feedback:
-    """A bound `ErrorFeedback`, with what it keeps."""
-
-    mean: _Mean
-    residual: Array | None = field(default=None, metadata={"reshape": "mean"})
-    """What earlier means lost on this rank. What counts is its mean over the ranks."""
-
-    def __call__(self, x: Array) -> Array:
-        if self.residual is None:
-            self.residual = arrays.zeros_like(arrays.as_array(x))
-        return self.mean(x, self.residual)
+        return (reduction or _reduction(call, codec, "avg")).reduce(call, x, residual)
 
 
 class _Reduction:
     """A quantized allreduce of arrays of one library, dtype and size: what does not change from call to call."""
 
-    def __init__(self, comm: Communicator, transport: Transport, codec: Codec, op: str, like: Array) -> None:
+    def __init__(self, comm: CommBase, transport: Transport, codec: Codec, op: str, like: Array) -> None:
         self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
         self.rank, self.p, self.size = comm.rank, comm.size, like.size
-        self._kind, self._piece_bytes = type(like), transport.coded_piece_bytes(like.nbytes)
+        self._type, self._piece_bytes = type(like), transport.coded_piece_bytes(like.nbytes)
         self.chunk = -(-like.size // comm.size)
         """Elements of a chunk; rank r combines chunk r of all ranks."""
         self._kernels = kernels.of(like)
@@ -380,23 +187,17 @@ class _Reduction:
         self.groups = [slice(0, self.p)] if len(lengths) == 1 else [slice(r, r + 1) for r in range(self.p)]
         self._call_text = f"quantized_allreduce(codec={codec}, op={op})"
 
-    def fits(self, x: Array) -> bool:
-        """Whether `x` is an array of this kind."""
-        return (
-            type(x) is self._kind
-            and x.size == self.size
-            and x.dtype == self.dtype
-            and kernels.of(x) is self._kernels
-            and self._piece_bytes == self.transport.coded_piece_bytes(x.nbytes)
-        )
+    def is_current(self, x: Array) -> bool:
+        """Whether it was made for the present kernels and size of pieces of arrays like `x`."""
+        return kernels.of(x) is self._kernels and self._piece_bytes == self.transport.coded_piece_bytes(x.nbytes)
 
     def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:
         """Reduce the array of the call into `out`, which may be that array; returns it. Collective."""
-        call.into(out, call.x.shape)
+        call.writes_to(out, call.x.shape)
         call.in_place()
         if call.x is not call.target:
             call.contiguous()
-        if residual is not None and type(residual) is not self._kind:
+        if residual is not None and type(residual) is not self._type:
             residual = as_argument(call.name, "residual", residual)
         self.check(call, residual)
         comm, x, target = call.comm, call.x, call.target
@@ -409,7 +210,7 @@ class _Reduction:
         if len(self.pieces) > 1:
             call.detail["pieces"] = len(self.pieces)
 
-        def move() -> None:
+        def move(x: Array, target: Array) -> None:
             flow = self.transport.agree_on_call(self._call_text, x)
             reduce_through(flow, _Coded(self, comm.scratch, x, target, residual))
 
@@ -550,21 +351,3 @@ class _Coded(Stages):
         assert self._residual is not None
         start, end = rows.start * self._r.chunk + piece.start, (rows.stop - 1) * self._r.chunk + piece.stop
         return self._residual[start:end]
-
-
-def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
-    """Send chunk j to rank j, if counts[j] is not 0; returns this rank's own chunk from every rank, (p, m)."""
-    incoming = [counts[comm.rank]] * comm.size
-    parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
-    comm.alltoallv(chunks, counts, parts, incoming)
-    return parts
-
-
-def _padded(comm: Communicator, flat: Array, rows: int, length: int, *, copy: bool = False) -> Array:
-    """View `flat` as (rows, length), or copy it to zero-padded scratch of `comm` if it is shorter."""
-    if flat.size == rows * length and not copy:
-        return flat.reshape(rows, length)
-    padded = comm.scratch.take("padded", (rows * length,), flat.dtype, like=flat)
-    padded[: flat.size] = flat
-    padded[flat.size :] = 0
-    return padded.reshape(rows, length)

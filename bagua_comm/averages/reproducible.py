@@ -235,7 +235,7 @@ def reproducible_allreduce(
         raise UnsupportedError(
             f"reproducible_allreduce: x has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}"
         )
-    call.into(out, call.x.shape)
+    call.writes_to(out, call.x.shape)
     call.in_place()
     call.contiguous()
     flat, target = call.x.reshape(-1), call.target.reshape(-1)
@@ -272,11 +272,11 @@ class _Terms(NamedTuple):
         """
         if self.given is not None:
             raise ArrayError(self._of(comm, comm.rank) + _ADVICE)
-        if ("agreed", self) not in comm.settled:
+        if self not in comm.agreed:
             number = _number_of(self, comm.rank)
             if comm.allreduce(number, op="max").tobytes() != number.tobytes():
                 raise ArrayError(self.complaint(comm))
-            comm.settled["agreed", self] = True
+            comm.agreed.add(self)
 
     def complaint(self, comm: Communicator) -> str:
         """Words about what is wrong, the same on all ranks. Collective."""
@@ -328,7 +328,7 @@ def _sum(
     call = Call(comm, "reproducible_allreduce", mine[-1], addends=terms.addends)
     call.target = out
     code = _FixedPoint(mine, bounds, fields, terms.addends, divisor)
-    call.run(lambda: call.transport.allreduce_encoded(code, out))
+    call.run(lambda _, out: call.transport.allreduce_encoded(code, out))
 
 
 class _FixedPoint:
@@ -365,8 +365,8 @@ class _FixedPoint:
 
 def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int) -> Array:
     """Where blocks begin, and the last one ends, in tensors of these sizes and what is left; kept by `comm`."""
-    key = "bounds", sizes, like.size, block, arrays.library(like)
-    found = comm.settled.get(key)
+    key = "Reproducible", sizes, like.size, block, arrays.library(like)
+    found = comm.call_cache.get(key)
     if found is None:
         block = min(block, max(like.size, 1))
         ends = np.cumsum([0, *sizes, like.size - sum(sizes)])
@@ -376,7 +376,7 @@ def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int)
         if not isinstance(like, np.ndarray):
             found = comm.scratch.take(f"{key}", host.shape, np.int64, like=like)
             found.set(host)
-        comm.settled[key] = found
+        comm.call_cache.add(key, found)
     return found
 
 

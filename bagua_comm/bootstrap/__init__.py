@@ -1,5 +1,7 @@
-"""From processes to a communicator: the launcher, the rendezvous, MPI and NCCL, and the end of a rank."""
+"""From processes to a communicator: the launcher, the rendezvous, MPI and NCCL, and the exit of a rank."""
 
-from .connection import GPU, connect, current, default
+from .connection import connect, default
+from .gpu import GPU
+from .world import current
 
 __all__ = ["GPU", "connect", "current", "default"]

@@ -1,23 +1,23 @@
-"""The job of a supervised program: what its processes know of it, where they keep what outlives them, its record.
+"""The job of a supervised program: its settings, its folder, and its record.
 
-`python -m bagua_comm run --restarts 3` starts mpirun again when it ends too early. What the attempts share lies
-in a folder in the memory of each host. One file of it is the record, a line of JSON for each thing that happened:
+`python -m bagua_comm run --restarts 3` starts mpirun again when it ends too early. The attempts share a folder in
+the memory of each host. One of its files is the record, with a line of JSON for each event:
 
     kind       written by                facts, beside time (seconds since 1970), attempt, host, namespace and pid
     job        the supervisor, once      command, ranks, spares, min_ranks, hosts
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
-    death      each rank that learnt it  dead: the number, host and pid of the process; reason; meeting
-    recruits   the rank that starts processes in the place of dead ones: count
-    recovery   each rank that goes on    seconds, ranks, the commit that it goes on from, meeting
+    death      each rank that noticed it dead: the number, host and pid of the process; reason; meeting
+    recruits   the rank that starts processes to replace dead ones: count
+    recovery   each rank that continues  seconds, ranks, the commit that it continues from, meeting
     trained    each rank that trained to the end
-    exit       each rank that came to the end of its program
-    error      each rank with an exception that nobody caught: rank, error, text, and whether it is due to others
-    commit     the supervisor            number: that of the last commit
+    exit       each rank whose program has finished
+    error      each rank with an uncaught exception: rank, error, text, and whether it is due to others
+    commit     the supervisor            number of the last commit
     end        the supervisor            code: mpirun's
     verdict    the supervisor, last      well, code, why
 
-Nothing here fails when the record cannot be written: training is worth more.
+A record that cannot be written causes a warning, and no error: training continues.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """What a process knows of the job that it belongs to; all defaults where nobody supervises it."""
+    """The job of a process, as the supervisor describes it; the defaults describe a job without a supervisor."""
 
     name: str = ""
-    """No two jobs have the same; empty without a supervisor."""
+    """The unique name of the job; empty without a supervisor."""
     folder: Path | None = None
-    """Where processes keep what outlives them, on each host the same path; None without a supervisor."""
+    """The folder for data that outlives processes, the same path on each host; None without a supervisor."""
     spares: int = 0
-    """How many of the ranks stand by."""
+    """The number of spare ranks."""
     min_ranks: int | None = None
-    """With fewer ranks training does not go on; None if the user did not say."""
+    """The least number of ranks that train; None if the user did not set it."""
     attempt: int = 0
-    """How often mpirun has been started again."""
+    """The number of restarts of mpirun so far."""
     recruiter: str = ""
-    """Who has started this process in the place of a dead one, as BAGUA_RECRUITER tells (see `elastic.recruits`);
-    empty in those that were started with the job."""
+    """The process that has started this one to replace a dead one, from BAGUA_RECRUITER (see
+    `elastic.mpi.spawn`); empty for a process that was started with the job."""
 
     @classmethod
     def of(cls, variables: Mapping[str, str]) -> Job:
-        """The job of a process with these environment variables.
+        """Return the job of a process with these environment variables.
 
         Raises:
-            BootstrapError: One of them holds no number.
+            BootstrapError: One of them is not a number.
 
         >>> Job.of({"BAGUA_SPARES": "1"}).spares
         1
@@ -106,7 +106,7 @@ class Job:
         )
 
     def variables(self) -> dict[str, str]:
-        """The environment variables from which `of` makes this job again.
+        """Return the environment variables from which `of` makes an equal job.
 
         >>> Job.of(Job("a", Path("/a"), 1, 2, 3).variables())
         Job(name='a', folder=PosixPath('/a'), spares=1, min_ranks=2, attempt=3, recruiter='')
@@ -115,15 +115,15 @@ class Job:
         if self.min_ranks is not None:
             found["BAGUA_MIN_RANKS"] = str(self.min_ranks)
         if self.folder is not None:
-            mine = {"BAGUA_JOB": self.name, "BAGUA_JOB_FOLDER": str(self.folder)}
-            found |= {**mine, "BAGUA_ATTEMPT": str(self.attempt)}
+            found |= {"BAGUA_JOB": self.name, "BAGUA_JOB_FOLDER": str(self.folder)}
+            found["BAGUA_ATTEMPT"] = str(self.attempt)
         return found
 
     def prepare(self) -> None:
-        """Make the folder of the job on this host, unless it is there.
+        """Make the folder of the job on this host, unless it exists.
 
         Raises:
-            BootstrapError: It cannot be made, or somebody else can write to it.
+            BootstrapError: It cannot be made, or another user can write to it.
         """
         if self.folder is None:
             return
@@ -132,25 +132,25 @@ class Job:
         except OSError as exc:
             raise BootstrapError(f"the folder of this job, {self.folder}, cannot be made: {exc}") from exc
         if not is_mine:
-            raise BootstrapError(f"the folder of this job, {self.folder}, belongs to somebody else; remove it")
+            raise BootstrapError(f"the folder of this job, {self.folder}, belongs to another user; remove it")
 
     def record(self, kind: str, **facts: Any) -> None:
-        """Add a line to the record, in one write; do nothing without a supervisor.
+        """Append a line to the record, in one write; do nothing without a supervisor.
 
         Args:
             kind: One of `KINDS`.
-            facts: What is to be told, as JSON can tell it.
+            facts: The facts of the event; values outside of JSON are written as text.
         """
         if self.folder is None:
             return
         if kind not in KINDS:
             raise ValueError(f"record: the kind is {kind!r}, expected one of {', '.join(KINDS)}")
-        here = {"host": socket.gethostname(), "namespace": pid_namespace(), "pid": os.getpid()}
-        entry = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **here, **facts}
+        source = {"host": socket.gethostname(), "namespace": pid_namespace(), "pid": os.getpid()}
+        entry = {"kind": kind, "time": round(time.time(), 3), "attempt": self.attempt, **source, **facts}
         add_lines(self.folder / RECORD, [json.dumps(entry, default=str)])
 
     def committed(self, number: int) -> None:
-        """Note the number of the last commit, in place of the one before; do nothing without a supervisor."""
+        """Write the number of the last commit; do nothing without a supervisor."""
         if self.folder is None:
             return
         with suppress(OSError):
@@ -161,14 +161,14 @@ class Job:
                 os.close(file)
 
     def last_commit(self) -> int | None:
-        """The number that `committed` noted last on this host; None if there was no commit."""
+        """Return the number that `committed` wrote last on this host; None if there was no commit."""
         with suppress(OSError, ValueError, TypeError):
             return int((self.folder / COMMITTED).read_text())  # type: ignore[operator]
         return None
 
 
 def add_lines(file: Path, lines: Iterable[str]) -> None:
-    """Append lines to a record in one write, so that those of several processes do not mix."""
+    """Append lines to a record in one write, so that lines of several processes do not mix."""
     data = "".join(f"{line}\n" for line in lines).encode()
     try:
         number = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -181,7 +181,7 @@ def add_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def entries(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """What the lines of a record tell; a line that was cut off is left out.
+    """Parse the lines of a record; an incomplete line is skipped.
 
     >>> [entry["kind"] for entry in entries(['{"kind": "start"}', '{"kind": "ex'])]
     ['start']

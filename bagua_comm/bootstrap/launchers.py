@@ -1,10 +1,10 @@
-"""Who started this process, as one of how many, and what to do if MPI finds fewer.
+"""The launcher of this process, its number of processes, and the advice if MPI finds fewer.
 
-`LAUNCHERS` tells launchers apart by the environment variables that they set. A process may have those of several,
-since Slurm starts mpirun's helpers on each node, and srun may start torchrun. The table lists first the launcher
-that is closest to the process: this one alone says how many ranks there are.
+`LAUNCHERS` identifies a launcher by the environment variables that it sets. A process may have those of several,
+since Slurm starts mpirun's helpers on each node, and srun may start torchrun. The launcher that is closest to the
+process is first in the table, and determines the number of ranks.
 
-All functions take the environment variables as a mapping. `own` leaves out those of another step of Slurm.
+All functions take the environment variables as a mapping. `own` removes those of another step of Slurm.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ..errors import BootstrapError
 
 
 class Launcher(NamedTuple):
-    """What starts processes, and the environment variables by which they know it."""
+    """A program that starts processes, and the environment variables that identify it."""
 
     name: str
-    """As messages call it."""
+    """The name of the launcher in messages."""
     rank: str
-    """The variable that holds this process' number."""
+    """The variable for the rank of a process."""
     size: str | None
-    """The variable that holds the number of processes; None if there is none."""
+    """The variable for the number of processes; None if there is none."""
     marks: tuple[str, ...] = ()
-    """Variables that must be set as well; "NAME=text" is one whose value begins with that text."""
+    """Variables that must be set as well; "NAME=text" requires a value that begins with the text."""
 
     def started(self, variables: Mapping[str, str]) -> bool:
-        """Whether this launcher, or one that sets the same variables, started a process with `variables`."""
+        """Whether this launcher, or one with the same variables, started a process with `variables`."""
         needed = [*self.marks, self.rank, *([self.size] if self.size else [])]
         parts = [mark.partition("=") for mark in needed]
         return all(name in variables and variables[name].startswith(text) for name, _, text in parts)
@@ -47,26 +47,26 @@ TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE")
 SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 
 LAUNCHERS = (ELASTIC, OPEN_MPI, HYDRA, SRUN_PMI2, PMI, SRUN_PMIX, PMIX, TORCHRUN, SRUN)
-"""From the closest to a process to the farthest, if it has the variables of several."""
+"""In the order of their distance to the process, the closest first."""
 
 
 class Launch(NamedTuple):
-    """How a process was started."""
+    """The start of a process."""
 
     launcher: Launcher
     rank: int | None
-    """Its number; None if the variable holds none."""
+    """The rank of the process; None if the variable is not a number."""
     size: int | None
-    """How many processes were started; None if that is not known."""
+    """The number of processes; None if that is not known."""
 
     @property
     def is_one_of_many(self) -> bool:
-        """Whether there are certainly others."""
+        """Whether other processes were started for certain."""
         return (self.size or 1) > 1 or (self.rank or 0) > 0
 
 
 def find(variables: Mapping[str, str]) -> Launch | None:
-    """How a process with these environment variables was started; None if no launcher did.
+    """Return the launch of a process with these environment variables; None if no launcher started it.
 
     >>> launch = find({"PMI_RANK": "1", "PMI_SIZE": "4"})
     >>> launch.launcher is PMI, launch.rank, launch.size
@@ -80,14 +80,15 @@ def find(variables: Mapping[str, str]) -> Launch | None:
 
 
 def own(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]:
-    """These variables without those that a task of another Slurm step handed down.
+    """Return these variables without those inherited from a task of another Slurm step.
 
-    A task may submit a job, or run salloc. sbatch takes all variables of the task to the new job, whose script is
-    no task of a step, but finds the variables of one; and so do the job's own steps, if they use another PMI.
+    A task may submit a job, or run salloc. sbatch copies all variables of the task to the new job, so its script
+    has the variables of a step, though it is not a task of one; the steps of the job inherit them, if they use
+    another PMI.
 
     Args:
         variables: The environment variables of a process.
-        step: The step that `processes.slurm_step` finds above it. Without it, the variables alone decide.
+        step: The step of the process, from `processes.slurm_step`. If None, the variables alone decide.
 
     >>> sorted(own({"SLURM_JOB_ID": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, step="8.batch"))
     ['SLURM_JOB_ID', 'SLURM_PROCID']
@@ -106,12 +107,12 @@ def own(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]
 
 
 def _is_a_task(variables: Mapping[str, str], step: str | None, steps: Iterable[str]) -> bool:
-    """Whether a process that has the variables of a step is a task of one, in the job that SLURM_JOB_ID names.
+    """Whether a process with the variables of a step is a task of a step of the job in SLURM_JOB_ID.
 
     Args:
-        variables: Its environment variables.
-        step: The step above it; None if that is not known.
-        steps: Those that the variables of PMI and PMIx name.
+        variables: The environment variables of the process.
+        step: The step of the process; None if that is not known.
+        steps: The steps in the variables of PMI and PMIx.
     """
     if step is not None and not step.partition(".")[2].isdecimal():
         return False  # "8.batch" is the script of a job, and "8.interactive" the shell of salloc
@@ -123,13 +124,13 @@ def _is_a_task(variables: Mapping[str, str], step: str | None, steps: Iterable[s
             return False
     if step is not None:
         return True
-    # In a step, SLURM_NTASKS is its own number of tasks; in the script of a job, that of the job.
+    # In a step, SLURM_NTASKS is the number of its tasks; in the script of a job, that of the job.
     tasks, of_job = _number(variables, "SLURM_STEP_NUM_TASKS"), _number(variables, "SLURM_NTASKS")
     return tasks is None or of_job is None or tasks <= of_job
 
 
 def _is_mixed(variables: Mapping[str, str]) -> bool:
-    """Whether this is a heterogeneous job, whose parts have numbers of their own."""
+    """Whether this is a heterogeneous job, whose components have job ids of their own."""
     return any(name.startswith("SLURM_HET_") for name in variables)
 
 
@@ -148,11 +149,11 @@ INSIDE = "python -m bagua_comm run inside of salloc or sbatch"
 
 
 def complaint(launch: Launch, size: int, mpi: str) -> str | None:
-    """What is wrong with a world of `size` ranks for a process started like this; None if nothing is.
+    """Return the error message if a world of `size` ranks is too small for this launch; None if it is not.
 
     Args:
-        launch: How it was started.
-        size: How many ranks MPI finds; 1 without MPI.
+        launch: The launch of the process.
+        size: The number of ranks that MPI finds; 1 without MPI.
         mpi: The name and version of mpi4py's MPI, as "Open MPI 5.0.11"; "" if there is none.
     """
     launcher, counted = launch.launcher, launch.size is not None
@@ -203,12 +204,12 @@ def _advice(launcher: Launcher, mpi: str) -> str:
 
 
 def under_torchrun(variables: Mapping[str, str]) -> bool:
-    """Whether torchrun started a process with these variables, or something else that sets RANK and WORLD_SIZE.
+    """Whether torchrun, or another launcher with RANK and WORLD_SIZE, started a process with these variables.
 
-    Not if they are what mpirun says: `python -m bagua_comm run` and Accelerate give its numbers these names, too.
+    False if both equal the numbers of mpirun: `python -m bagua_comm run` and Accelerate copy them to these names.
 
     Raises:
-        BootstrapError: These are not the numbers of a rank and of ranks.
+        BootstrapError: RANK or WORLD_SIZE is not a valid number.
     """
     if not TORCHRUN.started(variables):
         return False
@@ -230,10 +231,10 @@ def checked_number(
     *,
     cure: str = "unset it, or start this program with torchrun or with mpirun",
 ) -> int:
-    """The number in a variable.
+    """Return the number in a variable.
 
     Raises:
-        BootstrapError: It holds none, or one that is too small or too large.
+        BootstrapError: It is not a number from `least` to `most`.
     """
     text = variables[name]
     with suppress(ValueError):

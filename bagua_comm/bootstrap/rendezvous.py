@@ -1,6 +1,7 @@
-"""Who has come to `connect`, as far as that can be known before MPI has started, and how long to wait for others.
+"""The rendezvous of ranks in `connect`: which of them are missing, and how long to wait for them.
 
-`Roll` tells who is missing, `Wait` when that has lasted too long. `Limit` ends a process that waits inside MPI.
+`JoinLog` finds the missing ranks before MPI has started, as far as the host can see them; `Wait` applies the time
+limit; `Deadline` ends a process that waits inside MPI.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ R = TypeVar("R")
 
 LATE_S, START_S = 3.0, 30.0
 """How much longer than `timeout_s` a rank waits in `connect`: the first for a rank that runs but has not called
-it, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a second
-to start, and more on a busy machine."""
+`connect`, since ranks don't start at the same time; the second for MPI once all have called it, since MPI needs a
+second to start, and more on a busy machine."""
 
 LOOK_S = 0.5
-"""How often a rank whose time is over checks again who is missing."""
+"""The interval between two checks for missing ranks, once the time limit is over."""
 
 
-class Limit:
-    """While `run` runs a function, another thread polls `is_over`.
+class Deadline:
+    """A time limit for a function: another thread polls `is_over` while `run` runs the function.
 
-    Once that returns a message, it calls `act` with it, which ends the process. An exception from a signal
-    handler ends the limit, wherever it comes: nothing is called between the function's end and the limit's.
+    Once `is_over` returns a message, the thread calls `act` with it, which ends the process. An exception from a
+    signal handler ends the deadline, wherever it comes: nothing is called between the end of the function and
+    that of the deadline.
     """
 
     def __init__(self, is_over: Callable[[], str | None], act: Callable[[str], None]) -> None:
@@ -40,21 +42,21 @@ class Limit:
         self._done, self._acts = False, threading.Lock()
 
     def start(self) -> None:
-        """Begin to poll, for as long as the process lives.
+        """Start to poll, until the process ends.
 
         Raises:
             RuntimeError: No thread can be started.
         """
-        threading.Thread(target=self._watch, name="limit", daemon=True).start()
+        threading.Thread(target=self._watch, name="deadline", daemon=True).start()
 
     def run(self, body: Callable[[], R]) -> R:
-        """Poll while `body()` runs; returns what it returns."""
+        """Return `body()`, and poll meanwhile."""
         try:
             self.start()
             return body()
         finally:
             self._done = True
-            with self._acts:  # if the limit acts now, it is to end the process
+            with self._acts:  # if the thread acts now, wait until it has ended the process
                 pass
 
     def _watch(self) -> None:
@@ -68,49 +70,49 @@ class Limit:
 
 
 class Wait:
-    """A wait in `connect`, which begins now, and tells who is missing once it has lasted too long."""
+    """A wait in `connect` for other ranks, which begins now."""
 
-    def __init__(self, roll: Roll, timeout_s: float) -> None:
-        self._roll, self._timeout_s = roll, timeout_s
+    def __init__(self, log: JoinLog, timeout_s: float) -> None:
+        self._log, self._timeout_s = log, timeout_s
         self._start_s = time.monotonic()
         self._look_s = self._start_s + timeout_s
 
     def complaint(self) -> str | None:
-        """The message if this has lasted too long; None if not."""
+        """Return the message that names the missing ranks, if the wait has lasted too long; else None."""
         now = time.monotonic()
         if now < self._look_s:
             return None
         self._look_s = now + LOOK_S
         late_s = now - self._start_s - self._timeout_s
-        missing = self._roll.missing()
+        missing = self._log.missing()
         if missing.gone or (missing.late and late_s > LATE_S) or late_s > START_S:
             return (
-                f"connect: {self._roll.me()} waited {now - self._start_s:.0f} s for the other ranks: {missing}. "
-                "Give a longer timeout_s if they are only late"
+                f"connect: {self._log.location()} waited {now - self._start_s:.0f} s for the other ranks: "
+                f"{missing}. Give a longer timeout_s if they are only late"
             )
         return None
 
 
 class Missing(NamedTuple):
-    """The ranks that have not come to `connect`."""
+    """The ranks that have not called `connect`, in phrases."""
 
     gone: list[str]
-    """Sentences about those that have ended, or are stopped."""
+    """The ranks that have ended, or are stopped."""
     late: list[str]
-    """About those that run, but have not called it."""
+    """The ranks that run, but have not called `connect`."""
     unseen: list[str]
-    """About those of whom nothing is known."""
+    """The ranks whose state is unknown."""
 
     def __str__(self) -> str:
         found = "; ".join([*self.gone, *self.late, *self.unseen])
         return found or "all of them have called connect"
 
 
-class Roll:
-    """Which ranks have called `connect`, as far as this host can tell before MPI has started.
+class JoinLog:
+    """The ranks that have called `connect`, as far as this host can see before MPI has started.
 
-    mpirun keeps a folder for its job on every host. Each rank signs there when it connects: it adds a line with
-    its `ProcessId` to a file of its own. /proc tells what the processes of other ranks do.
+    mpirun keeps a folder for its job on every host. A rank checks in there when it connects: it appends a line
+    with its `ProcessId` to its file. /proc shows the state of the processes of other ranks.
 
     Args:
         variables: The environment variables of this process.
@@ -131,12 +133,12 @@ class Roll:
         self._local_size = number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
         self._job = variables.get("PMIX_NAMESPACE", "")
         self._folder = self._find_folder(variables.get("PMIX_SERVER_TMPDIR"))
-        # Each group of ranks has its own signatures, since its ranks may have connected in other groups.
+        # Each group of ranks has its own entries, since its ranks may have connected in other groups.
         self._group = "" if members is None else f"-of-{zlib.crc32(repr(list(members)).encode()):x}"
         self._times = 0
 
     def _find_folder(self, name: str | None) -> Path | None:
-        """The folder of this job, if it is this user's alone."""
+        """The folder of this job, if no other user can write to it."""
         if not name or not self._job:
             return None
         try:
@@ -148,8 +150,8 @@ class Roll:
     def _file(self, name: str) -> str:
         return f"{self._folder}/bagua-{self._job.replace('/', '_')}-{name}"
 
-    def sign(self) -> None:
-        """Sign, once more, that this rank has called `connect`."""
+    def check_in(self) -> None:
+        """Log one more call of `connect` by this rank."""
         if self._folder is None:
             return
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -162,10 +164,10 @@ class Roll:
         except OSError:
             self._folder = None
             return
-        self._times = len(self._signatures(self.rank))
+        self._times = len(self._entries(self.rank))
 
-    def may_speak(self) -> bool:
-        """Whether this rank is the first on this host that asks to report an error, as far as that is known."""
+    def is_reporter(self) -> bool:
+        """Whether this rank is the first on this host that asks to report an error; True if that is not known."""
         if self._folder is None:
             return True
         try:
@@ -176,43 +178,43 @@ class Roll:
             return True
         return True
 
-    def remark(self, timeout_s: float) -> str:
-        """The message of a rank that has ended but goes on waiting for others: which of them still run here."""
+    def note(self, timeout_s: float) -> str:
+        """Return the message of a rank that has ended, but waits for other ranks: those that run on this host."""
         processes = sorted(self.processes().items()) if self._job else []
         others = [f"rank {rank} (process {pid}, {state_of(pid)})" for rank, pid in processes if rank != self.rank]
         return (
-            f"{self.me()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it goes on "
-            f"waiting. On this host: {', '.join(others) or 'none can be seen'}"
+            f"{self.location()} has ended, and has waited {timeout_s:g} s for the other ranks to end; it "
+            f"continues to wait. On this host: {', '.join(others) or 'none can be seen'}"
         )
 
     def name(self) -> str:
-        """This rank, as its launcher counts."""
+        """Return this rank and the number of ranks, as its launcher counts them."""
         return f"rank {self.rank}" if self.size is None else f"rank {self.rank} of {self.size}"
 
-    def me(self) -> str:
-        """This rank, and where it is."""
+    def location(self) -> str:
+        """Return this rank, as `name` does, and its host."""
         return f"{self.name()} on {socket.gethostname()}"
 
     def missing(self) -> Missing:
-        """The ranks that have not called `connect`."""
+        """Return the ranks that have not called `connect`."""
         missing = Missing([], [], [])
         if self._folder is None or self.size is None:
             missing.unseen.append("this launcher does not show which of them have not called connect")
             return missing
         processes, unseen = self.processes(), []
         for rank in range(self.size) if self._members is None else self._members:
-            signatures = self._signatures(rank)
-            process = signatures[-1].pid if signatures else processes.get(rank)
+            entries = self._entries(rank)
+            process = entries[-1].pid if entries else processes.get(rank)
             if rank == self.rank:
                 continue
-            state = signatures[-1].state() if signatures else state_of(process or 0)
-            if process is None or (not state and 0 < len(signatures) < self._times):
+            state = entries[-1].state() if entries else state_of(process or 0)
+            if process is None or (not state and 0 < len(entries) < self._times):
                 unseen.append(rank)
             elif state not in ("running", ""):
                 missing.gone.append(
                     f"rank {rank} (process {process}) {'is' if state == 'stopped' else 'has'} {state}"
                 )
-            elif len(signatures) < self._times:
+            elif len(entries) < self._times:
                 missing.late.append(f"rank {rank} (process {process}) runs, but has not called connect")
         if unseen and self._local_size == self.size and sees_starter("PMIX_NAMESPACE"):
             missing.gone.append(f"{_ranks(unseen)} ended without calling connect")
@@ -220,21 +222,21 @@ class Roll:
             missing.unseen.append(f"{_ranks(unseen)} cannot be seen from here: on another host, or ended")
         return missing
 
-    def _signatures(self, rank: int) -> list[ProcessId]:
-        """The processes that have signed as this rank, one for each time that it connected."""
+    def _entries(self, rank: int) -> list[ProcessId]:
+        """The processes that have checked in as `rank`, one for each call of `connect`."""
         try:
             return list(map(ProcessId.parse, Path(self._file(f"{rank}{self._group}")).read_text().splitlines()))
         except (OSError, ValueError):
             return []
 
     def processes(self) -> dict[int, int]:
-        """The process of each rank that runs on this host."""
+        """Return the process of each rank that runs on this host."""
         found: dict[int, list[int]] = {}
         for process, variables in started_with("PMIX_NAMESPACE", self._job).items():
             rank = variables.get("PMIX_RANK", "")
             if rank.isdecimal():
                 found.setdefault(int(rank), []).append(process)
-        # A rank's children have the same variables: take a process that is stopped, if any, else the oldest.
+        # A rank's children have the same variables: choose a process that is stopped, if any, else the oldest.
         return {
             rank: min(same, key=lambda process: (state_of(process) != "stopped", process))
             for rank, same in found.items()

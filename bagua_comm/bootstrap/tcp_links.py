@@ -1,16 +1,18 @@
-"""Several TCP connections between two ranks of Open MPI (`btl_tcp_links`), so that all of them carry something.
+"""Several TCP connections between two ranks of Open MPI (`btl_tcp_links`), with traffic on all of them.
 
-Left to itself, Open MPI 5 makes little of them, and may hang:
+By default, Open MPI 5 hardly uses them, and may hang:
 
-* It gives every link but the first half of the bandwidth and twice the latency. Messages that are sent without
-  asking the receiver, as the pieces of our collectives are, take the links with the least latency: the first
-  alone. `equal_links` makes all of them equal, and such messages take them in turn.
-* Whoever sends to a link first opens it. If both ranks do so at once, there may be more connections than links;
-  Open MPI then forgets some of those that it has accepted, and their senders wait for ever. `open_in_order` has
-  one rank of each pair open all links before anything else is sent.
-* Each message moves the turn by two. So `odd` links are all used, and of an even number every second one.
+* It assigns each link after the first half of the bandwidth and twice the latency. Eager messages, such as the
+  pieces of our collectives, use only the links with the least latency: the first. `equal_links` makes all of them
+  equal, and eager messages use them in turn.
+* The first sender on a link opens it. If both ranks do so at once, there may be more connections than links; Open
+  MPI then forgets some of those that it has accepted, and their senders wait for ever. With `open_in_order`, one
+  rank of each pair opens all links before any other message is sent.
+* Each message advances the turn by two. So all of an odd number of links are used (see `odd`), and every second
+one
+  of an even number.
 
-The environment variables must be there before MPI starts; `bootstrap` sets them.
+MPI reads the environment variables when it starts; `environment.set_mpi_variables` sets them.
 """
 
 from __future__ import annotations
@@ -24,23 +26,23 @@ from typing import Any
 import numpy as np
 
 VARIABLE = "OMPI_MCA_btl_tcp_links"
-"""Where mpirun tells ranks the number of links."""
+"""The variable by which mpirun passes the number of links to ranks."""
 
 LATENCY, BANDWIDTH = 100, 100
-"""What every link is said to have. Only comparisons count."""
+"""The nominal figures of every link. Open MPI only compares them."""
 
 TAG = 32767
-"""Of the messages that open links: the largest that every MPI allows."""
+"""The tag of messages that open links: the largest that every MPI allows."""
 
 OPENING_BYTES = 1 << 10
-"""Such a message's size. Open MPI sends 256 bytes and less in another way, which counts as a turn of its own."""
+"""The size of messages that open links. Open MPI sends 256 bytes and less on another path, with its own turn."""
 
 OTHER_FILES = 64
-"""How many files a rank has open beside its connections."""
+"""The number of open files of a rank beside its connections."""
 
 
 def odd(count: int) -> int:
-    """The number of links to ask for, so that at least `count` are used.
+    """Return the number of links to request, so that at least `count` are used.
 
     >>> odd(1), odd(4), odd(5)
     (1, 5, 5)
@@ -49,26 +51,26 @@ def odd(count: int) -> int:
 
 
 def equal_links(count: int, interfaces: Iterable[str] | None = None) -> dict[str, str]:
-    """The environment variables that make `count` links of each interface equal; none for a single link.
+    """Return the environment variables that make `count` links of each interface equal; none for a single link.
 
     Args:
-        count: How many links.
-        interfaces: The names of this host's network interfaces; if None, they are asked for.
+        count: The number of links.
+        interfaces: The names of this host's network interfaces; if None, the system's list.
     """
     if count < 2:
         return {}
     names = [name for _, name in socket.if_nameindex()] if interfaces is None else interfaces
     values = {"latency": LATENCY, "bandwidth": BANDWIDTH}
     return {
-        f"OMPI_MCA_btl_tcp_{what}_{name}:{link}": str(value)
+        f"OMPI_MCA_btl_tcp_{figure}_{name}:{link}": str(value)
         for name in names
         for link in range(count)
-        for what, value in values.items()
+        for figure, value in values.items()
     }
 
 
 def complaint(count: int, others: int) -> str | None:
-    """Why this process cannot open so many links to each of `others`; None if it can."""
+    """Return the reason why this process cannot open `count` links to each of `others` ranks; None if it can."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY or count * others + OTHER_FILES <= allowed:
         return None
@@ -79,15 +81,15 @@ def complaint(count: int, others: int) -> str | None:
     )
 
 
-def open_in_order(world: Any, count: int, nap_s: float) -> None:
-    """Have the lower rank of each pair open all of its links to the other.
+def open_in_order(world: Any, count: int, poll_s: float) -> None:
+    """Open all links between each pair of ranks from the lower rank.
 
     Collective, and the first communication after MPI has started.
 
     Args:
         world: A communicator of mpi4py of all ranks.
-        count: How many links there are between two ranks.
-        nap_s: How long to sleep between two looks at what has come.
+        count: The number of links between two ranks.
+        poll_s: The interval between two checks for messages.
     """
     message = np.zeros(OPENING_BYTES, np.uint8)
     sink = np.zeros((max(1, world.rank), count, OPENING_BYTES), np.uint8)
@@ -99,4 +101,4 @@ def open_in_order(world: Any, count: int, nap_s: float) -> None:
         if requests[-1].Test():
             requests.pop()
         else:
-            time.sleep(nap_s)
+            time.sleep(poll_s)

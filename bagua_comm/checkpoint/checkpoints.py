@@ -16,12 +16,12 @@ import numpy as np
 
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
-from ..logs import megabytes, tell
+from ..logs import log_on_root, megabytes
 from ..pickling import Live
 from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
-from .saving import Job, Staging
+from .saving import SaveJob, Staging
 from .texts import apart, place
 from .trees import Packed
 
@@ -137,7 +137,7 @@ class Checkpoints(Live):
             UnsupportedError: The tree holds something that a checkpoint cannot; the place is named.
         """
         self.wait()
-        jobs: list[tuple[Packed, Job]] = []
+        jobs: list[tuple[Packed, SaveJob]] = []
 
         def prepare() -> tuple[Any, ...]:
             if type(step) is not int or not 0 <= step < 2**60:
@@ -192,7 +192,7 @@ class Checkpoints(Live):
                     )
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
-    def _write(self, job: Job) -> str | None:
+    def _write(self, job: SaveJob) -> str | None:
         """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
         files, comm, began_s = self._files, self._comm, time.monotonic()
         problem = self._on_root(lambda: files.begin(job.step))[1]
@@ -231,7 +231,9 @@ class Checkpoints(Live):
             nbytes = sum(part.file["bytes"] for part in parts)
             seconds = time.monotonic() - began_s
             size = megabytes(nbytes)
-            tell(_log, comm.rank, "step %d is saved in %s: %s in %.1f s", job.step, self.folder, size, seconds)
+            log_on_root(
+                _log, comm.rank, "step %d is saved in %s: %s in %.1f s", job.step, self.folder, size, seconds
+            )
         return problem
 
     def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
@@ -320,7 +322,7 @@ class Checkpoints(Live):
                 except CheckpointError as exc:
                     problem = str(exc)
             if problem is None:
-                tell(_log, self._comm.rank, "step %d is loaded from %s", found.step, self.folder)
+                log_on_root(_log, self._comm.rank, "step %d is loaded from %s", found.step, self.folder)
                 return Loaded(found.step, tree, manifest["world"], tuple(skipped))
             if not fallback:
                 raise CheckpointError(_cannot(found, problem))

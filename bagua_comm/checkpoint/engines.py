@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..algorithms.state import WHOLE, Facts, resealed
+from ..algorithms.state import PER_BUCKET, StateHeader, relabelled
 from ..engine import Engine
 from ..errors import ArrayError
 from .trees import Own, Rule
@@ -30,9 +30,9 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
     fixed: dict[str, dict[str, Own]] = {}
     for name, pieces in saved["tensors"].items():
         for path, value in pieces.items():
-            array = path.removesuffix(WHOLE)  # what is saved beside an array goes where it goes
+            array = path.removesuffix(PER_BUCKET)  # what is saved beside an array goes where it goes
             rule = rules[name].get(array)
-            if array + WHOLE in pieces and rule != "anew":
+            if array + PER_BUCKET in pieces and rule != "anew":
                 rule = None  # each rank has another part of its bucket
             if not hasattr(pieces[array], "dtype"):
                 numbers[name][path] = value
@@ -42,7 +42,7 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
                 parts[rule].setdefault(name, {})[path] = value
             else:
                 fixed.setdefault(name, {})[path] = Own(value)
-    facts = {name: saved[name] for name in (*Facts._fields, "digest")}
+    facts = {name: saved[name] for name in (*StateHeader._fields, "digest")}
     return {
         "facts": Own({**facts, "numbers": numbers}, "first"),
         "alike": alike,
@@ -66,7 +66,7 @@ def state_of_tree(engine: Engine, tree: Any) -> dict[str, Any]:
         for name, pieces in (tree[part] or {}).items():
             tensors[name].update(pieces)
     rank, size = engine.place
-    return resealed({**facts, "tensors": tensors}, rank=rank, size=size)
+    return relabelled({**facts, "tensors": tensors}, rank=rank, size=size)
 
 
 def load_engine(engine: Engine, tree: Any) -> None:

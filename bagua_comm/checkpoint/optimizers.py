@@ -47,7 +47,7 @@ def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | N
             if None, it keeps these.
     """
     before = [
-        _Held(each, each.param_groups, list(each.param_groups), each.state, dict(each.state))
+        _OptimizerState(each, each.param_groups, list(each.param_groups), each.state, dict(each.state))
         for each in _family(optimizer)
     ]
     try:
@@ -68,7 +68,7 @@ def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[s
         group.update(values)
 
 
-class _Held(NamedTuple):
+class _OptimizerState(NamedTuple):
     """An optimizer, and the objects in it that a program may hold."""
 
     optimizer: Any
@@ -114,7 +114,7 @@ def _restored(loaded: Any, saved: Any, restore: Restore) -> Any:
     return loaded
 
 
-def _put_back(before: list[_Held]) -> None:
+def _put_back(before: list[_OptimizerState]) -> None:
     alone = _Pairs(
         pair
         for held in before

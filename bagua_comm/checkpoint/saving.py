@@ -64,7 +64,7 @@ class Piece(NamedTuple):
     """[number, begin, end] of a slice of a shared array, or [number] of an own one."""
 
 
-class Job(NamedTuple):
+class SaveJob(NamedTuple):
     """All that is needed to write this rank's part."""
 
     step: int
@@ -84,7 +84,7 @@ def digest(packed: Packed) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) -> Job:
+def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) -> SaveJob:
     """Copy what this rank writes, and what it checks of another rank's, to the host."""
     slices = slices_of([(leaf.array.size, leaf.array.itemsize) for leaf in packed.shared], ranks)
     mine = [(packed.shared[each.array], each) for each in slices[rank]]
@@ -101,7 +101,7 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
         pieces.append(Piece(name, copied, [number, begin, end]))
     for number, (path, x) in enumerate(packed.own):
         pieces.append(Piece(f"own {path}", staging.copy(x, 0, x.size).reshape(x.shape), [number]))
-    return Job(
+    return SaveJob(
         step,
         packed.tree,
         _kinds(packed.shared),
@@ -115,7 +115,7 @@ def _kinds(leaves: list[Leaf]) -> list[list[Any]]:
     return [[arrays.dtype_name(leaf.array.dtype), list(leaf.array.shape)] for leaf in leaves]
 
 
-class Part(NamedTuple):
+class RankFile(NamedTuple):
     """What a rank tells of the file that it wrote."""
 
     file: dict[str, Json]
@@ -128,7 +128,7 @@ class Part(NamedTuple):
     names: list[str]
 
 
-def write(folder: Path, job: Job, rank: int, note: Callable[[], None]) -> Part:
+def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> RankFile:
     """Write this rank's file.
 
     Raises:
@@ -146,10 +146,10 @@ def write(folder: Path, job: Job, rank: int, note: Callable[[], None]) -> Part:
         note()
     file = {"bytes": written.nbytes, "head": [written.head, written.head_crc], "shared": shared, "own": own}
     names = [piece.name for piece in job.pieces if len(piece.place) == 3]
-    return Part(file, job.own, [row[-1] for row in shared], crcs_behind, names)
+    return RankFile(file, job.own, [row[-1] for row in shared], crcs_behind, names)
 
 
-def misfit(parts: list[Part]) -> str | None:
+def misfit(parts: list[RankFile]) -> str | None:
     """In what two ranks' shared arrays differ, if each rank's copy of the slices of the rank behind tells."""
     for rank, part in enumerate(parts):
         behind = parts[rank - 1]

@@ -44,7 +44,7 @@ _FORMAT_NAMES = {
 }
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """What is known of a file that was written."""
 
     nbytes: int
@@ -55,7 +55,7 @@ class Written(NamedTuple):
     """Of every array: its offset in the file, and its CRC-32."""
 
 
-def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], None]) -> Written:
+def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], None]) -> WrittenFile:
     """Write contiguous NumPy arrays to a new file, and wait until they are on the disk.
 
     Args:
@@ -96,7 +96,7 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
                 note()
         os.fsync(file.fileno())
     places = [(len(head) + offset, crc) for offset, crc in zip(offsets, crcs, strict=True)]
-    return Written(len(head) + end, len(head), zlib.crc32(head), places)
+    return WrittenFile(len(head) + end, len(head), zlib.crc32(head), places)
 
 
 def _write_all(file: Any, data: memoryview) -> None:

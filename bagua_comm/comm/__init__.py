@@ -1,5 +1,6 @@
 """The communicator, and the course of its calls."""
 
+from .base import EngineRegistry
 from .communicator import Communicator, Nodes
 
-__all__ = ["Communicator", "Nodes"]
+__all__ = ["Communicator", "EngineRegistry", "Nodes"]

@@ -1,8 +1,8 @@
-"""What `connect(check=True)` compares before a call moves a byte.
+"""Comparison of calls among ranks, which `connect(check=True)` makes before a call moves a byte.
 
-All comparisons go over the transport of host arrays. In a collective call, each rank tells all others what it is
-about to do. A message from one rank to another is preceded by its description, which the receiver compares with
-what it expects.
+All comparisons go over the transport of host arrays. Before a collective call, each rank sends a description of
+its call to all others. A message between two ranks is preceded by its description, which the receiver compares
+with what it expects.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..errors import ArrayError, CommError, CommMismatch
 from ..transports.base import DESCRIPTION, Transport
 
 TEXT_BYTES = 256
-"""The size of the description of a call or a message."""
+"""Size of the description of a call or a message."""
 
 _DIGEST = 16
 
 
 def compare_calls(host: Transport, call: str) -> None:
-    """Raise `CommMismatch` on all ranks unless all give the same `call`.
+    """Raise `CommMismatch` on all ranks unless `call` is the same on all of them.
 
     Collective.
     """
@@ -42,14 +42,14 @@ def compare_calls(host: Transport, call: str) -> None:
 
 
 def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) -> None:
-    """Raise `CommMismatch` on all ranks unless each sends to each other as many elements as that one expects.
+    """Raise `CommMismatch` on all ranks unless each rank sends as many elements as its receiver expects.
 
     Collective.
 
     Args:
         host: Moves host arrays.
-        sends: How many elements this rank sends to each rank, (p,).
-        recvs: How many it expects from each, (p,).
+        sends: Numbers of elements that this rank sends to each rank, (p,).
+        recvs: Numbers of elements that it expects from each rank, (p,).
     """
     table = np.empty((host.size, 2, host.size), np.int64)
     host.allgather(np.array([sends, recvs], np.int64), table)
@@ -62,12 +62,12 @@ def compare_counts(host: Transport, sends: Sequence[int], recvs: Sequence[int]) 
 
 
 def agree_on_split(host: Transport, color: object, key: object) -> int:
-    """The place of this rank among those that give the same `color`, ordered by (`key`, rank).
+    """Return the position of this rank among the ranks of the same `color`, ordered by (`key`, rank).
 
-    Collective. Places are small where keys may not be, since libraries have keys of 32 bits.
+    Collective. Positions replace the keys, of 64 bits, since libraries have keys of 32 bits.
 
     Raises:
-        ArrayError: The color or the key of a rank is not an integer in its range; on all ranks alike.
+        ArrayError: The color or the key of a rank is not an integer in its range. Raised on all ranks.
     """
     problem = _not_in("color", color, 0, 2**31) or _not_in("key", key, -(2**63), 2**63)
     table = np.empty((host.size, 3), np.int64)
@@ -83,23 +83,23 @@ def agree_on_split(host: Transport, color: object, key: object) -> int:
 
 
 def _not_in(name: str, value: object, first: int, end: int) -> str:
-    """What is wrong with an argument that must be an integer from `first` to `end` - 1; empty if nothing is."""
+    """Return what is wrong with an argument that must be an integer from `first` to `end` - 1, or ""."""
     if isinstance(value, (int, np.integer)) and first <= value < end:
         return ""
     return f"{name} is {value!r}, expected an integer from {first} to {end - 1}"
 
 
-class Unfit(NamedTuple):
-    """A message that is not what its receiver expects."""
+class Mismatch(NamedTuple):
+    """A message that differs from what its receiver expects."""
 
     error: CommMismatch
-    kind: str
+    library: str
     """The library of its array, or "object"."""
     nbytes: int
 
 
-class Messages:
-    """Describes, counts and compares the messages between this rank and each other one."""
+class MessageChecker:
+    """Numbers, describes and compares the messages between this rank and each other one."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
@@ -111,28 +111,28 @@ class Messages:
         call: str,
         sends: Sequence[tuple[int, Array | None]],
         recvs: Sequence[tuple[int, Array | None]],
-    ) -> list[Unfit | None]:
-        """Describe the messages about to be sent, and compare those about to come with what is expected.
+    ) -> list[Mismatch | None]:
+        """Send descriptions of outgoing messages, and compare the incoming ones with what this rank expects.
 
         Args:
             host: Moves host arrays.
             call: The call that this rank makes.
             sends: Peers, and the arrays that go to them; None in place of an object.
-            recvs: Peers, and the arrays to fill; None where an object is expected.
+            recvs: Peers, and the arrays to fill; None in place of an object.
 
         Returns:
-            For each of `recvs`, what is wrong with its message; None if it fits.
+            A mismatch for each of `recvs`; None if its message fits.
         """
         outgoing = [(peer, _packed(self._describe(call, self._sent, peer, x))) for peer, x in sends]
         incoming = [(peer, np.empty(TEXT_BYTES, np.uint8)) for peer, _ in recvs]
         host.exchange(outgoing, incoming, tag=DESCRIPTION)
         return [
-            _misfit(host.rank, peer, self._describe(call, self._received, peer, x), _unpacked(text))
+            _mismatch(host.rank, peer, self._describe(call, self._received, peer, x), _unpacked(text))
             for (peer, x), (_, text) in zip(recvs, incoming, strict=True)
         ]
 
     def _describe(self, call: str, count: Counter[int], peer: int, x: Array | None) -> str:
-        """Number, library, dtype, size, and call with shape, as text; all but the call must match."""
+        """Return number, library, dtype, size, and call with shape, as text; all but the call must match."""
         count[peer] += 1
         if x is None:
             return f"{count[peer]} object object 0 {call}"
@@ -140,23 +140,24 @@ class Messages:
         return f"{count[peer]} {library(x)} {name} {x.size} {call} of {name}{list(x.shape)}"
 
 
-def _misfit(rank: int, peer: int, expected: str, found: str) -> Unfit | None:
+def _mismatch(rank: int, peer: int, expected: str, found: str) -> Mismatch | None:
+    """Compare two descriptions of a message; return how they differ, or None."""
     *wanted, my_call = expected.split(" ", 4)
-    *came, its_call = found.split(" ", 4)
-    if wanted == came:
+    *received, its_call = found.split(" ", 4)
+    if wanted == received:
         return None
-    number, kind, dtype, count = came
-    reason = "" if wanted[1] == kind else f" ({kind}, where {wanted[1]} is expected)"
+    number, library, dtype, count = received
+    reason = "" if wanted[1] == library else f" ({library}, where {wanted[1]} is expected)"
     numbers = f"message {number}" if number == wanted[0] else f"message {number}, instead of message {wanted[0]},"
-    return Unfit(
+    return Mismatch(
         CommMismatch(f"{numbers} from rank {peer} is its {its_call}, but rank {rank} called {my_call}{reason}"),
-        kind,
-        0 if kind == "object" else int(count) * dtype_named(dtype).itemsize,
+        library,
+        0 if library == "object" else int(count) * dtype_named(dtype).itemsize,
     )
 
 
 def _packed(text: str) -> Array:
-    """`text` as bytes; a long text becomes its beginning and a digest of the whole."""
+    """Return `text` as bytes; a long text is cut and gets a digest of the whole."""
     data = text.encode()
     if len(data) > TEXT_BYTES:
         digest = hashlib.blake2b(data, digest_size=_DIGEST // 2).hexdigest().encode()

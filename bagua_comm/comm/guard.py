@@ -1,4 +1,4 @@
-"""Whose turn it is: one thread at a time makes calls on the transports of a communicator."""
+"""The guard of calls: one thread at a time, in the process that made the communicator, within a time limit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import TypeVar
 
+from ..bucket import Bucket
 from ..errors import CommError
 from ..transports.base import Transport
 
 R = TypeVar("R")
 
 POINT_TO_POINT = frozenset({"send", "recv", "sendrecv", "exchange", "send_object", "recv_object"})
-"""Calls between two ranks, which the other ranks do not make."""
+"""Names of the calls between two ranks, which other ranks do not make."""
 
 forks = 0
-"""How many forks lie between the process that imported this module and this one."""
+"""Number of forks between the process that imported this module and this one."""
 
 
 def _count_fork() -> None:
@@ -29,52 +30,58 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
 
 
-class Turn:
-    """Lets one thread at a time make calls on the transports of a communicator, and knows the latest call.
+class CallGuard:
+    """Lets one thread at a time make calls on the transports of a communicator, and numbers the calls.
 
-    A signal handler may raise an exception, such as KeyboardInterrupt, wherever Python calls a function or begins
-    a loop anew, and a lock that was just acquired would stay locked. So there are no calls where a thread begins
-    its turn, and where it ends it:
+    Python runs signal handlers, which may raise exceptions such as KeyboardInterrupt, where a function is called
+    and where a loop starts its next round. An exception just after a lock was acquired would leave it locked. So
+    the statements that acquire and release the guard call no function, and stand in the caller's own body:
 
-        turn.check(name)
+        guard.check(name)
         me = get_ident()
-        if turn.owner[0] != me:                           # names this thread, unless another one is named
-            raise turn.refusal(name)
-        outermost, turn.is_free = turn.is_free, False     # a call within a call has begun and ends nothing
+        if guard.owner[0] != me:                            # sets the owner to this thread if there is none
+            raise guard.refusal(name)
+        outermost, guard.is_free = guard.is_free, False     # a nested call neither enters nor leaves
         try:
             if outermost:
-                turn.begin(name, describe, timeout_s)
+                guard.enter(name, describe, timeout_s)
             ...
+            if outermost:
+                guard.leave()
         finally:
             if outermost:
-                turn.is_free = True
-                del turn.owner[0]
+                guard.is_free = True
+                del guard.owner[0]
     """
 
     def __init__(self, transports: Sequence[Transport], *, checked: bool) -> None:
         self._transports, self._checked = transports, checked
         self._process, self.forks = os.getpid(), forks
         self.owner: defaultdict[int, int] = defaultdict(get_ident)
-        """Under 0: the number of the thread that is in a call. To look is to enter it, if there is none."""
+        """Under key 0, the id of the thread that is in a call; a lookup stores the caller's if there is none."""
         self.is_free = True
-        """Whether no thread is in a call; the owner writes it."""
-        self._is_open = False
-        """Whether the transports have begun a call and not ended it."""
+        """Whether no thread is in a call. Only the owner writes it."""
+        self._entered = False
+        """Whether the transports have begun a call and not ended it yet."""
         self._rank = transports[0].rank
         self.closed = False
         self.calls = self.collectives = 0
-        """How many calls have begun, and how many of them were collective."""
+        """Number of calls that have begun, and of the collective ones among them."""
         self.last_call = "none"
         self.limit_s: float | None = None
-        """How long the call in progress may wait, if it has a limit of its own."""
+        """The time limit of the call in progress, in seconds, if it was given one."""
 
     @property
     def is_of_this_process(self) -> bool:
         """Whether the communicator was made in this process, and not in a parent before a fork."""
         return self.forks == forks
 
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self.closed = True
+
     def count(self, collective: bool) -> int:
-        """The number of a call that begins now, among the collective ones or among the others."""
+        """Count a call that begins; return its number among the collective calls or among the other ones."""
         self.calls += 1
         if collective:
             self.collectives += 1
@@ -82,31 +89,33 @@ class Turn:
         return self.calls - self.collectives
 
     def check(self, name: str) -> None:
-        """Raise `CommError` if the communicator is closed, or belongs to a parent process."""
+        """Raise `CommError` if the communicator is closed or belongs to a parent process."""
         if self.closed or self.forks != forks:
             raise CommError(f"{name}: {self._why_unusable()}")
 
     def refusal(self, name: str) -> CommError:
-        """The error to raise where another thread is in a call."""
+        """Return the error to raise if another thread is in a call."""
         return CommError(
             f"{name}: another thread is in a call of this communicator; give each thread its own, made by "
             "dup() on all ranks, or submit the call to a lane()"
         )
 
-    def begin(self, name: str, describe: Callable[[], str], timeout_s: float | None = None) -> None:
-        """Begin a call that is within no other one."""
-        if self._is_open:
-            self.end()  # an exception from a signal handler has kept the latest call from it
-        self._is_open = True
+    def enter(self, name: str, describe: Callable[[], str], timeout_s: float | None = None) -> None:
+        """Begin an outermost call on all transports."""
+        if self._entered:
+            self.leave()  # a signal handler's exception kept the previous call from leaving
+        self._entered = True
         collective = name not in POINT_TO_POINT
-        compared = None if self._checked else describe  # checked calls are compared before, in full
+        compared = (
+            None if self._checked else describe
+        )  # checked calls are compared in full before they move a byte
         for transport in self._transports:
             transport.begin_call(name, collective=collective, describe=compared)
         if timeout_s is not None:
             self._limit(timeout_s)
 
-    def end(self, *, made: bool = True) -> None:
-        """End what `begin` began; unless `made`, before anything was moved."""
+    def leave(self, *, made: bool = True) -> None:
+        """End the call on all transports; not `made` means that it failed before it moved a byte."""
         for transport in self._transports:
             if made:
                 transport.end_call()
@@ -114,12 +123,12 @@ class Turn:
                 transport.cancel_call()
         if self.limit_s is not None:
             self._limit(None)
-        self._is_open = False
+        self._entered = False
 
     def run(
         self, name: str, describe: Callable[[], str], body: Callable[[], R], timeout_s: float | None = None
     ) -> R:
-        """Make the calls of `body` as one: only this one's `timeout_s` counts. Returns what `body` returns.
+        """Run the calls of `body` as one call, under its `timeout_s` alone. Returns the result of `body`.
 
         Raises:
             CommError: Another thread is in a call, the communicator is closed, or it belongs to a parent process.
@@ -131,12 +140,12 @@ class Turn:
         outermost, self.is_free = self.is_free, False
         try:
             if outermost:
-                self.begin(name, describe, timeout_s)
+                self.enter(name, describe, timeout_s)
             try:
                 return body()
             finally:
                 if outermost:
-                    self.end(made=self.calls > calls)
+                    self.leave(made=self.calls > calls)
         finally:
             if outermost:
                 self.is_free = True
@@ -154,3 +163,14 @@ class Turn:
             f"this process was forked off process {self._process}, rank {self._rank}; a child cannot use its "
             "parent's communicator: start ranks with mpirun, and fork children only if they do not communicate"
         )
+
+
+class CallContext:
+    """The bucket that an engine exchanges by the calls that a communicator makes now, if any."""
+
+    __slots__ = ("bucket", "bucket_step")
+
+    def __init__(self) -> None:
+        self.bucket: Bucket | None = None
+        self.bucket_step: tuple[int, int] | None = None
+        """Index of the bucket and training step, for the flight recorder."""

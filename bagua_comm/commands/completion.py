@@ -1,4 +1,4 @@
-"""`bagua completion`: what a shell needs to complete the arguments of `bagua`. argcomplete does the work."""
+"""`bagua completion`: shell completion of the arguments of `bagua`, by argcomplete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ..launch.cli import CommandError
 
-SUMMARY = "print what a shell needs to complete these arguments"
+SUMMARY = "print a script for shell completion"
 
 DESCRIPTION = (
     'Print a script that completes the arguments of `bagua`. In bash and zsh: eval "$(bagua completion bash)"; '
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks for completions, and end; do nothing if none asks, or argcomplete is missing."""
+    """Complete the arguments and exit, if a shell requests it and argcomplete is installed."""
     argcomplete = _argcomplete() if "_ARGCOMPLETE" in os.environ else None
     if argcomplete is not None:
         argcomplete.autocomplete(parser)

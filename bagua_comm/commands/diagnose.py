@@ -1,4 +1,4 @@
-"""`bagua diagnose`: what went wrong, from what each rank wrote down when a call failed."""
+"""`bagua diagnose`: the cause of a failed call, from the flight records of all ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from ..launch.cli import CommandError
 SUMMARY = "explain why a call failed or hung, from the records of all ranks"
 
 DESCRIPTION = (
-    "Explain why a call failed or hung: which rank skipped a call, made another one, died, left, or came late. "
-    "Each rank writes what it did last to a folder, which the message of the error names, and which "
-    "BAGUA_FLIGHT_FOLDER chooses."
+    "Explain why a call failed or hung: which rank skipped a call, made another one, died, left, or was late. "
+    "Each rank writes its last calls to a folder, which the error message names; BAGUA_FLIGHT_FOLDER sets it."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `diagnose`."""
-    parser.add_argument("folder", type=Path, help="where the ranks' files lie, or the folder above")
+    parser.add_argument("folder", type=Path, help="the folder of the ranks' files, or its parent")
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument(
         "--torch",
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the diagnosis. The exit code is 0 if nothing wrong was found, else 1."""
+    """Print the diagnosis. The exit code is 1 if there are findings, else 0."""
     try:
         records = read_folder(options.folder)
     except FlightError as exc:

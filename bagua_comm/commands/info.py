@@ -1,4 +1,4 @@
-"""`bagua info`: versions, the MPI library, devices, kernels, and which arrays can be carried here."""
+"""`bagua info`: versions, the MPI library, devices, kernels, and the transports on this machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import subprocess
 import sys
 from typing import Any
 
-from .. import __version__, arrays, cuda, kernels, net
-from ..bootstrap import connection as bootstrap
-from ..bootstrap import gpu_facts
+from .. import arrays, cuda, kernels, net
+from .._version import __version__
+from ..bootstrap.gpu import describe_gpu, nccl_obstacle, provide_cupy_cache
 from ..launch.cli import cores
 from ..launch.mpirun import find_mpirun
 from ..net import building, choosing
 
-SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and what can be carried"
+SUMMARY = DESCRIPTION = "print versions, MPI, devices, kernels and transports"
 
 VARIABLES = (
     "BAGUA_TRACEBACK",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what `collect_info` finds."""
+    """Print the result of `collect_info`."""
     facts = collect_info()
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -82,8 +82,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def collect_info() -> dict[str, dict[str, Any]]:
-    """What `info` prints: section -> name -> value."""
-    bootstrap.make_room_for_cupy()
+    """Return the facts that `info` prints: section -> name -> value."""
+    provide_cupy_cache()
     return {
         "versions": {
             "bagua_comm": __version__,
@@ -105,8 +105,8 @@ def collect_info() -> dict[str, dict[str, Any]]:
             "local": "NumPy and CuPy arrays between threads of one process",
             "mpi": "NumPy arrays between processes and machines",
             "torch": "the same under torchrun, through bagua_torch.connect()",
-            "nccl": "CuPy arrays and CUDA tensors, for ranks with a GPU each",
-            "staged": "the same for any ranks with a GPU, through host memory",
+            "nccl": "CuPy arrays and CUDA tensors, with one GPU for each rank",
+            "staged": "the same for ranks that share GPUs, through host memory",
             "dtypes": ", ".join(sorted(arrays.MOVABLE)),
         },
         "environment": {
@@ -118,7 +118,7 @@ def collect_info() -> dict[str, dict[str, Any]]:
 
 
 def plugin_facts() -> dict[str, Any]:
-    """Whether the plugin is built, where, from which source, by what it could be, and what keeps NCCL from it."""
+    """Return the facts about NCCL's network plugin: its file, its source, and what keeps NCCL from using it."""
     library, compilers = net.path(), [" ".join(command) for command in building.compilers()]
     obstacles = choosing.breaks(os.environ)
     return {
@@ -131,7 +131,7 @@ def plugin_facts() -> dict[str, Any]:
 
 
 def installed(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in distributions:
         try:
             version = importlib.metadata.version(name)
@@ -142,26 +142,26 @@ def installed(*distributions: str) -> str:
 
 
 def _device_side() -> str:
-    """Which transport `connect` takes for device arrays here, and why."""
+    """The transport of `connect` for device arrays on this machine, and the reason."""
     count = cuda.device_count()
     if not count:
         return "not carried: there is no device"
     try:
-        gpu = bootstrap.my_gpu(0)
+        gpu = describe_gpu(0)
     except Exception as exc:
         return f"not carried: the device cannot be used: {exc}"
     if gpu.broken:
         return f"not carried: the device cannot be used: {gpu.broken}"
-    obstacle = gpu_facts.nccl_obstacle([gpu])
+    obstacle = nccl_obstacle([gpu])
     if obstacle is not None:
         return f"through host memory (staged), since {obstacle}"
-    if gpu_facts.nccl_obstacle([gpu] * 2) is None:
+    if nccl_obstacle([gpu] * 2) is None:
         return "over NCCL, also where ranks share a GPU, by NCCL_MULTI_RANK_GPU_ENABLE=1"
     return f"over NCCL up to {count} ranks on this machine; through host memory with more, which share GPUs"
 
 
 def mpi_facts() -> dict[str, Any]:
-    """What the MPI library says of itself. A process of its own starts it, since that may end the process."""
+    """Return the facts about the MPI library. A child process starts MPI, since that may end the process."""
     facts: dict[str, Any] = {"mpirun": find_mpirun() or "not found"}
     if importlib.util.find_spec("mpi4py") is None:
         return {**facts, "library": "mpi4py is not installed"}

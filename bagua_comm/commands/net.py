@@ -1,4 +1,4 @@
-"""`bagua net`: build NCCL's network plugin, tell where it is, and try it."""
+"""`bagua net`: build, locate and test NCCL's network plugin."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .. import net
 from ..errors import BaguaError
 from ..launch.cli import CommandError
 
-SUMMARY = "build and try the plugin that gives NCCL many TCP flows"
+SUMMARY = "build and test the plugin that gives NCCL many TCP flows"
 
 DESCRIPTION = (
-    "NCCL's network plugin that cuts messages over many TCP flows. `build` compiles it into the user's cache, "
-    "where it is kept; `path` prints where it is; `check` sends messages through it on this host, without NCCL."
+    "NCCL's network plugin that splits messages over many TCP flows. `build` compiles it into the user's cache; "
+    "`path` prints the path of its file; `check` sends messages through it on this host, without NCCL."
 )
 
 
@@ -23,13 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `net`."""
     parser.add_argument("action", choices=["build", "path", "check"])
     parser.add_argument(
-        "--folder", type=Path, metavar="FOLDER", help="where the compiled plugin is kept, in place of the cache"
+        "--folder", type=Path, metavar="FOLDER", help="the folder of the compiled plugin, in place of the cache"
     )
     parser.add_argument("--json", action="store_true", help="for check: as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Do it. The exit code is 0 if the plugin is there, or works."""
+    """Run the action. The exit code is 0 if the plugin is there, or works."""
     try:
         if options.action == "path":
             return _print_path(options.folder)
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(
             f"{found.library} works: {found.messages} messages, {found.nbytes} bytes over {found.interface} "
-            f"({found.speed_mbit} Mbit/s) in {found.seconds:.2f} s; all bytes as they were sent"
+            f"({found.speed_mbit} Mbit/s) in {found.seconds:.2f} s; all bytes arrived intact"
         )
     return 0
 

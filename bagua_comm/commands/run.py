@@ -1,81 +1,33 @@
-"""`bagua run`: starts mpirun with the arguments that this machine needs, and says why each is there.
+"""`bagua run`: start ranks by mpirun, or print or write the command instead.
 
-It replaces its own process by mpirun's, so signals and the exit code are mpirun's, unless it is asked for spares
-or restarts: then it supervises mpirun (`supervise`). With Open MPI, ranks on this
-host talk through shared memory alone and listen on no port, if no hosts are named, also not by a scheduler, and
-/dev/shm has 32 MiB for each rank.
+The process becomes mpirun, so signals and the exit code are mpirun's. With spares or restarts, it supervises
+mpirun.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import shutil
-import socket
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from ..bootstrap import connection as bootstrap
-from ..bootstrap.job import Job
-from ..launch import cli as base
-from ..launch import job_scripts as write
+from ..launch import job_scripts
 from ..launch import measure_links as links
-from ..launch.cli import CommandError, count, natural, parse_variable, positive, program_name
-from ..launch.hosts import LOOPBACK, Host, first_allocated, is_here, named_hosts, ranks_of
-from ..launch.mpirun import PER_RANK, SEGMENT_BYTES, Mpirun, Setting, ask_mpirun, find_mpirun
-from ..launch.supervisor import Place, supervise
-from ..net import choosing
+from ..launch.cli import CommandError, natural, positive
+from ..launch.hosts import named_hosts, ranks_of
+from ..launch.mpirun import Mpirun, ask_mpirun, find_mpirun
+from ..launch.plan import is_supervised, make_plan, stays_here
+from ..launch.supervisor import supervise
 from ..net.choosing import Net
 
 SUMMARY = "start a Python script on several ranks"
 
 DESCRIPTION = (
     "Start a Python script on several ranks by mpirun. With Open MPI every rank also gets RANK, WORLD_SIZE, "
-    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT where the first host is known, so "
-    "that Accelerate, Transformers and torch.distributed find the ranks. What is set already stays as it is."
+    "LOCAL_RANK and LOCAL_WORLD_SIZE, and MASTER_ADDR and MASTER_PORT if the first host is known, so that "
+    "Accelerate, Transformers and torch.distributed find the ranks. Variables that are set are not changed."
 )
-
-MASTER_PORT = 29500
-"""The port where ranks meet, on a host whose free ports cannot be asked from here: PyTorch's own choice."""
-
-OTHER_HOSTS = (
-    "--host",
-    "-host",
-    "-H",
-    "--hostfile",
-    "-hostfile",
-    "--machinefile",
-    "-machinefile",
-    "--default-hostfile",
-    "--add-host",
-    "--add-hostfile",
-    "--rankfile",
-    "-rf",
-    "--app",
-    "-hosts",
-    "-f",
-)
-"""Arguments of mpirun that may start ranks on other hosts."""
-
-ALLOCATIONS = (
-    "SLURM_JOB_ID",
-    "SLURM_JOBID",
-    "PBS_JOBID",
-    "PBS_NODEFILE",
-    "LSB_JOBID",
-    "PE_HOSTFILE",
-    "COBALT_NODEFILE",
-    "FLUX_JOB_ID",
-    "PRTE_MCA_prte_default_hostfile",
-    "OMPI_MCA_orte_default_hostfile",
-    "HYDRA_HOST_FILE",
-    "I_MPI_HYDRA_HOST_FILE",
-)
-"""Environment variables in which mpirun finds other hosts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--host", metavar="LIST", help="hosts to run on: node1:4,node2:4 for 4 ranks on each")
-    hosts.add_argument("--hostfile", metavar="FILE", help="a file with a host on each line: node1 slots=4")
+    hosts.add_argument("--hostfile", metavar="FILE", help="a file with one host on each line: node1 slots=4")
     parser.add_argument(
         "--env",
         action="append",
@@ -108,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--net",
         choices=get_args(Net),
-        help="what NCCL sends with between hosts: our plugin, which uses many TCP connections; its own; "
-        "or, with auto, the plugin where it can be built and there are several hosts",
+        help="the network of NCCL between hosts: our plugin, which uses many TCP connections; NCCL's own; "
+        "or, with auto, the plugin if it can be built and there are several hosts",
     )
     parser.add_argument(
         "--mpirun", action="append", default=[], metavar="ARG", help="one more argument for mpirun"
@@ -117,41 +69,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ulfm",
         action="store_true",
-        help="let the other ranks go on when one dies: they get RankFailed, and call shrink() (Open MPI)",
+        help="let the other ranks continue when one dies: they get RankFailed, and call shrink() (Open MPI)",
     )
     parser.add_argument(
         "--spares",
         type=natural,
         metavar="S",
-        help="so many more ranks, which stand by; one takes the place of a rank that dies (implies --ulfm)",
+        help="start S more ranks as spares; one replaces a rank that dies (implies --ulfm)",
     )
     parser.add_argument(
         "--restarts",
         type=natural,
         metavar="N",
-        help="start mpirun again, at most N times, when ranks or hosts are lost (implies --ulfm)",
+        help="restart mpirun, at most N times, when ranks or hosts are lost (implies --ulfm)",
     )
     parser.add_argument(
         "--min-ranks",
         type=positive,
         metavar="M",
-        help="with --spares or --restarts: training goes on with fewer ranks, but not with fewer than M (1)",
+        help="with --spares or --restarts: training continues with fewer ranks, but not with fewer than M (1)",
     )
     parser.add_argument(
         "--record",
         metavar="FILE",
-        help="with --spares or --restarts: write what happened there, a line of JSON for each event",
+        help="with --spares or --restarts: write a line of JSON for each event there",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is started, how, and why so")
-    parser.add_argument("--dry-run", action="store_true", help="print the command instead, as a line for a shell")
-    write.add_arguments(parser)
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print the command, and the reason for each part"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the command instead, as a line for a shell; the values of --env are hidden",
+    )
+    parser.add_argument(
+        "--write",
+        nargs=2,
+        metavar=("KIND", "FILE"),
+        help="write the same job for a cluster instead; KIND is one of "
+        f"{', '.join(job_scripts.KINDS)}, and FILE may be -",
+    )
+    parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
+    parser.add_argument("--force", action="store_true", help="let --write replace a file")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
 
 
 def _is_python(script: str) -> bool:
-    """Whether somebody has written a command for Python where the script belongs: python, python3.11."""
+    """Whether this is a command for Python in place of a script: python, python3.11."""
     return Path(script).name.rstrip("0123456789.") == "python"
 
 
@@ -159,14 +125,15 @@ def run(options: argparse.Namespace) -> int:
     """Start the ranks; returns only for `--dry-run` and `--write`.
 
     Raises:
-        CommandError: The arguments do not go together, or there is no mpirun.
+        CommandError: The arguments exclude each other, or there is no mpirun.
     """
     if not options.module and not Path(options.script).is_file():
         advice = "; leave it out: run itself starts Python" if _is_python(options.script) else ""
         raise CommandError(f"there is no file {options.script}{advice}")
     _check_supervision(options)
     if options.write:
-        return write.run(options)
+        _write_script(options)
+        return 0
     for flag, given, other in (("--image", options.image, "--write k8s"), ("--force", options.force, "--write")):
         if given:
             raise CommandError(f"{flag} is for {other}")
@@ -185,30 +152,45 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_supervised(options):
-        return supervise(options, lambda place, job: make_plan(options, known, place, job))
+        return supervise(options, lambda placement, job: make_plan(options, known, placement, job))
     return os.execve(mpirun, plan.command, {**os.environ, **plan.variables})
 
 
-def _measured_links(options: argparse.Namespace, mpirun: Mpirun) -> int | None:
-    """What `--links auto` finds. Starts ranks.
+def _write_script(options: argparse.Namespace) -> None:
+    """Write the script of `--write`.
 
     Raises:
-        CommandError: It cannot be measured.
+        CommandError: The arguments exclude each other, or the file exists or cannot be written.
+    """
+    kind, file = options.write
+    text = job_scripts.job_script(options, kind, file)
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        with open(file, "w" if options.force else "x", encoding="utf-8", errors="surrogateescape") as out:
+            out.write(text)
+    except FileExistsError:
+        raise CommandError(f"--write: {file} is there already; --force replaces it") from None
+    except OSError as exc:
+        raise CommandError(f"--write {file}: {exc}") from exc
+
+
+def _measured_links(options: argparse.Namespace, mpirun: Mpirun) -> int | None:
+    """The result of `--links auto`. Starts ranks.
+
+    Raises:
+        CommandError: The measurement is not possible.
     """
     mpirun.must_be_open_mpi("--links")
     if options.dry_run:
         raise CommandError("--links auto starts ranks to measure, and --dry-run starts nothing: give a number")
     alone = stays_here(mpirun, options.mpirun)
-    return links.measure(options, alone, lambda trial, place: make_plan(trial, mpirun, place))
-
-
-def is_supervised(options: argparse.Namespace) -> bool:
-    """Whether `run` supervises mpirun, instead of becoming it."""
-    return options.spares is not None or options.restarts is not None
+    return links.measure(options, alone, lambda trial, placement: make_plan(trial, mpirun, placement))
 
 
 def _check_supervision(options: argparse.Namespace) -> None:
-    """Raise `CommandError` if the arguments of supervision do not go together."""
+    """Raise `CommandError` if the arguments of supervision exclude each other."""
     for flag, given in (("--min-ranks", options.min_ranks), ("--record", options.record)):
         if given is not None and not is_supervised(options):
             raise CommandError(f"{flag} is for --spares and --restarts; --restarts 0 supervises without restarts")
@@ -216,249 +198,3 @@ def _check_supervision(options: argparse.Namespace) -> None:
         ranks_of(options, named_hosts(options))
     if options.record is not None and not Path(options.record).absolute().parent.is_dir():
         raise CommandError(f"--record {options.record}: there is no folder {Path(options.record).parent}")
-
-
-# ---------------------------------------------------------------------------------------------------
-# The plan
-# ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `run` starts."""
-
-    mpirun: Mpirun
-    ranks: int
-    where: str
-    settings: tuple[Setting, ...]
-    program: tuple[str, ...]
-
-    @property
-    def command(self) -> list[str]:
-        """mpirun and all of its arguments."""
-        arguments = [word for setting in self.settings for word in setting.arguments]
-        return [self.mpirun.path, "-n", str(self.ranks), *arguments, *self.program]
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that mpirun gets beside those that are there."""
-        return {name: value for setting in self.settings for name, value in setting.variables.items()}
-
-    def shell(self) -> str:
-        """A line for a shell that starts the same."""
-        variables = [f"{name}={value}" for name, value in self.variables.items()]
-        return shlex.join([*(["env", *variables] if variables else []), *self.command])
-
-    def lines(self) -> Iterator[str]:
-        """What is started, with which arguments and variables, and why."""
-        by = f"{self.mpirun.path} ({self.mpirun})"
-        yield f"{program_name()} run: {count(self.ranks, 'rank')} on {self.where}, by {by}"
-        for setting in self.settings:
-            variables = [f"{name}={value}" for name, value in setting.variables.items()]
-            yield f"  {shlex.join([*variables, *setting.arguments])}"
-            yield f"      {setting.why}"
-        program = self.program[len(PER_RANK) :] if self.program[: len(PER_RANK)] == PER_RANK else self.program
-        if program != self.program:
-            yield "  RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE"
-            yield "      each rank gets its numbers under torchrun's names, too"
-            if "OMP_NUM_THREADS" not in {**os.environ, **self.variables}:
-                yield "  OMP_NUM_THREADS"
-                yield "      each rank divides the cores of its host by the ranks there"
-        yield f"  {shlex.join(program)}"
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a plan is made from."""
-
-    options: argparse.Namespace
-    mpirun: Mpirun
-    hosts: tuple[Host, ...]
-    hostfile: str | None
-    """A file that names the same hosts."""
-    ranks: int
-    """How many are started."""
-    cores: int
-    """Those of this host that may be used."""
-    alone: bool
-    """Whether ranks certainly run on this host alone."""
-    supervised: Job | None
-    """What a supervisor tells its ranks; None without one."""
-
-    def where(self) -> str:
-        if self.hosts:
-            return f"{count(len(self.hosts), 'host')}: {', '.join(map(str, self.hosts))}"
-        if self.alone:
-            return f"this host, which has {count(self.cores, 'core')}"
-        return "the hosts that mpirun finds itself"
-
-
-def make_plan(
-    options: argparse.Namespace, mpirun: Mpirun, place: Place | None = None, job: Job | None = None
-) -> Plan:
-    """What the arguments of `run` ask for.
-
-    Args:
-        options: The arguments.
-        mpirun: What starts the ranks.
-        place: Where an attempt of a supervised job runs, if not as the arguments say.
-        job: What the ranks of a supervised job are told.
-
-    Raises:
-        CommandError: They do not go together, or this mpirun cannot do it.
-    """
-    hosts = named_hosts(options)
-    place = place or Place(ranks_of(options, hosts), hosts)
-    if is_supervised(options):
-        mpirun.must_be_open_mpi("--spares" if options.restarts is None else "--restarts")
-        job = job or Job(spares=place.ranks.spares, min_ranks=options.min_ranks)
-    hostfile = options.hostfile if place.hosts == hosts else None
-    alone = not hosts and stays_here(mpirun, options.mpirun)
-    cores = len(base.cores())
-    made = _Job(options, mpirun, place.hosts, hostfile, place.ranks.started, cores, alone, job)
-    variables = list(_variables(made))
-    settings = [*_arguments(made), *variables, *_forwarded(made, variables), *_for_mpirun_itself(made)]
-    if options.mpirun:
-        settings.append(Setting("--mpirun: your own", tuple(options.mpirun)))
-    python = (sys.executable, *(["-m"] if options.module else []), options.script, *options.args)
-    program = (*(PER_RANK if mpirun.is_open_mpi else ()), *python)
-    return Plan(mpirun, made.ranks, made.where(), tuple(settings), program)
-
-
-def _arguments(job: _Job) -> Iterator[Setting]:
-    """How ranks are placed, and how they talk."""
-    options, mpirun = job.options, job.mpirun
-    survives = options.ulfm or job.supervised is not None
-    if job.hosts:
-        yield Setting("you named these hosts", mpirun.hosts(job.hosts, job.hostfile))
-    if mpirun.is_open_mpi:
-        yield Setting("a rank has several threads, so it is not bound to a core", ("--bind-to", "none"))
-    if mpirun.is_open_mpi and job.alone and job.ranks > job.cores:
-        why = f"{count(job.ranks, 'rank')} share {count(job.cores, 'core')}: who waits leaves the core to others"
-        yield Setting(why, ("--oversubscribe", "--mca", "mpi_yield_when_idle", "1"))
-    elif mpirun.is_open_mpi and job.alone and job.ranks > (physical := base.physical_cores()):
-        why = f"Open MPI sees {count(physical, 'core')} here, with {job.cores} hardware threads; a rank takes one"
-        yield Setting(why, ("--oversubscribe",))
-    if mpirun.is_open_mpi and job.alone and _shared_memory_will_do(job.ranks, options.mpirun):
-        if survives:
-            why = "one host: ranks talk through shared memory; newcomers by TCP, which this host alone can reach"
-            own = () if options.interface else ("--mca", "btl_tcp_if_include", "127.0.0.0/8")
-            yield Setting(why, ("--mca", "btl", "self,sm,tcp", *own))
-        else:
-            why = "one host: ranks talk through shared memory, and listen on no port"
-            yield Setting(why, ("--mca", "btl", "self,sm"))
-    if survives:
-        yield Setting("--ulfm: ranks may die, and the others go on", mpirun.ulfm())
-    if options.links:
-        why = "--links: so many TCP connections between two ranks of different hosts"
-        if options.links % 2 == 0:
-            why += ", and one more, since Open MPI uses every second one of an even number"
-        yield Setting(why, mpirun.links(options.links))
-
-
-def _variables(job: _Job) -> Iterator[Setting]:
-    """The environment variables of ranks: those that they need, unless they are set already, and the user's."""
-    options, mpirun = job.options, job.mpirun
-    chosen = {text.partition("=")[0] for text in options.env} | os.environ.keys()
-    ours = {name: value for name, value in bootstrap.MPI_SETTINGS.items() if name not in chosen}
-    if ours and mpirun.is_open_mpi:
-        yield Setting("pieces of collectives are sent without asking the receiver first", variables=ours)
-    if "OMP_NUM_THREADS" not in chosen and job.alone:
-        why = "else every rank would start a thread on each core, and they would stand in each other's way"
-        yield Setting(why, variables={"OMP_NUM_THREADS": str(max(1, job.cores // job.ranks))})
-    hosts = job.hosts or _allocated(options)
-    if mpirun.is_open_mpi and (job.alone or hosts) and not {"MASTER_ADDR", "MASTER_PORT"} & chosen:
-        address, port, free = meeting_point(hosts)
-        why = "torch.distributed meets here; the port is free now"
-        if not free:
-            why = f"torch.distributed meets here; whether the port is free on {address} cannot be seen from here"
-        yield Setting(why, variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)})
-    if options.interface:
-        if job.alone:
-            _check_interface(options.interface)
-        yield mpirun.interface(options.interface)
-    if options.net:
-        yield Setting("--net: what NCCL sends with between hosts", variables={choosing.VARIABLE: options.net})
-    if job.supervised is not None:
-        why = "what ranks know of their job: how many stand by, and where they keep what outlives them"
-        yield Setting(why, variables=job.supervised.variables())
-    for text in options.env:
-        yield Setting("--env", variables=_variable(text))
-
-
-def _forwarded(job: _Job, settings: Sequence[Setting]) -> Iterator[Setting]:
-    """What takes variables to ranks on other hosts, as mpirun does not take those that are exported here."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    variables = {name: os.environ[name] for name in names if name in os.environ}
-    for setting in settings:
-        variables |= setting.variables
-    arguments = job.mpirun.forward(variables)
-    if arguments and not job.alone:
-        yield Setting("ranks on other hosts get these variables, too", arguments)
-
-
-def _for_mpirun_itself(job: _Job) -> Iterator[Setting]:
-    """The environment variables without which mpirun does not start."""
-    if path := job.mpirun.search_path():
-        yield Setting("mpirun finds its own programs beside it", variables=path)
-    if job.mpirun.is_open_mpi and hasattr(os, "geteuid") and os.geteuid() == 0:
-        allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-        yield Setting("you are root, which Open MPI refuses otherwise", variables=allowed)
-
-
-def _allocated(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The first host of the allocation that ranks will run in, if that is known."""
-    named = any(argument.partition("=")[0] in OTHER_HOSTS for argument in options.mpirun)
-    first = None if named else first_allocated(os.environ)
-    return () if first is None else (first,)
-
-
-def meeting_point(hosts: Sequence[Host]) -> tuple[str, int, bool]:
-    """The address and port where torch.distributed's ranks meet, and whether the port is known to be free.
-
-    That is on rank 0's host, the first. Without hosts, it is this one.
-    """
-    if all(host.name in LOOPBACK for host in hosts):
-        return "127.0.0.1", _free_port(), True
-    # Under the name "localhost", another host would look for itself.
-    address = socket.gethostname() if hosts[0].name in LOOPBACK else hosts[0].name
-    return (address, _free_port(), True) if is_here(address) else (address, MASTER_PORT, False)
-
-
-def _free_port() -> int:
-    """A port that is free now on all addresses of this host."""
-    with socket.socket() as one:
-        one.bind(("", 0))
-        port: int = one.getsockname()[1]
-    return port
-
-
-def _variable(text: str) -> dict[str, str]:
-    """The variable that `--env` asks for."""
-    name, value = parse_variable(text)
-    if value is None and name not in os.environ:
-        raise CommandError(f"--env {name}: {name} is not set here; set it, or give --env {name}=VALUE")
-    return {name: os.environ[name] if value is None else value}
-
-
-def _check_interface(name: str) -> None:
-    there = [found for _, found in socket.if_nameindex()]
-    if name not in there:
-        raise CommandError(f"--interface: there is no {name} on this host; there are {', '.join(there)}")
-
-
-def _shared_memory_will_do(ranks: int, given: Sequence[str]) -> bool:
-    """Whether /dev/shm has twice the room that is needed, and the user chose no network."""
-    if "OMPI_MCA_btl" in os.environ or "btl" in given:
-        return False
-    try:
-        return shutil.disk_usage("/dev/shm").free >= ranks * 2 * SEGMENT_BYTES
-    except OSError:
-        return False
-
-
-def stays_here(mpirun: Mpirun, given: Sequence[str]) -> bool:
-    """Whether ranks certainly run on this host alone, if the user gives these arguments to mpirun."""
-    names = {argument.partition("=")[0] for argument in given}
-    elsewhere = not names.isdisjoint(OTHER_HOSTS) or any(name in os.environ for name in ALLOCATIONS)
-    return not elsewhere and not mpirun.has_default_hosts()

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Array
 from ..errors import ArrayError, shown
-from .sampler import Order, Sampler, as_lengths, serpentine
+from .sampler import SampleOrder, Sampler, as_lengths, serpentine
 
 CHUNKS = (960, 240, 48, 24)
 """Batches of a chunk by default: the first of which an epoch has at least `LEAST_CHUNKS`, else the last."""
@@ -115,7 +115,7 @@ class BalancedSampler(Sampler):
         )
         return float(costs.max(axis=1).sum() / costs.mean(axis=1).sum()) if costs.any() else 1.0
 
-    def _make(self, rng: np.random.Generator) -> Order:
+    def _make(self, rng: np.random.Generator) -> SampleOrder:
         """Sort, then cut or pack."""
         keys = -self.lengths
         tried = np.arange(len(keys))
@@ -127,7 +127,7 @@ class BalancedSampler(Sampler):
         tried = tried[np.argsort(keys[tried], kind="stable")]
         return self._cut(tried, rng) if self.batch_size is not None else self._pack(tried, rng)
 
-    def _cut(self, ranked: Array, rng: np.random.Generator) -> Order:
+    def _cut(self, ranked: Array, rng: np.random.Generator) -> SampleOrder:
         """Chunks of equally many batches in any order, and last what does not fill one, from anywhere."""
         assert self.batch_size is not None
         width = self.batch_size * self.chunk
@@ -140,9 +140,9 @@ class BalancedSampler(Sampler):
             whole = np.where(rng.integers(2, size=(chunks, 1)), whole, whole[:, ::-1])  # up or down
         full, left = divmod(len(ranked), self.batch_size)
         sizes = np.array([self.batch_size] * full + [left] * (left > 0), np.int64)
-        return Order.of(np.concatenate([whole.reshape(-1), last]), sizes)
+        return SampleOrder.of(np.concatenate([whole.reshape(-1), last]), sizes)
 
-    def _pack(self, ranked: Array, rng: np.random.Generator) -> Order:
+    def _pack(self, ranked: Array, rng: np.random.Generator) -> SampleOrder:
         """Batches within the budget, in any order, and last that of what is left."""
         assert self.max_tokens is not None
         lengths = self.lengths[ranked]
@@ -159,4 +159,4 @@ class BalancedSampler(Sampler):
         if self.shuffle and batches:
             batches = [*(batches[i] for i in rng.permutation(len(batches) - 1)), batches[-1]]
         indices = np.concatenate(batches) if batches else ranked
-        return Order.of(indices, np.array([len(batch) for batch in batches], np.int64))
+        return SampleOrder.of(indices, np.array([len(batch) for batch in batches], np.int64))

@@ -6,7 +6,6 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ArrayError, UnsupportedError, shown
@@ -166,9 +165,7 @@ class Cache:
     def __enter__(self: C) -> C:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -257,9 +254,7 @@ class Cached(_Dataset):  # type: ignore[misc]
     def __enter__(self) -> Cached:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -27,7 +27,7 @@ from ..errors import ArrayError, shown
 T = TypeVar("T")
 
 
-class Order(NamedTuple):
+class SampleOrder(NamedTuple):
     """The batches of an epoch, in the order in which they are taken."""
 
     indices: Array
@@ -36,7 +36,7 @@ class Order(NamedTuple):
     """(batches + 1,)"""
 
     @classmethod
-    def of(cls, indices: Array, sizes: Array) -> Order:
+    def of(cls, indices: Array, sizes: Array) -> SampleOrder:
         """Batches of these sizes, one after another."""
         return cls(indices, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
 
@@ -74,7 +74,7 @@ class Sampler(ABC):
         self.shuffle = bool(shuffle)
         self.drop_last = bool(drop_last)
         self.epoch = 0
-        self._made: tuple[int, int, Order] | None = None
+        self._made: tuple[int, int, SampleOrder] | None = None
         self._next_start = 0  # the global batch at which the next iteration begins
         self._start = 0  # that of the iteration begun last
         self._taken = 0  # steps that it has handed out
@@ -113,11 +113,11 @@ class Sampler(ABC):
     # The order --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _make(self, rng: np.random.Generator) -> Order:
+    def _make(self, rng: np.random.Generator) -> SampleOrder:
         """The batches of an epoch, from its random numbers."""
 
     @property
-    def order(self) -> Order:
+    def order(self) -> SampleOrder:
         """The batches of this epoch for all ranks, alike for any number of ranks."""
         if self._made is None or self._made[:2] != (self.seed, self.epoch):
             self._made = self.seed, self.epoch, self._make(np.random.default_rng([self.seed, self.epoch]))
@@ -161,10 +161,10 @@ class Sampler(ABC):
             self._counted = step
             yield batch
 
-    def _batch(self, order: Order, start: int, step: int) -> Array:
+    def _batch(self, order: SampleOrder, start: int, step: int) -> Array:
         return self._dealt(order, start + step * self.size)[self.rank]
 
-    def _dealt(self, order: Order, first: int) -> list[Array]:
+    def _dealt(self, order: SampleOrder, first: int) -> list[Array]:
         """What each rank takes in the step that begins at global batch `first`."""
         last = min(first + self.size, order.batches)
         if last - first < self.size:
@@ -270,7 +270,7 @@ class Sampler(ABC):
         self._next_start, self._start, self._taken, self._counted = batch, batch, 0, None
 
 
-def checksum(order: Order) -> int:
+def checksum(order: SampleOrder) -> int:
     """A checksum of the batches of an epoch."""
     return zlib.crc32(order.offsets.astype("<i8").tobytes(), zlib.crc32(order.indices.astype("<i8").tobytes()))
 
@@ -328,10 +328,10 @@ class PlainSampler(Sampler):
     def _samples(self) -> int:
         return self.samples
 
-    def _make(self, rng: np.random.Generator) -> Order:
+    def _make(self, rng: np.random.Generator) -> SampleOrder:
         indices = rng.permutation(self.samples) if self.shuffle else np.arange(self.samples)
         sizes = _even_sizes(self.samples, self.batch_size, self.drop_last)
-        return Order.of(indices[: sizes.sum()], sizes)
+        return SampleOrder.of(indices[: sizes.sum()], sizes)
 
 
 def _even_sizes(samples: int, batch_size: int, drop_last: bool) -> Array:

@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die.
+"""Training that continues when ranks die.
 
     state = State(model=model, optimizer=optimizer, step=0)
 
@@ -7,18 +7,17 @@
         ...
         state.commit()
 
-fleet        the processes of a job: who lives, how they meet, how they become a communicator
-start        which fleet this process belongs to
-loop         meet, agree on who trains, bring the state back, train
-members      who trains in which place, and who keeps whose copy
-state        what users hold; parts, what they put in
-session      one process's part in a training: its copies, and the engines
-slots        memory for copies that can tell whether it is whole
-copies       what is in it
-committing   how all ranks keep a copy together
-restoring    and how it comes back
-changes      what happened to the ranks
-sharing      how the microbatches of a step are dealt to the ranks that there are
+loop       hold a rendezvous, choose the trainers, restore the state, train
+state      the parts of a training, as users give them
+session    one process's part in a training: its snapshots and engines
+roles      trainers, spares and buddies, as pure functions
+changes    the changes of the ranks so far
+sharing    distribution of microbatches over the ranks
+fleet      the contract of a fleet: the processes, their rendezvous and communicators
+start      the fleet that fits the launcher
+fixed      a fleet whose processes may not die
+mpi        a fleet over MPI that survives deaths
+snapshot   snapshots of the state in memory: how they are committed and restored
 """
 
 from .changes import Change

@@ -1,4 +1,4 @@
-"""What happened to the ranks of a training: who died, who came, and how long it took to go on."""
+"""Changes of the ranks of a training: deaths, replacements, and the time that recovery took."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from .fleet import Death, Process
 
 @dataclass(frozen=True)
 class Change:
-    """One change of the ranks, after which training went on."""
+    """One change of the ranks, after which training has resumed."""
 
     number: int
-    """The number of the meeting at which it was agreed on."""
+    """The round of the rendezvous that agreed on it."""
     time_s: float
     """When this process noticed it, in seconds since 1970."""
     cause: str
     """What this process noticed, as text."""
     dead: tuple[Death, ...]
-    """Who has died since the change before, those that stood by included."""
+    """Deaths since the previous change, of spares as well."""
     before: tuple[Process, ...]
-    """Who trained before, by rank."""
+    """The previous trainers, by rank."""
     after: tuple[Process, ...]
-    """Who trains from now on, by rank."""
+    """The present trainers, by rank."""
     commit: int
-    """The number of the commit that training goes on from."""
+    """The number of the commit from which training has resumed."""
     recovery_s: float | None = None
     """Seconds from noticing it to the first commit after it, or to the end of training; None until then."""
 
     @property
     def joined(self) -> tuple[Process, ...]:
-        """Who trains from now on and did not before."""
+        """The present trainers that did not train before."""
         return tuple(each for each in self.after if each not in self.before)
 
     def __str__(self) -> str:
-        who = ", ".join(map(str, self.dead)) or "nobody died"
-        return f"{who}; {len(self.before)} ranks before, {len(self.after)} from now on, from commit {self.commit}"
+        deaths = ", ".join(map(str, self.dead)) or "nobody died"
+        return (
+            f"{deaths}; {len(self.before)} ranks before, {len(self.after)} from now on, from commit {self.commit}"
+        )
 
 
 Callback = Callable[[Change], object]
@@ -49,11 +51,11 @@ class History:
         self._changes: list[Change] = []
 
     def add(self, change: Change) -> None:
-        """Note a change, from which this process has not recovered yet."""
+        """Append a change from which this process has not recovered yet."""
         self._changes.append(change)
 
     def recovered(self, now_s: float) -> Change | None:
-        """Training goes on since `now_s`; returns the change that it has recovered from, if that is news."""
+        """Note that training has resumed at `now_s`; returns the change that it has recovered from, once."""
         if not self._changes or self._changes[-1].recovery_s is not None:
             return None
         last = self._changes[-1]
@@ -65,6 +67,6 @@ class History:
         return list(self._changes)
 
 
-def names_of(dead: Iterable[Death]) -> str:
-    """The names of the dead, for a message."""
+def describe_dead(dead: Iterable[Death]) -> str:
+    """The dead processes, as text."""
     return "; ".join(map(str, dead)) or "nobody known"

@@ -1,4 +1,4 @@
-"""A fleet over a communicator that does not survive deaths: it meets once, at the start."""
+"""A fleet over a communicator that does not survive deaths: it holds one rendezvous, at the start."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from collections.abc import Collection, Sequence
 
 from ..comm import Communicator
 from ..errors import CommError, RankFailed, UnsupportedError
-from .fleet import Fleet, Meeting, Process
+from .fleet import Fleet, Process, Rendezvous
 
-ADVICE = (
-    "start it by `python -m bagua_comm run --ulfm`, with --spares N for processes that take a dead one's place"
-)
+ADVICE = "start it by `python -m bagua_comm run --ulfm`, with --spares N for processes that replace dead ones"
 
 
 class FixedFleet(Fleet):
@@ -25,21 +23,21 @@ class FixedFleet(Fleet):
     def __init__(self, world: Communicator) -> None:
         self._world = world
         self.me, self.wanted, self.timeout_s = world.rank, world.size, world.timeout_s
-        self._met = False
+        self._started = False
 
-    def meet(self, cause: CommError | None = None) -> Meeting:
-        """See `Fleet.meet`; only the first meeting can be held.
+    def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
+        """See `Fleet.rendezvous`; only the first one is possible.
 
         Raises:
-            RankFailed: This is another one.
+            RankFailed: This is not the first one.
         """
-        if self._met:
+        if self._started:
             ranks = cause.ranks if isinstance(cause, RankFailed) else ()
             why = f" ({cause})" if cause is not None else ""
             raise RankFailed(f"this job cannot go on without the ranks that it has lost{why}; {ADVICE}", ranks)
-        self._met = True
+        self._started = True
         rows = self._world.allgather_object((socket.gethostname(), os.getpid()))
-        return Meeting(1, tuple(Process(rank, host, pid) for rank, (host, pid) in enumerate(rows)), ())
+        return Rendezvous(1, tuple(Process(rank, host, pid) for rank, (host, pid) in enumerate(rows)), ())
 
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`; all processes are members."""
@@ -51,19 +49,19 @@ class FixedFleet(Fleet):
         return self._world.dup()
 
     def stand_by(self, training: Collection[int]) -> bool:
-        """See `Fleet.stand_by`; nobody stands by here."""
+        """See `Fleet.stand_by`; there are no spares."""
         return False
 
-    def recruit(self, count: int) -> None:
-        """See `Fleet.recruit`.
+    def spawn(self, count: int) -> None:
+        """See `Fleet.spawn`.
 
         Raises:
             UnsupportedError: Always.
         """
         raise UnsupportedError(f"this job cannot start processes; {ADVICE}")
 
-    def recruits_wait(self) -> bool:
-        """See `Fleet.recruits_wait`."""
+    def has_joining(self) -> bool:
+        """See `Fleet.has_joining`."""
         return False
 
     def end(self) -> None:

@@ -1,21 +1,26 @@
-"""The processes of an elastic job: who lives, who trains, and who stands by.
+"""The processes of an elastic job: the contract between `elastic.run` and whatever starts and watches them.
 
-A fleet knows how processes notice that one of them is gone, how those that are left meet, and how they become a
-communicator. What they do with it is not its business: `loop` chooses who trains, and brings the state back.
+A fleet detects that a process has died, brings the living processes together in a rendezvous, and connects some
+of them by a communicator. It does not decide who trains, nor does it restore any state: `loop` does.
 
-Every process has a number, which it keeps for as long as it lives; ranks are places in a communicator, and
-change. A process that is started in the place of another one gets a number of its own.
+Every process has a number, which it keeps for as long as it lives. Its rank in a communicator may change. A
+process that replaces a dead one gets a new number.
 """
 
 from __future__ import annotations
 
+import functools
+import socket
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..comm import Communicator
 from ..errors import CommError
+from ..processes import ProcessId, this_host
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,29 @@ class Process:
 
 
 @dataclass(frozen=True)
+class ProcessInfo(ProcessId):
+    """What the other processes of a job need to know of one: its host, its process id and its start time."""
+
+    host: str
+    """Identifies the host; see `processes.this_host`."""
+    name: str
+    """The name of the host."""
+    agent: int | None = None
+    """Process id of the launcher's agent, if it kills this process when another one of its processes dies."""
+
+    @classmethod
+    def of_this(cls, agent: int | None = None) -> ProcessInfo:
+        """Describe this process."""
+        return cls(**vars(ProcessId.mine()), host=this_host(), name=socket.gethostname(), agent=agent)
+
+    def process(self, number: int) -> Process:
+        """The process under its number."""
+        return Process(number, self.name, self.pid)
+
+
+@dataclass(frozen=True)
 class Death:
-    """A process that is gone, and how that was found."""
+    """A process that has died, and how that was detected."""
 
     process: Process
     reason: str
@@ -43,97 +69,150 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """What all living processes agree on when they meet; the same on all of them."""
+class Rendezvous:
+    """The result of a rendezvous, the same on all processes that took part."""
 
     number: int
-    """How many meetings there were, this one included."""
+    """Its round: the number of rendezvous of the job so far, this one included."""
     alive: tuple[Process, ...]
-    """Who is here, by number; those that train, those that stand by, and newcomers."""
+    """All living processes, by number: trainers, spares, and processes that have joined."""
     dead: tuple[Death, ...]
-    """Who has died since the meeting before."""
+    """The deaths since the previous rendezvous."""
+
+
+_FORMER = {"meet": "rendezvous", "recruit": "spawn", "recruits_wait": "has_joining"}
+"""Former names of the methods of `Fleet`."""
 
 
 class Fleet(ABC):
-    """This process, and its way to the others."""
+    """This process and its connection to the other processes of the job.
 
-    recruits: bool = False
-    """Whether `recruit` can start processes in the place of dead ones."""
+    The former method names `meet`, `recruit` and `recruits_wait`, and the former attribute `recruits`, still
+    work, in calls as well as in subclasses that define them, with a `DeprecationWarning`.
+    """
+
+    can_spawn: bool = False
+    """Whether `spawn` can start processes that replace dead ones."""
     me: int
     """The number of this process."""
     wanted: int
-    """How many processes train while there are as many; the others stand by."""
+    """How many processes train, while enough are alive; the others are spares."""
     timeout_s: float
-    """How long a process may stay away from a meeting before it is fenced: killed, and counted as dead."""
+    """Seconds that a process may stay away from a rendezvous before it is fenced: killed, and counted as dead."""
     folder: Path | None = None
-    """Where copies lie that outlive the processes, on each host, if the job has no folder; None for nowhere."""
+    """Where snapshots that outlive the processes are stored on each host, if the job has no folder."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Give methods that a subclass defines by a former name the present one, and the other way round."""
+        super().__init_subclass__(**options)
+        defined = vars(cls)
+        if "recruits" in defined and "can_spawn" not in defined:
+            _warn(f"{cls.__name__}.recruits is now can_spawn")
+            cls.can_spawn = defined["recruits"]
+        for former, name in _FORMER.items():
+            if name in defined:
+                setattr(cls, former, _former_method(former, name, defined[name]))
+            elif former in defined:
+                _warn(f"{cls.__name__}.{former} is now {name}")
+                setattr(cls, name, defined[former])
+
+    @property
+    def recruits(self) -> bool:
+        """Former name of `can_spawn`."""
+        _warn("Fleet.recruits is now can_spawn")
+        return self.can_spawn
+
+    @recruits.setter
+    def recruits(self, value: bool) -> None:
+        _warn("Fleet.recruits is now can_spawn")
+        self.can_spawn = value
 
     @abstractmethod
-    def meet(self, cause: CommError | None = None) -> Meeting:
-        """Return when all living processes are here. The first meeting is the start of the job.
+    def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
+        """Wait until all living processes have joined, and agree with them on who is alive.
 
-        Collective among all living processes, those that stand by included. Calling it makes the others come:
-        their calls in communicators of this fleet raise `CommError`, and `stand_by` returns. What is under way in
-        those communicators is given up.
+        Collective among all living processes, spares included. The first rendezvous starts the job. A call makes
+        the other processes join: their calls in communicators of this fleet raise `CommError`, and `stand_by`
+        returns. Pending operations in those communicators are aborted.
 
         Args:
             cause: The error that brought this process here; None at the start.
 
         Raises:
-            RankFailed: This process has been fenced, or the meeting cannot be held.
+            RankFailed: This process has been fenced, or the rendezvous cannot be completed.
             CommAborted: The program has failed on another process; see `fail`.
         """
 
     @abstractmethod
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
-        """A communicator of the processes with these numbers, in this order; they alone call this.
+        """Make a communicator of the processes with these numbers, in this order.
 
-        Collective among `members`, directly after a meeting, in the same order on all of them. The death of a
-        member in the middle of it is a `CommError`, also in every later call of the communicator, and its close
-        waits for nobody.
+        Collective among `members`, after a rendezvous and before any other call, in the same order on all
+        members. If a member dies meanwhile, this raises `CommError`, or a later call of the communicator does.
+        Closing the communicator waits for no other process.
 
         Args:
             members: The numbers of the processes, by rank.
-            control: Whether it is for what a meeting has to say and bring, before anybody trains: host arrays
-                alone, without what makes large reductions fast. It may be ready much sooner.
+            control: Whether it only serves to agree and restore before training: host arrays alone, without the
+                memory that makes large reductions fast. It may be ready much sooner.
         """
 
     @abstractmethod
     def stand_by(self, training: Collection[int]) -> bool:
-        """Wait without training; True when a meeting is to be held, False when the job has ended.
+        """Wait as a spare; returns True when there is a rendezvous to join, False when the job has ended.
 
-        A death calls a meeting if it is that of a process that trains. Who else has died is told at the next one.
+        The death of a trainer triggers a rendezvous. Other deaths are reported at the next one.
 
         Args:
             training: The numbers of the processes that train.
         """
 
     @abstractmethod
-    def recruit(self, count: int) -> None:
-        """Start so many processes in the place of dead ones, in the background; a later meeting has them.
+    def spawn(self, count: int) -> None:
+        """Start `count` processes that replace dead ones, in the background; they join a later rendezvous.
 
-        Only one process calls this after a meeting: the first of `Meeting.alive`.
+        Only the first process of `Rendezvous.alive` calls this, once after a rendezvous.
 
         Raises:
             UnsupportedError: This fleet cannot start processes.
         """
 
     @abstractmethod
-    def recruits_wait(self) -> bool:
-        """Whether processes that were recruited wait to be let in at a meeting. Any process may ask, at once."""
+    def has_joining(self) -> bool:
+        """Whether started processes are ready to join at a rendezvous. Any process may ask, at any time."""
 
-    def fail(self, reason: str) -> None:  # noqa: B027 - there may be nobody to tell
-        """The program has failed on this process: the others learn of it, and their meeting raises `CommAborted`.
+    def fail(self, reason: str) -> None:  # noqa: B027 - not every fleet needs it
+        """Report that the program has failed on this process: the rendezvous of the others raises `CommAborted`.
 
-        Waits for nobody. Where another launcher ends the others, nothing needs to be done.
+        Waits for no other process. Does nothing where the launcher ends the other processes anyway.
 
         Args:
-            reason: The error, in words.
+            reason: The error, as text.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """The job has ended well: those that stand by learn of it, and nobody waits for anybody any more.
+        """Report that the job has succeeded: spares return, and no process waits for another one any more.
 
-        Called by all processes that trained, in any order.
+        Called by all trainers, in any order.
         """
+
+
+def _former_method(former: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Fleet, *args: Any, **options: Any) -> Any:
+        _warn(f"Fleet.{former} is now {name}")
+        return method(self, *args, **options)
+
+    return call
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, DeprecationWarning, 3)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Meeting":
+        _warn("bagua_comm.elastic.fleet.Meeting is now Rendezvous")
+        return Rendezvous
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

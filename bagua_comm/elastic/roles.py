@@ -1,38 +1,47 @@
-"""Who trains, in which place, and who keeps whose copy: pure functions, the same on every process."""
+"""Roles of the processes, as pure functions with the same result on every process.
+
+trainer   a process that trains, as a rank of the communicator of training
+spare     a process that stands by until it can replace a dead trainer
+buddy     the rank that holds a snapshot of another rank's private state
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
 
-def choose(alive: Sequence[int], before: Sequence[int], wanted: int) -> list[int]:
-    """The numbers of the processes that train, in the order of their ranks.
+def choose_trainers(alive: Sequence[int], before: Sequence[int], wanted: int) -> list[int]:
+    """Choose the processes that train next; returns their numbers, by rank.
 
-    Those who trained go on. If others can take all free places, they take those of the dead, so that nobody's
-    rank changes; otherwise those who are left move together, and the others come behind them.
+    Living trainers stay. If spares can replace all dead trainers, they take over their ranks, so that no rank
+    changes. Otherwise the living trainers close ranks, and spares are appended.
 
     Args:
         alive: The numbers of all living processes.
-        before: The numbers of those who trained, dead or alive, by rank; empty at the start.
-        wanted: How many train, if there are as many.
+        before: The numbers of the previous trainers, dead or alive, by rank; empty at the start.
+        wanted: How many train, if enough are alive.
 
-    >>> choose([0, 2, 3, 4], before=[0, 1, 2], wanted=3)
+    >>> choose_trainers([0, 2, 3, 4], before=[0, 1, 2], wanted=3)
     [0, 3, 2]
-    >>> choose([0, 2, 3], before=[0, 1, 2, 3], wanted=4)
+    >>> choose_trainers([0, 2, 3], before=[0, 1, 2, 3], wanted=4)
     [0, 2, 3]
     """
-    others = [number for number in sorted(alive) if number not in before]
+    spares = [number for number in sorted(alive) if number not in before]
     stay = [number for number in before if number in alive]
-    free = max(0, wanted - len(stay))
-    if before and len(stay) + min(free, len(others)) == len(before):
-        return [number if number in alive else others.pop(0) for number in before]
-    return stay + others[:free]
+    vacant = max(0, wanted - len(stay))
+    if before and len(stay) + min(vacant, len(spares)) == len(before):
+        return [number if number in alive else spares.pop(0) for number in before]
+    return stay + spares[:vacant]
 
 
 def buddies(hosts: Sequence[Hashable]) -> list[int]:
-    """For every rank, the rank that keeps a copy of what is its own: on another host, if there is one.
+    """The buddy of every rank, on another host if there is one.
 
-    The ranks of a host spread over those of the next host; on one host it is the next rank.
+    The buddies of the ranks of a host are spread over the ranks of the next host. On a single host, the buddy is
+    the next rank.
+
+    Args:
+        hosts: The host of every rank.
 
     >>> buddies(["a", "a", "b", "b"])
     [2, 3, 0, 1]
@@ -47,7 +56,7 @@ def buddies(hosts: Sequence[Hashable]) -> list[int]:
     order = list(ranks_of)
     found = [0] * len(hosts)
     for index, host in enumerate(order):
-        there = ranks_of[order[(index + 1) % len(order)]]
-        for place, rank in enumerate(ranks_of[host]):
-            found[rank] = there[place % len(there)]
+        next_ranks = ranks_of[order[(index + 1) % len(order)]]
+        for position, rank in enumerate(ranks_of[host]):
+            found[rank] = next_ranks[position % len(next_ranks)]
     return found

@@ -1,4 +1,4 @@
-"""What `elastic.run` does with a state: the copies of this process, the engines, and how both come and go."""
+"""One process's part in an elastic training: its snapshots of the state, and its engines."""
 
 from __future__ import annotations
 
@@ -21,204 +21,209 @@ from .snapshot import parts
 from .snapshot.commit import commit
 from .snapshot.restore import Sources, restore
 from .snapshot.slot import checksum
-from .snapshot.snapshots import Copy, Layout, Side, left_in
+from .snapshot.snapshots import Buffer, Layout, Snapshot, snapshots_in
 from .state import State
 
 _log = logging.getLogger(__name__)
 
-FIRST = 0
-"""The number of what rank 0 had at the start, before anything was committed."""
+INITIAL = 0
+"""The number of the commit that holds the initial state, that of rank 0."""
 
 
 class RanksChange(CommAborted):
-    """Processes wait to be let in. All ranks raise it in the same commit, and meet."""
+    """Processes are ready to join. All ranks raise it in the same commit, and start a rendezvous."""
 
 
 class Session:
     """One process's part in one training.
 
     Args:
-        state: What it keeps.
+        state: The state of the training.
         number: The number of this process.
-        job: What it belongs to. Copies lie in files in its folder; without one, in memory of this process.
-        more_wait: Whether processes wait to be let in.
+        job: The job. Snapshots are files in its folder; without one, they are in memory of this process.
+        has_joining: Whether processes are ready to join.
     """
 
     def __init__(
-        self, state: State, number: int, job: Job | None = None, more_wait: Callable[[], bool] | None = None
+        self, state: State, number: int, job: Job | None = None, has_joining: Callable[[], bool] | None = None
     ) -> None:
-        self._state, self._more_wait = state, more_wait
-        self._parts: dict[str, parts.Part] = state.__dict__["_parts"]
+        self._state, self._has_joining = state, has_joining
+        self._parts: dict[str, parts.Part] = state._internals.parts
         self._job = job or Job()
-        checksum(np.zeros(1))  # loads the kernel: after a death all would wait for a spare that does it
+        checksum(
+            np.zeros(1)
+        )  # loads the kernel; otherwise all would wait for a spare that loads it after a death
         folder = self._job.folder
-        self._sides = [Side(name, folder, number) for name in "ab"]
+        self._buffers = [Buffer(name, folder, number) for name in "ab"]
         self._folder, self._number = folder, number
-        self._newest: Side | None = None
+        self._newest: Buffer | None = None
         self._comm: Communicator | None = None
         self._buddies: list[int] = []
         self._run = ""
-        self._version = FIRST
+        self._version = INITIAL
         self._engines: list[Engine] = []
-        """Those that were made since training was entered, in order."""
+        """The engines made since training was entered, in order."""
         self._kept: list[Any] = []
-        """What the last commit kept of engines, in the same order."""
+        """The states of engines in the last commit, in the same order."""
         self._flights: list[FlightRecorder] = []
-        """Those whose records are written once training goes on."""
+        """Flight recorders whose records are written once training resumes."""
 
-    # Copies -----------------------------------------------------------------------------------------
+    # Snapshots --------------------------------------------------------------------------------------
 
-    def copies(self) -> list[Copy]:
-        """All copies that this process can read: also those of other processes of this host.
+    def snapshots(self) -> list[Snapshot]:
+        """All snapshots that this process can read, those of other processes of this host included.
 
-        Call it before this process says at a meeting what it holds: until all have said it, nobody writes. From
-        then on the copies that were told are safe: the first commit that others make writes another side.
+        Call it before this process reports its snapshots in a rendezvous: no process writes until all have
+        reported. The reported snapshots stay valid after that, since the first commit of the others writes the
+        other buffer.
         """
-        near = [] if self._folder is None else left_in(self._folder, besides=self._number)
-        return [*near, *(copy for side in self._sides for copy in side.copies())]
+        near = [] if self._folder is None else snapshots_in(self._folder, except_of=self._number)
+        return [*near, *(each for buffer in self._buffers for each in buffer.snapshots())]
 
-    def offer_first(self, run: str) -> str | None:
-        """Hold what this process has now as the commit `FIRST`, which everybody gets; returns why it cannot."""
+    def hold_initial(self, run: str) -> str | None:
+        """Commit the present state as `INITIAL`, for all processes; returns an error message if that fails."""
+        local = self._buffers[0].local
         try:
             packed = self._packed()
-            draft = self._sides[0].write(packed, Layout.of(packed))
-            header = draft.header(run, 0, 1, (), texts_differ=False)
-            self._sides[0].own.finish(FIRST, header, draft.size)
+            pending = self._buffers[0].write(packed, Layout.of(packed))
+            header = pending.header(run, 0, 1, (), texts_differ=False)
+            local.finish(INITIAL, header, pending.size)
         except Exception as exc:  # the other processes wait for this one
             return str(exc) if isinstance(exc, BaguaError) else f"{type(exc).__name__}: {exc}"
-        self._sides[0].own.commit()
+        local.commit()
         return None
 
     def restore(
         self,
         everyone: Communicator,
         sources: Sources,
-        copies: Sequence[Copy],
-        members: Sequence[int],
+        snapshots: Sequence[Snapshot],
+        trainers: Sequence[int],
         hosts: Sequence[Hashable],
     ) -> None:
-        """Bring the state of a commit to those who train next. Collective among all living processes.
+        """Give the state of a commit to the next trainers.
+
+        Collective among all living processes.
 
         Args:
             everyone: All living processes.
             sources: The commit.
-            copies: Those of which this process told the others; read again, they may be half written.
-            members: Their places among all, by rank.
-            hosts: The hosts of all.
+            snapshots: The snapshots that this process has reported; a second read might find them half written.
+            trainers: The ranks in `everyone` of the next trainers, by their next ranks.
+            hosts: The hosts of all living processes.
         """
-        for side in self._sides:  # first: those who have committed it may die while it is restored
-            side.confirm(sources.version, sources.run)
-        content = restore(everyone, sources, copies, members, hosts)
-        self._newest = next((side for side in self._sides if self._holds(side, sources)), None)
+        for buffer in self._buffers:  # first: the ranks that have committed it may die while it is restored
+            buffer.confirm(sources.version, sources.run)
+        content = restore(everyone, sources, snapshots, trainers, hosts)
+        self._newest = next((buffer for buffer in self._buffers if _holds(buffer, sources)), None)
         if content is None:
             return
-        is_mine = sources.version == FIRST and everyone.rank in sources.whole
-        if is_mine:
+        is_source = sources.version == INITIAL and everyone.rank in sources.complete
+        if is_source:
             self._kept = []
             return
         tree = content.tree()
-        mine, left = ", ".join(sorted(self._parts)), ", ".join(sorted(tree["parts"]))
-        if mine != left:
+        given, found = ", ".join(sorted(self._parts)), ", ".join(sorted(tree["parts"]))
+        if given != found:
             raise ArrayError(
-                f"elastic.run: the state has the parts {mine}, but the commit that is left in memory has {left}: "
-                "start another program as another job"
+                f"elastic.run: the state has the parts {given}, but the commit that is left in memory has "
+                f"{found}: start another program as another job"
             )
         for name, part in self._parts.items():
-            if sources.version != FIRST or not part.is_own:
+            if sources.version != INITIAL or not part.is_own:
                 part.load(tree["parts"][name])
         self._kept = tree["engines"]
-
-    def _holds(self, side: Side, sources: Sources) -> bool:
-        return any(
-            copy.version == sources.version and copy.header["run"] == sources.run for copy in side.copies()
-        )
 
     # Training ---------------------------------------------------------------------------------------
 
     def enter(self, comm: Communicator, hosts: Sequence[Hashable], run: str, version: int) -> None:
-        """Training is about to be entered: commit what was restored, under the ranks there are now. Collective.
+        """Commit the restored state on the present ranks, before training is entered.
+
+        Collective.
 
         Args:
             comm: The ranks.
             hosts: Their hosts.
-            run: A new name, under which these ranks commit; the same on all of them. A process that was taken for
-                dead may still write the next commit of the run before, which has the same number as theirs.
-            version: A number beyond those of all commits so far.
+            run: Identifies this run of training, the same on all ranks. A process that is only believed to be
+                dead may still write the next commit of the previous run, which has the same number as that of
+                this run.
+            version: A number larger than those of all commits so far.
         """
         self._comm, self._buddies, self._engines = comm, buddies(hosts), []
         self._run, self._version = run, version - 1
         self._commit(flag=False)
-        comm.keeper = self
+        comm.engine_registry = self
 
-    def keeps(self, *things: object) -> bool:
-        """Whether the state has all of these objects, so that every rank has what it should have of them."""
+    def already_broadcast(self, *things: object) -> bool:
+        """Whether all of these objects are parts of the state, and thus restored on every rank."""
         kept = [part.value for part in self._parts.values()]
         return all(any(thing is each for each in kept) for thing in things)
 
-    def adopt(self, engine: Engine) -> None:
-        """Keep an engine from now on, and bring back what the last commit kept of it. Collective."""
+    def register(self, engine: Engine) -> None:
+        """Commit an engine from now on, and restore its state of the last commit. Collective."""
         number = len(self._engines)
         self._engines.append(engine)
         saved = self._kept[number] if number < len(self._kept) else None
         if saved is not None:
             problem = take_engine(engine, saved)
             if problem is not None:
-                _log.warning("engine %d begins anew: %s", number, problem)
+                _log.warning("engine %d starts with a new state: %s", number, problem)
 
     def commit(self) -> None:
         """Commit the state and the engines. Collective.
 
         Raises:
-            RanksChange: Processes wait to be let in; on all ranks, after the commit.
+            RanksChange: Processes are ready to join; on all ranks, after the commit.
         """
         began_ns = time.perf_counter_ns()
-        state, comm = self._state.__dict__, self._comm
+        comm = self._comm
         assert comm is not None
-        done = self._commit(flag=self._more_wait is not None and self._more_wait())
+        done = self._commit(flag=self._has_joining is not None and self._has_joining())
         ended_ns = time.perf_counter_ns()
         detail = {"commit": self._version, "bytes": done.nbytes, "sent_bytes": done.sent_bytes}
         comm.tracer.add("commit", began_ns, ended_ns, detail)
-        state["_commits"].add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
+        self._state._internals.commits.add(done.nbytes, done.sent_bytes, (ended_ns - began_ns) / 1e6)
         self.note_recovery()
         if done.flag:
-            raise RanksChange("other processes wait to be let in")
+            raise RanksChange("other processes are ready to join")
 
-    def record_later(self, comm: Communicator) -> None:
-        """Have `settle` write what the flight recorder of `comm` holds when a call fails."""
+    def defer_records(self, comm: Communicator) -> None:
+        """Let `write_records` write the records of the flight recorder of `comm` about calls that fail."""
         comm.flight.later = True
         self._flights.append(comm.flight)
 
-    def settle(self) -> None:
-        """Write the records that were put off: training goes on, or it has ended."""
+    def write_records(self) -> None:
+        """Write the deferred records, once training has resumed or ended."""
         for flight in self._flights:
             flight.settle()
         self._flights = [] if self._comm is None else [self._comm.flight]
 
     def note_recovery(self) -> None:
-        """Training goes on: note how long that took, if it is news."""
+        """Note, the first time after a change, that training has resumed, and how long that took."""
         now_s = time.time()
-        change = self._state.__dict__["_history"].recovered(now_s)
+        change = self._state._internals.history.recovered(now_s)
         if change is not None and self._comm is not None:
-            facts = {"meeting": change.number, "seconds": change.recovery_s, "commit": change.commit}
+            seconds = change.recovery_s or 0.0
+            facts = {"meeting": change.number, "seconds": seconds, "commit": change.commit}
             self._job.record("recovery", ranks=len(change.after), **facts)
             end_ns = time.perf_counter_ns()
-            begin_ns = end_ns - int(change.recovery_s * 1e9)
+            begin_ns = end_ns - int(seconds * 1e9)
             self._comm.tracer.add("recovery", begin_ns, end_ns, {"meeting": change.number, "change": str(change)})
-        self.settle()
+        self.write_records()
 
     def _commit(self, *, flag: bool) -> Any:
         assert self._comm is not None
-        side = self._sides[0] if self._newest is not self._sides[0] else self._sides[1]
+        buffer = self._buffers[0] if self._newest is not self._buffers[0] else self._buffers[1]
         done = commit(
             self._comm,
-            side,
+            buffer,
             self._packed,
             run=self._run,
             version=self._version + 1,
             buddies=self._buddies,
             flag=flag,
         )
-        self._version, self._newest = self._version + 1, side
+        self._version, self._newest = self._version + 1, buffer
         self._job.committed(self._version)
         return done
 
@@ -236,17 +241,22 @@ class Session:
     # The end ----------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Training was left by an error: give up the engines, without waiting for anybody."""
+        """Abort the engines after training was left by an error, without waiting for other ranks."""
         if self._comm is not None:
-            self._comm.keeper = None
+            self._comm.engine_registry = None
         for engine in self._engines:
-            engine.give_up()
+            engine.abort()
         self._engines, self._comm = [], None
 
     def close(self) -> None:
-        """Let go of all copies."""
-        for side in self._sides:
-            side.close()
+        """Free all snapshots."""
+        for buffer in self._buffers:
+            buffer.close()
         if self._comm is not None:
-            self._comm.keeper = None
+            self._comm.engine_registry = None
         self._engines, self._comm = [], None
+
+
+def _holds(buffer: Buffer, sources: Sources) -> bool:
+    found = buffer.snapshots()
+    return any((each.version, each.header["run"]) == (sources.version, sources.run) for each in found)

@@ -1,4 +1,4 @@
-"""Dealing the microbatches of a step to the ranks that there are."""
+"""Distribution of the microbatches of a step over the ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ..errors import ArrayError
 
 
 def share(microbatches: int, comm: Communicator) -> range:
-    """The numbers of this rank's microbatches, of so many in all, numbered from 0.
+    """The numbers of this rank's microbatches, out of `microbatches` in all, numbered from 0.
 
-    Neighbours go to one rank, and each rank gets as many as any other, or one more or less. With the average
+    Each rank gets a contiguous range, and the sizes of ranges differ by at most one. With the average
     `Reproducible(addends=microbatches)`, the mean of their gradients has the same bits on any number of ranks.
 
     Raises:

@@ -1,25 +1,22 @@
-"""What a training keeps when its ranks change."""
+"""`State`: the objects and values of a training that survive a change of its ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ..errors import ArrayError, CommError
 from .changes import Callback, Change, History
 from .snapshot.parts import Part
 
-if TYPE_CHECKING:
-    from .session import Session
-
 
 @dataclass
 class Commits:
-    """What the commits of this process cost so far."""
+    """What the commits of this process have cost so far."""
 
     count: int = 0
     nbytes: int = 0
-    """Bytes copied by the last one."""
+    """Bytes that the last one copied."""
     sent_bytes: int = 0
     """Bytes that the last one sent to the buddy."""
     last_ms: float = 0.0
@@ -32,30 +29,49 @@ class Commits:
         self.total_ms += ms
 
 
+class Committer(Protocol):
+    """The training in progress; see `session.Session`."""
+
+    def commit(self) -> None:
+        """Commit the state. Collective."""
+
+
+@dataclass
+class Internals:
+    """The fields of a `State`, in one attribute: its other attributes are parts."""
+
+    parts: dict[str, Part]
+    callbacks: list[Callback] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    commits: Commits = field(default_factory=Commits)
+    session: Committer | None = None
+    """The training in progress."""
+
+
 class State:
-    """What `elastic.run` brings back when a rank has died: the objects and values of a training.
+    """The objects and values of a training, which `elastic.run` restores when a rank has died.
 
     Each part is an attribute: `state.model` is the model that was given, and `state.step += 1` replaces a plain
     value. All ranks give the same names.
 
-    At the start all ranks get rank 0's. After a change of the ranks, all get what the last commit kept. What
-    differs between ranks at a commit, marked or not, is copied to another rank as well, the buddy. If as many
-    ranks train as before, a process that takes a place takes over what was the own of that rank. On another
-    number of ranks, what is in `Own(...)` comes by its rule; of what differs without being marked, arrays of
-    floats become the mean of all ranks', and everything else is rank 0's.
+    At the start all ranks receive the values of rank 0. After a change of the ranks, all receive those of the
+    last commit. Values that differ between ranks at a commit, marked or not, are also copied to another rank,
+    the buddy. If the number of ranks is unchanged, a replacement process receives that rank's private state. On
+    another number of ranks, each `Own(...)` is restored by its rule. Among unmarked values that differ, arrays
+    of floats become their mean over all ranks, and everything else becomes that of rank 0.
 
-    The engine of an algorithm, and so `bagua_torch.DistributedDataParallel`, needs no line here: one that is made
-    in the function that `elastic.run` calls is kept with the state.
+    The engine of an algorithm, and so `bagua_torch.DistributedDataParallel`, need not be given: one that is
+    created in the function that `elastic.run` calls is restored with the state.
 
     Args:
         parts: Objects with `state_dict` and `load_state_dict` (modules, optimizers, schedulers, samplers); arrays
-            of NumPy or CuPy and tensors, which come back in place; plain values: None, bool, int, float, complex,
-            str, bytes, and lists, tuples and dicts of these and of arrays. Any of them in `Own(value, rule)` if
-            it belongs to its rank.
+            of NumPy or CuPy and tensors, which are restored in place; plain values: None, bool, int, float,
+            complex, str, bytes, and lists, tuples and dicts of these and of arrays. Wrap private state of a rank
+            in `Own(value, rule)`.
 
     Raises:
         ArrayError: A name is taken by this class, or an `Own` has no rule.
-        UnsupportedError: Something cannot be kept; the message names it.
+        UnsupportedError: A value cannot be saved; the message names it.
 
     >>> state = State(step=0, rates=[0.1, 0.01])
     >>> state.step += 1
@@ -63,74 +79,66 @@ class State:
     (1, [0.1, 0.01])
     """
 
+    _internals: Internals
+
     def __init__(self, **parts: Any) -> None:
         taken = [name for name in parts if name.startswith("_") or hasattr(State, name)]
         if taken:
             raise ArrayError(f"State: {taken[0]!r} cannot be the name of a part; it is a name of State itself")
-        own = self.__dict__
-        own["_parts"] = {name: Part(name, given) for name, given in parts.items()}
-        own["_callbacks"] = []
-        own["_session"] = None
-        own["_history"] = History()
-        own["_commits"] = Commits()
+        self.__dict__["_internals"] = Internals({name: Part(name, given) for name, given in parts.items()})
 
     def commit(self) -> None:
-        """Keep everything as it is now, in memory: what training goes on from if a rank dies from here on.
+        """Save everything in memory; training resumes from the last commit if a rank dies.
 
-        Collective. Call it between two steps. It copies all parts once; what differs between ranks goes to the
-        buddy. A rank that dies in the middle leaves the commit before as it was, on all ranks.
+        Collective. Call it between two steps. It copies all parts once; values that differ between ranks are
+        sent to the buddy. If a rank dies meanwhile, the previous commit stays valid on all ranks.
 
         Raises:
-            ArrayError: A part cannot be kept any more, or a training step is under way; on all ranks alike. The
-                commit before is still there.
-            UnsupportedError: The same, for what no checkpoint can hold.
-            CommError: A rank died, or it is called outside of the function that `elastic.run` calls. Let it pass:
-                `elastic.run` goes on from there.
+            ArrayError: A part cannot be saved any more, or a training step is in progress; on all ranks alike.
+                The previous commit is still valid.
+            UnsupportedError: The same, for values that no checkpoint can hold.
+            CommError: A rank died, or it is called outside of the function that `elastic.run` calls. Do not catch
+                it: `elastic.run` resumes from there.
         """
-        self._running("commit").commit()
+        session = self._internals.session
+        if session is None:
+            raise CommError("commit: there is no training; call it in the function that elastic.run calls")
+        session.commit()
 
     @property
     def commits(self) -> Commits:
-        """What commits cost so far on this process: bytes and milliseconds."""
-        commits: Commits = self.__dict__["_commits"]
-        return commits
+        """What commits have cost so far on this process, in bytes and milliseconds."""
+        return self._internals.commits
 
     def on_change(self, callback: Callback) -> Callback:
-        """Have `callback(change)` called on every rank when ranks have changed, before training is entered again.
+        """Register `callback(change)`, called on every rank when ranks have changed, before training resumes.
 
-        The state is that of the last commit then, and what the callback changes is kept. It may be used as a
-        decorator. An error in it ends the training on this rank.
+        The state is that of the last commit then, and modifications by the callback are kept. Can be used as a
+        decorator. An error in the callback ends the training on this rank.
 
         Args:
             callback: Called with a `Change`.
         """
         if not callable(callback):
             raise ArrayError(f"on_change: callback is {callback!r}, expected a function of a Change")
-        self.__dict__["_callbacks"].append(callback)
+        self._internals.callbacks.append(callback)
         return callback
 
     @property
     def history(self) -> list[Change]:
         """The changes of the ranks so far, the oldest first; see `Change`."""
-        history: History = self.__dict__["_history"]
-        return history.as_list()
-
-    def _running(self, call: str) -> Session:
-        session: Session | None = self.__dict__["_session"]
-        if session is None:
-            raise CommError(f"{call}: there is no training; call it in the function that elastic.run calls")
-        return session
+        return self._internals.history.as_list()
 
     def __getattr__(self, name: str) -> Any:
-        """The part of this name."""
-        parts: dict[str, Part] = self.__dict__.get("_parts", {})
+        """The value of a part."""
+        parts = self._internals.parts if "_internals" in self.__dict__ else {}
         if name not in parts:
             raise AttributeError(f"State has no part {name!r}, only {', '.join(map(repr, parts)) or 'none'}")
         return parts[name].value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Replace a plain value."""
-        parts: dict[str, Part] = self.__dict__["_parts"]
+        parts = self._internals.parts
         if name not in parts:
             known = ", ".join(map(repr, parts)) or "none"
             raise AttributeError(f"State has no part {name!r}, only {known}; give all parts to State(...)")
@@ -142,8 +150,8 @@ class State:
         raise ArrayError(f"State: {name} is a {type(part.value).__name__}, which cannot be replaced; {how}")
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self.__dict__["_parts"]]
+        return [*super().__dir__(), *self._internals.parts]
 
     def __repr__(self) -> str:
-        kinds = (f"{name}={type(part.value).__name__}" for name, part in self.__dict__["_parts"].items())
-        return f"<State {', '.join(kinds)}>"
+        types = (f"{name}={type(part.value).__name__}" for name, part in self._internals.parts.items())
+        return f"<State {', '.join(types)}>"

@@ -1,5 +1,7 @@
-"""The engine: the buckets of a training step, exchanged beside it by an algorithm's schedule."""
+"""The engine: exchanges the buckets of a training step by an algorithm's schedule."""
 
-from .engine import Engine, check_fit
+from .callbacks import EngineCallbacks
+from .checks import check_fit
+from .engine import Engine
 
-__all__ = ["Engine", "check_fit"]
+__all__ = ["Engine", "EngineCallbacks", "check_fit"]

@@ -1,19 +1,20 @@
-"""The engine: runs an algorithm over buckets, on a lane, in step with training.
+"""The engine: runs an algorithm over buckets, on a lane, beside the steps of training.
 
 Buckets leave in the order of the plan on every rank, in whatever order they became ready, so that the calls of
 all ranks match. The engine owns a duplicate of the communicator and the lane that uses it.
 
-On device arrays everything here is in the order of CuPy's current stream: a bucket that leaves holds what the
-caller enqueued before `ready`, and what the caller enqueues after `at(BACKWARD)` finds the average there.
+On device arrays all work is ordered by CuPy's current stream: a bucket that leaves holds what the caller enqueued
+before `ready`, and what the caller enqueues after `at(BACKWARD)` finds the average there.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -23,70 +24,47 @@ from ..algorithms.base import (
     Point,
     State,
     check_algorithm_argument,
-    complete,
     phase_of,
-    phases_of,
     runs_in_rounds,
+    with_defaults,
 )
 from ..algorithms.residuals import gather_residuals
-from ..algorithms.state import (
-    Facts,
-    Saved,
-    alike_arrays,
-    check_kept,
-    check_movable,
-    check_tensors,
-    check_together,
-    checksum,
-    facts_of,
-    load_state,
-    rules_of,
-    save_state,
-)
+from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays, rules_of
 from ..arrays import Array
-from ..bucket import Bucket, Plan, make_buckets
+from ..bucket import Plan
 from ..comm import Communicator
 from ..errors import ArrayError
 from ..lane import Lane, StreamLane, ThreadLane
-from ..logs import tell
+from ..logs import log_on_root
 from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
-from .changes import (
-    allocated,
-    average_in_place,
-    check_fit,
-    compared,
-    copy_tensors,
-    kind_of,
-    kinds_of,
-    new_token,
-    prepare_codecs,
-    tell_plan,
-    tensors_of,
-    together,
+from .callbacks import EngineCallbacks
+from .checks import check_fit, check_same_training
+from .restore import (
+    check_same_types,
+    check_state_dict,
+    load_states,
+    make_state_dict,
+    make_states,
+    phase_to_continue,
+    save_states,
 )
-from .schedule import Exchanges, Pace, pace_of
+from .schedule import Exchanges, ExchangeSchedule, schedule_of
+from .storage import (
+    Storage,
+    allocate,
+    average_in_place,
+    buckets_over,
+    copy_tensors,
+    lane_kind,
+    log_plan,
+    prepare_codecs,
+    tensors_of,
+)
 
 __all__ = ["Engine", "Lane", "StreamLane", "ThreadLane", "check_fit"]
 
-Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
-"""Memory of the buckets: one flat array for each; by payload, if an algorithm exchanges gradients and weights in
-turn."""
-
 _log = logging.getLogger(__name__)
-
-
-class Wrapper(Protocol):
-    """What trains by an engine, as `bagua_torch.DistributedDataParallel` does."""
-
-    def complete(self) -> None:
-        """End a step in which the optimizer did not step. Collective."""
-
-    def detach(self) -> None:
-        """Leave what it trains to itself; the other ranks hear nothing of it."""
-
-    def make_equal(self) -> None:
-        """Make the weights of all ranks their mean, and the optimizers rank 0's. Collective."""
 
 
 class Engine(Live):
@@ -104,6 +82,7 @@ class Engine(Live):
             array each. For an algorithm that exchanges both in turn, {"grad": [...], "weight": [...]}; for one
             that exchanges gradients alone, `resume` averages the weights given. The engine keeps views of it.
         tracer: Where spans go; the communicator's by default.
+        callbacks: Functions of the program that trains by this engine.
 
     Raises:
         ArrayError: `storage` does not fit the plan or the algorithm, or the algorithm does not support this
@@ -120,37 +99,39 @@ class Engine(Live):
         storage: Storage,
         *,
         tracer: Tracer | None = None,
+        callbacks: EngineCallbacks | None = None,
     ) -> None:
         check_algorithm_argument("Engine", "algorithm", algorithm)
         check_fit(algorithm, plan, comm.size)
         self.algorithm, self.plan = algorithm, plan
-        self._buckets = self._buckets_over(plan, storage, algorithm)
+        self._buckets = buckets_over(plan, storage, algorithm)
         self._weights = list(storage.get("weight", ())) if isinstance(storage, Mapping) else []
-        """Weights that were given, also where the algorithm exchanges gradients alone."""
-        self._training = compared(comm, plan, algorithm)
-        """Random, and the same on all ranks: it tells which states were saved together."""
+        """The weights in `storage`, also if the algorithm exchanges gradients alone."""
+        self._training = check_same_training(comm, plan, algorithm)
+        """A random token, the same on all ranks: states with the same token were saved together."""
         self._tracer = tracer or comm.tracer
-        self._lane = comm.lane(self._lane_kind(comm))
+        self._lane = comm.lane(lane_kind(comm, algorithm, self._buckets))
         self._lane.tracer = self._tracer
         self._comm: Communicator = self._lane.comm
         self._exchanges = Exchanges(self._lane, self._tracer)
         self._closed = False
         self._differ = False
-        """Whether ranks' weights may differ now, because of what was done so far; see `_make_equal`."""
+        """Whether the weights may differ between ranks; see `_make_equal`."""
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
-        tell_plan(_log, self._comm.rank, plan, algorithm, on=type(self._lane).__name__)
+        log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
         self._in_step = self._held = False
-        self.wrapper: Callable[[], Wrapper | None] = _no_wrapper
-        """Gives what trains by this engine, if something does."""
-        if comm.keeper is not None:
-            comm.keeper.adopt(self)
+        self._callbacks = EngineCallbacks()
+        if comm.engine_registry is not None:
+            comm.engine_registry.register(self)
+        if callbacks is not None:  # the caller may not be ready for calls before the engine exists
+            self._callbacks = callbacks
 
     # A training step --------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """How many training steps have ended."""
+        """Number of training steps that have ended."""
         return self._exchanges.step
 
     @property
@@ -160,18 +141,18 @@ class Engine(Live):
 
     @property
     def payload(self) -> Payload:
-        """What is exchanged in this step: "grad" or "weight"."""
+        """The payload of this step: "grad" or "weight"."""
         return self._phase.payload
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange something in this step, and wait for each other; the same on all ranks."""
+        """Whether ranks communicate in this step, and wait for each other; the same on all ranks."""
         return self._exchanges.communicates
 
     def ready(self, name: str) -> None:
-        """Say that the values of a tensor are complete in this step.
+        """Report that the values of a tensor are complete in this step.
 
-        A bucket whose tensors all are complete leaves as soon as all buckets before it have left.
+        A bucket leaves as soon as all its tensors are complete and all buckets before it have left.
 
         Raises:
             ArrayError: There is no such tensor, or it was complete already.
@@ -181,10 +162,10 @@ class Engine(Live):
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArrayError(f"ready: there is no tensor {name!r}{hint}")
         self._in_step = True
-        self._pace.ready(name)
+        self._schedule.ready(name)
 
     def ready_bucket(self, index: int) -> None:
-        """Say that the values of all tensors of a bucket are complete in this step; see `ready`.
+        """Report that the values of all tensors of a bucket are complete in this step; see `ready`.
 
         Raises:
             ArrayError: There is no such bucket, or a tensor was complete already.
@@ -192,15 +173,15 @@ class Engine(Live):
         if not 0 <= index < len(self.buckets):
             raise ArrayError(f"ready_bucket: index is {index}, expected 0 to {len(self.buckets) - 1}")
         self._in_step = True
-        self._pace.ready_bucket(index)
+        self._schedule.ready_bucket(index)
 
     def at(self, point: Point) -> None:
-        """Say that training has reached a point: the window opens or closes, if it does so there.
+        """Report that training has reached a point; a window that opens or closes there does so.
 
         Collective. At `BACKWARD`, tensors that did not become ready are sent as zeros, so that no rank waits for
         ever for a tensor that another rank does not use. If the algorithm exchanges in `Rounds`, ranks do not
-        wait for each other here, except at the last `STEP` before another algorithm of `after` follows. If ranks'
-        weights differ then, and that one needs equal ones, they become the mean of all ranks.
+        wait for each other here, except at the last `STEP` before another algorithm of `after` follows. If the
+        weights differ between ranks then, and the next algorithm needs equal ones, they become their mean.
 
         Raises:
             CommError: An exchange failed.
@@ -210,16 +191,16 @@ class Engine(Live):
         if point is Point.FORWARD and not self.stopped and phase_of(self.algorithm, self.step) != self._phase:
             self._change_phase()
         self._in_step, self._held = point is Point.FORWARD, self._held and point is not Point.BACKWARD
-        self._pace.at(point)
+        self._schedule.at(point)
         if point is Point.STEP:
-            self._exchanges.step += 1
+            self._exchanges.set_step(self.step + 1)
             if self._drifts or self.stopped:
                 self._differ = True
             if self._differ and not self.stopped:
                 self._make_equal()
 
     def complete_step(self) -> None:
-        """End a step that only its wrapper knows to have ended: before what the algorithm keeps is read.
+        """End a step whose end only the caller's program knows; call it before the state is read.
 
         Raises:
             ArrayError: A step is under way: its gradients are not averaged yet.
@@ -229,9 +210,7 @@ class Engine(Live):
                 f"a training step is under way (step {self.step} of {self.algorithm}): its forward pass has "
                 "begun, and its gradients are not averaged yet; call it between two steps"
             )
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper.complete()
+        self._callbacks.complete_step()
 
     def hold(self) -> None:
         """Keep the gradients in the buckets as one addend of this step's mean, and leave zeros in the buckets.
@@ -249,36 +228,36 @@ class Engine(Live):
             raise ArrayError("hold: buckets have left in this step; hold microbatches before the last one begins")
         self._held = True
         for bucket, state in zip(self.buckets, self.states, strict=True):
-            complete(self._phase).hold(bucket, state)
+            with_defaults(self._phase).hold(bucket, state)
 
     def settle(self) -> None:
-        """Wait for exchanges between two steps, and write them back: before weights are read or saved."""
-        self._pace.settle()
+        """Wait for exchanges between two steps, and write them back; call it before weights are read or saved."""
+        self._schedule.settle()
 
     def flush(self) -> None:
-        """Wait for all exchanges that were submitted; raises the first error among them."""
+        """Wait for all exchanges that were submitted, and raise the first error among them."""
         self._exchanges.wait()
 
     def stop(self) -> None:
-        """Finish what is under way, and exchange nothing until `resume`; stopping twice does nothing.
+        """Finish the exchanges under way, and start none until `resume`. Stopping twice does nothing.
 
-        Collective: returns when all ranks have stopped. If the algorithm exchanges in `Rounds`, they go on until
-        then, and the last one leaves all ranks with the same weights, up to rounding.
+        Collective: returns when all ranks have stopped. If the algorithm exchanges in `Rounds`, the rounds
+        continue until then, and the last one leaves all ranks with the same weights, up to rounding.
 
         Until `resume`, each rank trains as a single process does, and `at` is not collective: ranks may make
         different numbers of steps. Steps are counted, but the next phase of `after` begins only after `resume`.
         """
         if not self.stopped:
-            self._pace.stop()
-            self._exchanges.stopped = True
+            self._schedule.stop()
+            self._exchanges.stop()
 
     def resume(self) -> None:
-        """Go on after `stop`, with the weights as they are now; without one it does nothing.
+        """Exchange again after `stop`, with the weights as they are now. Does nothing if not stopped.
 
         Collective. Ranks that made fewer steps since `stop` count as many as the one that made most, except in
-        `Rounds`. Algorithms that exchange weights go on from the weights of each rank. Under all others the ranks
-        need equal weights: if one of them made a step, the weights of all become their mean, and so does what the
-        algorithm keeps, as QAdam's momentum. An engine alone reaches weights only in its storage; average others
+        `Rounds`. Algorithms that exchange weights continue from the weights of each rank. All others need equal
+        weights: if a rank made a step, the weights of all become their mean, and so does the state of the
+        algorithm, such as QAdam's momentum. An engine alone reaches weights only in its storage; average others
         yourself. `bagua_torch.DistributedDataParallel` averages all parameters, and copies rank 0's buffers and
         optimizers.
         """
@@ -286,27 +265,27 @@ class Engine(Live):
             return
         # The lane is idle, so that its communicator can be used here.
         table = self._comm.allgather(np.array([self.step, self._differ, self._in_step]))
-        self._exchanges.stopped = False
+        self._exchanges.resume()
         self._differ = bool(table[:, 1].any())
         if not runs_in_rounds(self._phase):
-            self._exchanges.step = int(table[:, 0].max())
+            self._exchanges.set_step(int(table[:, 0].max()))
         if self._differ and not table[:, 2].any():  # else when the step ends
             self._make_equal()
-        self._pace.resume()
+        self._schedule.resume()
 
     @property
     def stopped(self) -> bool:
-        """Whether it was stopped, and exchanges nothing until `resume`."""
+        """Whether it exchanges nothing until `resume`."""
         return self._exchanges.stopped
 
     @property
     def counters(self) -> ExchangeCounters:
-        """What was exchanged so far on this rank, and how long training waited; `.as_dict()` for other tools."""
+        """This rank's exchanges, and how long training waited for them; `.as_dict()` for other tools."""
         return self._exchanges.counters
 
     @property
     def counter(self) -> Counter:
-        """What was exchanged so far: payload and wire bytes of this rank."""
+        """This rank's exchanges: calls, payload bytes and wire bytes."""
         return self.counters.exchange
 
     @property
@@ -319,88 +298,77 @@ class Engine(Live):
     def replan(
         self, plan: Plan, storage: Storage | None = None, *, algorithm: Algorithm | None = None
     ) -> list[Array] | dict[Payload, list[Array]]:
-        """Go on with another plan for the same tensors; their values and the algorithm's state move along.
+        """Continue with another plan for the same tensors; their values and the algorithm's state move along.
 
-        Collective. Call it between steps. What an average with error feedback has lost moves along too: another
-        average adds it to the next array. If other settings of `after` lead to another phase, that one begins
-        anew, as it does after the last step of the phase before.
+        Collective. Call it between steps. Residuals of error feedback move along too: an average without error
+        feedback adds them to the next array. If other settings of `after` lead to another phase, that one
+        begins, as it does after the last step of the phase before.
 
         Args:
             plan: The new plan.
             storage: Memory for it; if None, new arrays of the library of the old ones.
-            algorithm: The same algorithm with other settings, for example another average or codec; it goes on
-                counting steps.
+            algorithm: The same algorithm with other settings, for example another average or codec; steps are
+                counted on.
 
         Returns:
             The memory now used: one flat array per bucket, by payload if there are two of them.
 
         Raises:
             ArrayError: The plan has other tensors, the algorithm is another one, `storage` or the state does not
-                fit, or something that the algorithm keeps would be lost.
+                fit, or a part of the state would be lost.
             CommMismatch: The ranks' plans or algorithms differ.
             UnsupportedError: The algorithm cannot exchange the dtype of a tensor; the message names the tensor.
         """
         algorithm = self.algorithm if algorithm is None else algorithm
         check_algorithm_argument("replan", "algorithm", algorithm)
-        if kinds_of(algorithm) != kinds_of(self.algorithm):
-            raise ArrayError(f"replan: algorithm is {algorithm}, expected {self.algorithm} with other settings")
+        check_same_types(self.algorithm, algorithm)
         if self._held:
             raise ArrayError("replan: addends are held, and would be lost; call it between two steps")
         check_fit(algorithm, plan, self._comm.size)
-        self._pace.finish()
+        self._schedule.finish()
         if tensors_of(plan) != tensors_of(self.plan):
             raise ArrayError("replan: the new plan has other tensors than the old one")
-        began, phase = self._exchanges.began, phase_of(algorithm, self._exchanges.began)
-        goes_on = kind_of(phase) == kind_of(self._phase)
-        if not goes_on:
-            began, phase = self.step, phase_of(algorithm, self.step)
-        if goes_on and algorithm != self.algorithm:
+        began, continues = phase_to_continue(algorithm, self._phase, began=self._exchanges.began, step=self.step)
+        phase = phase_of(algorithm, began)
+        if continues and algorithm != self.algorithm:
             for bucket, state in zip(self.buckets, self.states, strict=True):
                 gather_residuals(bucket, state)
-        saved = self._saved() if goes_on else {}
+        saved = self._saved() if continues else {}
         check_movable(saved, plan.buckets)
-        self._training = compared(self._comm, plan, algorithm)
+        self._training = check_same_training(self._comm, plan, algorithm)
         if isinstance(storage, Mapping) and "weight" in storage:
             self._weights = list(storage["weight"])
-        storage = allocated(plan, self._buckets) if storage is None else storage
-        buckets = self._buckets_over(plan, storage, algorithm)
-        if not goes_on:
+        buckets = buckets_over(plan, allocate(plan, self._buckets) if storage is None else storage, algorithm)
+        if not continues:
             self._differ = bool(self._comm.allreduce(np.array(self._differ, np.uint8), op="max"))
             self._make_equal(phase)
         for payload, new in buckets.items():
             copy_tensors(self._buckets[payload], new)
-        states = [complete(phase).init(bucket, self._comm) for bucket in buckets[phase.payload]]
-        if goes_on:
-            for bucket, state in zip(buckets[phase.payload], states, strict=True):
-                check_kept(bucket, state, saved)
+        states = make_states(phase, buckets[phase.payload], self._comm, saved if continues else None)
         self._buckets, self.plan, self.algorithm = buckets, plan, algorithm
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began, states)
-        if goes_on:
+        if continues:
             self._load(saved)
-        tell_plan(_log, self._comm.rank, plan, algorithm, on=type(self._lane).__name__)
+        log_plan(_log, self._comm.rank, plan, algorithm, lane=type(self._lane).__name__)
         flats = {payload: [bucket.flat for bucket in buckets] for payload, buckets in self._buckets.items()}
         return flats if len(flats) > 1 else flats[self.payload]
 
     # Checkpoints ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the algorithm keeps between steps, on this rank: arrays and numbers by tensor name, copied.
+        """A copy of the algorithm's state on this rank: arrays and numbers by tensor name.
 
-        Call it between steps, and before the weights are copied: what was exchanged since the last step is
-        written back to them first.
+        Call it between steps, and before the weights are copied: exchanges since the last step are written back
+        to them first.
         """
-        self._pace.before_saving()
+        self._schedule.before_saving()
         tensors = self._saved()
         rank, size = self._comm.rank, self._comm.size
-        facts = Facts(repr(self.algorithm), self.step, repr(self._phase), self._exchanges.began, rank, size)
-        digest = facts.digest(self._training, self.algorithm, tensors)
-        return {
-            **facts._asdict(),
-            "digest": digest,
-            "checksum": checksum(*facts, digest, saved=tensors),
-            "tensors": tensors,
-        }
+        header = StateHeader(
+            repr(self.algorithm), self.step, repr(self._phase), self._exchanges.began, rank, size
+        )
+        return make_state_dict(header, self._training, self.algorithm, tensors)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -408,12 +376,12 @@ class Engine(Live):
         return self._comm.rank, self._comm.size
 
     def reshape_rules(self) -> dict[str, dict[str, str | None]]:
-        """What becomes of the state on another number of ranks, by tensor and path: see `rules_of`."""
+        """How each part of the state moves to another number of ranks, by tensor and path: see `rules_of`."""
         pairs = zip(self.buckets, self.states, strict=True)
         return {name: rules_of(state) for bucket, state in pairs for name in bucket.views}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, also under another plan.
+        """Continue from the result of `state_dict`, also under another plan.
 
         Collective. All ranks load what was saved together, in one step of one training. Some algorithms keep
         arrays that differ between ranks: replicas of neighbours' weights (LowPrecisionDecentralized,
@@ -421,47 +389,33 @@ class Engine(Live):
         number of ranks. All other algorithms keep nothing, or the same on all ranks: what any rank saved then
         loads on any rank, on any number of ranks.
 
-        What is under way is finished, but not written back.
+        Exchanges under way are finished, but not written back.
 
         Raises:
             ArrayError: On all ranks alike, and the engine stays as it was. A rank's state was saved with another
                 algorithm, for other tensors, by an earlier version, or by another rank if that matters; it is
                 damaged; or the ranks' states were not saved together.
         """
-        self._pace.before_loading()  # the lane must be idle before its communicator is used here
+        self._schedule.before_loading()  # the lane must be idle before its communicator is used here
         names = [name for bucket in self.buckets for name in bucket.views]
-        rows = together(
-            self._comm, lambda: (facts_of(saved, self.algorithm, names), saved["digest"], new_token())
-        )
-        facts, _, _ = rows[self._comm.rank]
-        check_together(self.algorithm, [(theirs, digest) for theirs, digest, _ in rows])
-        phase = phase_of(self.algorithm, facts.phase_began)
-        goes_on = repr(phase_of(self.algorithm, facts.step)) == facts.phase  # else it ends at FORWARD
-        buckets = self._buckets[phase.payload]
-        states = [phase.init(bucket, self._comm) for bucket in buckets]
-        pairs = list(zip(buckets, states, strict=True)) if goes_on else []
-        rank, size = self._comm.rank, self._comm.size
-        together(self._comm, lambda: check_tensors(phase, pairs, facts, saved, rank=rank, size=size))
-        self._training, self._exchanges.step = rows[0][2], facts.step
-        self._begin_phase(facts.phase_began, states)
-        self._differ = self._drifts and goes_on
-        if goes_on:
+        loaded = check_state_dict(self._comm, self.algorithm, self._buckets, names, saved)
+        self._training = loaded.training
+        self._exchanges.set_step(loaded.header.step)
+        self._begin_phase(loaded.header.phase_began, loaded.states)
+        self._differ = self._drifts and loaded.continues
+        if loaded.continues:
             self._load(saved["tensors"])
 
     def _saved(self) -> Saved:
-        saved: Saved = {}
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            saved.update(save_state(bucket, state))
-        return saved
+        return save_states(self.buckets, self.states)
 
     def _load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        for bucket, state in zip(self.buckets, self.states, strict=True):
-            load_state(bucket, state, saved)
+        load_states(self.buckets, self.states, saved)
 
     # The end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is under way, and free the lane and its communicator; closing twice does nothing.
+        """Finish the exchanges under way, and free the lane and its communicator. Closing twice does nothing.
 
         Collective.
         """
@@ -475,19 +429,22 @@ class Engine(Live):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or given up."""
+        """Whether it was closed or aborted."""
         return self._closed
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Stop without waiting for other ranks, since the communicator is broken; the lane ends by itself."""
         if self._closed:
             return
         self._closed = True
-        self._exchanges.stopped = True
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper.detach()
+        self._exchanges.stop()
+        self._callbacks.detach()
         self._lane.give_up()
+
+    def give_up(self) -> None:
+        """Deprecated name of `abort`."""
+        warnings.warn("Engine.give_up is now Engine.abort", DeprecationWarning, stacklevel=2)
+        self.abort()
 
     def __enter__(self) -> Engine:
         return self
@@ -501,54 +458,37 @@ class Engine(Live):
         if error is None:
             self.close()
 
-    # The beginning ----------------------------------------------------------------------------------
-
-    def _buckets_over(self, plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Payload, list[Bucket]]:
-        """Buckets over `storage`, for every payload that the algorithm exchanges."""
-        given = storage if isinstance(storage, Mapping) else {algorithm.payload: storage}
-        needed = {phase.payload for phase in phases_of(algorithm)}
-        if not needed <= set(given):
-            wanted = " and ".join(map(repr, sorted(needed)))
-            raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
-        return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
-
-    def _lane_kind(self, comm: Communicator) -> Literal["thread", "stream"]:
-        """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
-        flats = [bucket.flat for buckets in self._buckets.values() for bucket in buckets]
-        moved_by = [comm.carrier(flat, call="Engine", name="storage") for flat in flats]
-        streamed = flats and not runs_in_rounds(self.algorithm) and all(t.enqueues for t in moved_by)
-        return "stream" if streamed else "thread"
+    # Phases -----------------------------------------------------------------------------------------
 
     def _change_phase(self) -> None:
         """Finish the algorithm of the steps so far, and begin that of this step. Collective."""
         if self._differ or not self._drifts:  # else it was finished before weights became equal
-            self._pace.finish()
+            self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
-        tell(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
+        log_on_root(_log, self._comm.rank, "from step %d on: %s", self.step, self._phase)
 
-    def _make_equal(self, ahead: Algorithm | None = None) -> None:
-        """Average the weights if they differ between ranks, and the algorithm of the next step needs equal ones.
+    def _make_equal(self, following: Algorithm | None = None) -> None:
+        """Average the weights if they differ between ranks and the algorithm of the next step needs equal ones.
 
         Collective, unless they do not differ, which all ranks know.
 
         Args:
-            ahead: That algorithm, if it begins anew; else what follows in the course of training.
+            following: The algorithm of the next step, if it begins then; by default that of the current step.
         """
         if not self._differ:
             return
-        begins = ahead is not None
-        if ahead is None:
-            ahead = phase_of(self.algorithm, self.step)
-            begins = ahead != self._phase
-        if (self._drifts and not begins) or not complete(ahead).equal_start:
+        begins = following is not None
+        if following is None:
+            following = phase_of(self.algorithm, self.step)
+            begins = following != self._phase
+        if (self._drifts and not begins) or not with_defaults(following).equal_start:
             return
-        self._pace.finish()
+        self._schedule.finish()
         if not begins:
-            average_in_place(self._comm, [array for state in self.states for array in alike_arrays(state)])
-        wrapper = self.wrapper()
-        if wrapper is not None:
-            wrapper.make_equal()
+            average_in_place(self._comm, [array for state in self.states for array in replicated_arrays(state)])
+        if self._callbacks.make_equal is not None:
+            self._callbacks.make_equal()
         else:
             moved = [bucket.flat for bucket in self._buckets.get("weight", ())]
             average_in_place(self._comm, moved or self._weights)
@@ -557,15 +497,11 @@ class Engine(Live):
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         """Set up the algorithm of step `began`, with new states unless some are given."""
         self._phase = phase_of(self.algorithm, began)
-        self._drifts = complete(self._phase).drifts
+        self._drifts = with_defaults(self._phase).drifts
         self.buckets = self._buckets[self._phase.payload]
         self._names = {name for bucket in self.buckets for name in bucket.views}
         if states is None:
-            states = [self._phase.init(bucket, self._comm) for bucket in self.buckets]
+            states = make_states(self._phase, self.buckets, self._comm, None)
         self.states = states
         self._exchanges.begin_phase(self._phase, self.buckets, self.states, began)
-        self._pace: Pace = pace_of(self._exchanges)
-
-
-def _no_wrapper() -> Wrapper | None:
-    return None
+        self._schedule: ExchangeSchedule = schedule_of(self._exchanges)

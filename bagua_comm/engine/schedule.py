@@ -1,7 +1,7 @@
-"""How exchanges keep pace with training: once in every step (`PerStep`), or in rounds beside it (`InRounds`).
+"""When exchanges begin and end: in every step (`StepSchedule`), or in rounds beside training (`RoundSchedule`).
 
-The engine tells its pace which tensors are ready and which points training has reached; the pace decides when
-buckets leave and when they are written back. `Exchanges` does both.
+The engine reports to its schedule which tensors are ready and which points training has reached. The schedule
+decides when buckets leave and when they are written back; `Exchanges` does both.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..algorithms.base import Algorithm, Complete, Point, Rounds, State, Window, complete
+from ..algorithms.base import Algorithm, Point, Rounds, State, Window, WithDefaults, with_defaults
 from ..bucket import Bucket
+from ..comm import Communicator
 from ..errors import ArrayError
 from ..lane import Lane
 from ..trace import ExchangeCounters, Tracer
@@ -24,33 +25,54 @@ class Exchanges:
     """Sends buckets on the lane, waits for them, and writes back the results.
 
     Args:
-        lane: Where exchanges run, and the communicator that they use.
+        lane: The lane on which exchanges run, with the communicator that they use.
         tracer: Where their spans go.
     """
 
-    def __init__(self, lane: Lane, tracer: Tracer) -> None:
+    def __init__(self, lane: Lane[Communicator], tracer: Tracer) -> None:
         self.lane, self.tracer = lane, tracer
         self.counters = ExchangeCounters()
-        """What was exchanged so far, and how long training waited."""
+        """All exchanges of this rank, and how long training waited for them."""
         self.step = self.began = 0
-        """How many training steps have ended, and how many had when the algorithm of this phase began."""
+        """Numbers of training steps that have ended: now, and when the current phase began."""
         self.stopped = False
-        """While it is stopped, buckets that are sent are held back."""
+        """Whether `send` holds buckets back."""
         self.sent: list[Bucket] = []
-        """The buckets that have left in the open window, or in the round under way."""
+        """Buckets that have left in the open window or in the current round."""
         self.held: list[Bucket] = []
-        """The buckets that would have left in the open window, had it not been stopped."""
+        """Buckets that `send` held back in the open window."""
 
     def begin_phase(
         self, algorithm: Algorithm, buckets: Sequence[Bucket], states: Sequence[State], began: int
     ) -> None:
-        """From now on exchange these buckets, by this algorithm; `states` has one state for each."""
-        self.algorithm: Complete = complete(algorithm)
+        """Exchange these buckets by this algorithm from now on; `states` has one state for each bucket."""
+        self.algorithm: WithDefaults = with_defaults(algorithm)
         self.buckets, self.states, self.began = list(buckets), list(states), began
         self.sent, self.held = [], []
 
+    def set_step(self, step: int) -> None:
+        """Set the number of steps that have ended."""
+        self.step = step
+
+    def stop(self) -> None:
+        """Hold buckets back from now on."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """Send buckets again."""
+        self.stopped = False
+
+    def begin_round(self) -> None:
+        """Forget the buckets of the last round."""
+        self.sent = []
+
+    def pop_held(self) -> list[Bucket]:
+        """Return the buckets that were held back, and forget them."""
+        held, self.held = self.held, []
+        return held
+
     def send(self, bucket: Bucket) -> Future[Any]:
-        """Prepare the exchange of a bucket, and submit it to the lane; or hold it back, while stopped."""
+        """Prepare the exchange of a bucket and submit it to the lane, or hold it back if stopped."""
         state, bucket.step = self.states[bucket.index], self.step - self.began
         bucket.padding[...] = 0  # a NaN in the last block may have spread to the padding
         if self.stopped:
@@ -60,22 +82,22 @@ class Exchanges:
         self.algorithm.begin(bucket, state)
         began = time.perf_counter_ns()
         future = self.lane.submit(self._exchange, self.algorithm, bucket, state)
-        self.counters.wait.time_ns += time.perf_counter_ns() - began  # much, on a lane without a thread
+        self.counters.wait.time_ns += time.perf_counter_ns() - began  # a lane without a thread runs it here
         return future
 
-    def _exchange(self, algorithm: Complete, bucket: Bucket, state: State) -> None:
-        """Runs on the lane. Collective."""
+    def _exchange(self, algorithm: WithDefaults, bucket: Bucket, state: State) -> None:
+        """Run an exchange, on the lane. Collective."""
         comm = self.lane.comm
         before, began = comm.counters.total(), time.perf_counter_ns()
         detail = {"bucket": bucket.index, "bytes": bucket.nbytes, "step": bucket.step}
         self.lane.note(**detail)
-        work = comm.work
+        context = comm.context
         try:
-            work.bucket, work.place = bucket, (bucket.index, self.began + bucket.step)
+            context.bucket, context.bucket_step = bucket, (bucket.index, self.began + bucket.step)
             with self.tracer.span("exchange", **detail):
                 algorithm.exchange(bucket, comm, state)
-        finally:  # nothing is called before it is done, as at the end of a turn
-            work.bucket = work.place = None
+        finally:  # no call before these assignments: a signal handler could raise there
+            context.bucket = context.bucket_step = None
         after = comm.counters.total()
         if after.calls > before.calls:
             spent_ns = time.perf_counter_ns() - began
@@ -83,13 +105,13 @@ class Exchanges:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange something in this step, and wait for each other; the same on all ranks."""
+        """Whether ranks communicate in this step, and wait for each other; the same on all ranks."""
         if self.stopped or isinstance(self.algorithm.window, Rounds):
             return False
         return any(self.algorithm.communicates(self.step - self.began, state) for state in self.states)
 
     def wait(self) -> None:
-        """Wait for all tasks on the lane; raises the first error among them."""
+        """Wait for all tasks on the lane, and raise the first error among them."""
         began = time.perf_counter_ns()
         try:
             with self.tracer.span("wait for exchanges"):
@@ -98,7 +120,7 @@ class Exchanges:
             self.counters.wait.add(0, 0, time.perf_counter_ns() - began)
 
     def commit(self) -> None:
-        """Write back the results of the buckets that were sent, and leave those that were held back local."""
+        """Write back the results of the buckets that were sent. Buckets that were held back stay local."""
         if self.sent and self.algorithm.commits:
             for bucket in self.sent:
                 self.algorithm.commit(bucket, self.states[bucket.index])
@@ -108,13 +130,13 @@ class Exchanges:
         self.sent, self.held = [], []
 
 
-class PerStep:
-    """A window that opens and closes in every step: training waits for the exchanges where it closes."""
+class StepSchedule:
+    """Exchanges in every step, in the window of the algorithm. Training waits for them when it closes."""
 
     def __init__(self, window: Window, exchanges: Exchanges) -> None:
         self._window, self._exchanges = window, exchanges
         self._left = 0
-        """How many buckets have left in the open window, or were held back."""
+        """Number of buckets that have left in the open window or were held back."""
         self._waiting: list[set[str]] = [set() for _ in exchanges.buckets]
         self._waiting_for = {
             name: self._waiting[bucket.index] for bucket in exchanges.buckets for name in bucket.views
@@ -122,7 +144,7 @@ class PerStep:
         self._expect_all()
 
     def ready(self, name: str) -> None:
-        """Say that a tensor is complete; buckets leave, in order, as soon as all of their tensors are complete.
+        """Report that a tensor is complete. Buckets leave in order, each when all its tensors are complete.
 
         Raises:
             ArrayError: The tensor was complete already.
@@ -137,7 +159,7 @@ class PerStep:
             self._send_complete()
 
     def ready_bucket(self, index: int) -> None:
-        """Say that all tensors of a bucket are complete.
+        """Report that all tensors of a bucket are complete.
 
         Raises:
             ArrayError: A tensor was complete already.
@@ -152,7 +174,7 @@ class PerStep:
         self._send_complete()
 
     def at(self, point: Point) -> None:
-        """Open or close the window, if it opens or closes at this point. Collective."""
+        """Open or close the window if it does so at this point. Collective."""
         opens, closes = self._window.opens, self._window.closes
         if point is Point.BACKWARD and opens is Point.GRADIENT:
             self._complete_with_zeros()
@@ -163,17 +185,17 @@ class PerStep:
                 self._send(bucket)
 
     def settle(self) -> None:
-        """Close a window that is open between two steps."""
+        """Close the window if it is open between steps."""
         if self._window.closes is Point.FORWARD:
             self._close()
 
     def before_saving(self) -> None:
-        """Wait until no exchange changes the states any more."""
+        """Wait until no exchange changes the states."""
         self.settle()
         self._exchanges.wait()
 
     def before_loading(self) -> None:
-        """Let the lane become idle. If nothing is loaded after all, the window closes at its point."""
+        """Wait until the lane is idle. The window stays open, in case the state is refused."""
         self._exchanges.wait()
 
     def finish(self) -> None:
@@ -181,21 +203,21 @@ class PerStep:
         self._close()
 
     def stop(self) -> None:
-        """Finish the exchanges under way. The window stays open: what is complete later in it stays local."""
+        """Finish the exchanges under way. The window stays open: later buckets of it stay local."""
         self._end()
 
     def resume(self) -> None:
-        """Let the buckets leave that were held back in the open window.
+        """Send the buckets that were held back in the open window.
 
-        Where it opens at STEP, they wait for the next one: ranks may have made different numbers of steps, and
-        what training has changed goes with the next exchange as well.
+        If it opens at STEP, they wait for the next window: ranks may have made different numbers of steps, and
+        the next exchange includes the changes of this one.
         """
-        held, self._exchanges.held = self._exchanges.held, []
+        held = self._exchanges.pop_held()
         for bucket in held if self._window.opens is not Point.STEP else ():
             self._exchanges.send(bucket)
 
     def _expect_all(self) -> None:
-        """Wait for all tensors again."""
+        """Expect all tensors again."""
         for bucket in self._exchanges.buckets:
             self._waiting[bucket.index].update(bucket.views)
 
@@ -224,29 +246,29 @@ class PerStep:
             self._expect_all()
 
     def _end(self) -> None:
-        """Wait for the buckets that have left, and write them back."""
+        """Wait for the buckets that have left and write them back."""
         if self._exchanges.sent:
             self._exchanges.wait()
         self._exchanges.commit()
 
 
-class InRounds:
-    """Rounds that begin and end when the optimizer has stepped: no step waits for them."""
+class RoundSchedule:
+    """Exchanges in rounds, which begin and end after optimizer steps. No step waits for them."""
 
     def __init__(self, rounds: Rounds, exchanges: Exchanges) -> None:
         self._interval_s, self._exchanges = rounds.interval_s, exchanges
         self._under_way: list[Future[Any]] = []
-        """The future of whether all ranks are stopping, then those of the buckets' exchanges."""
+        """Futures of the current round: whether all ranks are stopping, then the exchanges of the buckets."""
         self._began_s = float("-inf")
 
     def ready(self, name: str) -> None:
-        """Rounds wait for no tensor."""
+        """Nothing: rounds wait for no tensor."""
 
     def ready_bucket(self, index: int) -> None:
-        """Rounds wait for no tensor."""
+        """Nothing: rounds wait for no tensor."""
 
     def at(self, point: Point) -> None:
-        """At STEP, end the round if its exchanges are done, and begin the next one if it is due."""
+        """At STEP, end the round if its exchanges are done, and begin the next if it is due."""
         if point is not Point.STEP:
             return
         if self._under_way:
@@ -257,24 +279,24 @@ class InRounds:
             self._begin(stopping=False)
 
     def settle(self) -> None:
-        """A round goes on, whatever is read or saved meanwhile."""
+        """Nothing: a round continues while weights are read or saved."""
 
     def before_saving(self) -> None:
-        """A round goes on: what it changes is in no checkpoint."""
+        """Nothing: a round changes no state that checkpoints hold."""
 
     def before_loading(self) -> None:
         """Finish the rounds on all ranks, without writing back. Collective."""
         self.finish(commit=False)
 
     def stop(self) -> None:
-        """Make rounds until all ranks stop. Collective."""
+        """Run rounds until all ranks stop. Collective."""
         self.finish()
 
     def resume(self) -> None:
-        """The next round begins at STEP."""
+        """Nothing: the next round begins at STEP."""
 
     def finish(self, *, commit: bool = True) -> None:
-        """Make rounds until all ranks finish. Collective."""
+        """Run rounds until all ranks finish. Collective."""
         if self._exchanges.stopped:
             return
         agreed = self._end(commit=commit) if self._under_way else False
@@ -284,7 +306,7 @@ class InRounds:
 
     def _begin(self, *, stopping: bool) -> None:
         self._began_s = time.monotonic()
-        self._exchanges.sent = []
+        self._exchanges.begin_round()
         self._under_way = [self._exchanges.lane.submit(self._agree, stopping)]
         self._under_way += [self._exchanges.send(bucket) for bucket in self._exchanges.buckets]
 
@@ -293,7 +315,7 @@ class InRounds:
         return bool(self._exchanges.lane.comm.allreduce(np.array(stopping, np.uint8), op="min"))
 
     def _end(self, *, commit: bool = True) -> bool:
-        """Wait for the round, and write it back; returns whether all ranks were stopping when it began."""
+        """Wait for the round and write it back; return whether all ranks were stopping when it began."""
         self._exchanges.wait()
         if commit:
             self._exchanges.commit()
@@ -301,10 +323,10 @@ class InRounds:
         return bool(agreed)
 
 
-Pace: TypeAlias = "PerStep | InRounds"
+ExchangeSchedule: TypeAlias = "StepSchedule | RoundSchedule"
 
 
-def pace_of(exchanges: Exchanges) -> Pace:
-    """The pace of the algorithm whose phase has begun."""
+def schedule_of(exchanges: Exchanges) -> ExchangeSchedule:
+    """Return the schedule for the algorithm of the current phase."""
     window = exchanges.algorithm.window
-    return InRounds(window, exchanges) if isinstance(window, Rounds) else PerStep(window, exchanges)
+    return RoundSchedule(window, exchanges) if isinstance(window, Rounds) else StepSchedule(window, exchanges)

@@ -110,7 +110,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordedFailure:
     """An error that a rank met."""
 
     kind: str
@@ -145,7 +145,7 @@ class RankRecord:
     groups: Mapping[str, tuple[int, ...]]
     entries: tuple[Entry, ...]
     queued: tuple[Entry, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RecordedFailure, ...] = ()
     left: str | None = None
 
     @property
@@ -180,7 +180,7 @@ class RankRecord:
             raise FlightError(f"this is not the record of a rank: {exc!r}") from exc
 
 
-_ROWS: dict[str, type[Entry | Failure]] = {"entries": Entry, "queued": Entry, "failures": Failure}
+_ROWS: dict[str, type[Entry | RecordedFailure]] = {"entries": Entry, "queued": Entry, "failures": RecordedFailure}
 """The fields of a record that are lists of objects; in the file each object is the list of its values."""
 
 

@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from ..errors import CommAborted, RankFailed
 from ..files import make_own_folder, write_at_once
-from .entries import WORLD, Entry, Failure, RankRecord, file_name
+from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name
 
 CAPACITY = 1000
 """How many calls a rank keeps."""
@@ -85,7 +85,7 @@ class FlightRecorder:
         """Whether the record of a call that failed is written by `settle`: all who recover would wait for it."""
         self._owed = False
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
-        self._failures: list[Failure] = []
+        self._failures: list[RecordedFailure] = []
         self._writing = threading.Lock()
         self._writes = 0
 
@@ -118,7 +118,7 @@ class FlightRecorder:
         repeated = isinstance(error, CommAborted) and bool(self._failures)
         if not repeated and len(self._failures) < FAILURES:
             ranks = tuple(error.ranks) if isinstance(error, RankFailed) else ()
-            self._failures.append(Failure(type(error).__name__, str(error), ranks))
+            self._failures.append(RecordedFailure(type(error).__name__, str(error), ranks))
         if repeated:
             return None
         if self.later:

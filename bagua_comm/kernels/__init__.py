@@ -1,7 +1,7 @@
-"""The arithmetic of codecs and reductions, once for each kind of memory.
+"""The arithmetic of codecs, reductions and optimizers: in NumPy, compiled by Numba, and in CUDA.
 
-`host` (NumPy) is the specification: `compiled` (Numba, from `loops`) and `device` (CuPy, from the .cu files) give
-the same bytes. `making` has the compiled ones made once for a machine, in the background.
+`host` (NumPy) is the specification. `compiled` (Numba, from `numba`) and `device` (CuPy, from the .cu files) give
+the same bytes. The kernels of `compiled` are made once on each machine, in the background.
 """
 
 from __future__ import annotations
@@ -20,66 +20,68 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from ..arrays import UFUNCS, Array, DType
-from . import compiled, host, making
-from .making import state
+from . import compiled, host
+from .numba.background import BackgroundCompiler
+from .numba.cache import UnavailableError, cache_dir, load, numba_is_installed, state
+from .numba.signatures import Function
 
 _log = logging.getLogger(__name__)
 
 
 def of(x: Array) -> ModuleType:
-    """The module whose kernels work where `x` lies."""
+    """The module of kernels for the memory of `x`: a host or a CUDA device."""
     return on_host() if isinstance(x, np.ndarray) else importlib.import_module(".device", __name__)
 
 
 def on_host() -> ModuleType:
-    """The module for NumPy arrays: the one that `use` has chosen, else the fastest that is ready.
+    """The module of kernels for NumPy arrays: the choice of `use`, else the fastest one available.
 
-    If nobody has compiled kernels on this machine yet, that begins now in the background, and all work is NumPy's
-    until they are there. The bytes are the same.
+    If none have been compiled on this machine yet, the first call starts that in the background, and NumPy's are
+    used until they are ready. The bytes are the same.
     """
-    return _chosen.get() or _ready or _begin()
+    return _chosen.get() or _fastest or _load_or_compile()
 
 
 def compile_now(timeout_s: float = 600.0) -> None:
-    """Wait until the kernels of NumPy arrays are the compiled ones, as tests and measurements must.
+    """Wait until the compiled kernels of NumPy arrays are in use, for tests and measurements.
 
-    If this is the first use of them in this process, and no other process compiles them, that does not give way
-    to other work.
+    If this is their first use in this process, and no other process compiles them, they are compiled at normal
+    priority.
 
     Args:
-        timeout_s: How long to wait, in seconds.
+        timeout_s: The longest wait, in seconds.
 
     Raises:
         ImportError: Numba is not installed.
-        RuntimeError: They cannot be compiled, loaded or kept; the message says why.
-        TimeoutError: They were not there in time.
+        RuntimeError: They cannot be compiled, loaded or kept; the message gives the reason.
+        TimeoutError: They were not ready in time.
     """
-    global _supply
-    _begin(urgent=True)
-    if _ready is compiled:
+    global _compiler
+    _load_or_compile(urgent=True)
+    if _fastest is compiled:
         return
-    if _supply is not None and not _supply.is_here():
-        _supply = making.Supply(making.place(), _take_over, urgent=True)
-    if not making.is_installed():
+    if _compiler is not None and not _compiler.is_of_this_process():
+        _compiler = BackgroundCompiler(cache_dir(), _install, urgent=True)
+    if not numba_is_installed():
         raise ImportError("Numba is not installed: pip install 'bagua-comm[fast]'")
-    if _supply is not None:
-        _supply.hurry()
-        if not _supply.ended.wait(timeout_s):
+    if _compiler is not None:
+        _compiler.hurry()
+        if not _compiler.finished.wait(timeout_s):
             raise TimeoutError(f"the kernels were not compiled within {timeout_s} s")
-    if _ready is not compiled:
-        raise RuntimeError(f"there are no compiled kernels: {_obstacle or (_supply and _supply.obstacle)}")
+    if _fastest is not compiled:
+        raise RuntimeError(f"there are no compiled kernels: {_failure or (_compiler and _compiler.failure)}")
 
 
 @contextlib.contextmanager
 def use(name: Literal["host", "compiled"]) -> Iterator[None]:
-    """Choose the kernels of NumPy arrays in the body of `with`, to compare the two or to rule one out.
+    """Choose the kernels of NumPy arrays in the body of `with`, to compare the two or to exclude one.
 
-    The choice holds in this thread and context (see `contextvars`); threads that start in the body do not
-    inherit it.
+    The choice holds in this thread and context (see `contextvars`); threads started in the body do not inherit
+    it.
 
     Raises:
         ImportError: `name` is "compiled", and Numba is not installed.
-        RuntimeError: They cannot be compiled, loaded or kept.
+        RuntimeError: The compiled kernels cannot be compiled, loaded or kept.
 
     >>> with use("host"):
     ...     of(np.zeros(1)) is host
@@ -98,18 +100,18 @@ _chosen: ContextVar[ModuleType | None] = ContextVar("kernels of NumPy arrays", d
 
 
 Reducer: TypeAlias = Callable[[Sequence[Array], Array], None]
-"""Reduces the rows of as many ranks as there are, (m,) each, to an array, (m,), that is none of them."""
+"""Reduces a row of (m,) from each rank to another array of (m,)."""
 
 
 def reducer(dtype: DType, op: str, count: int) -> Reducer:
-    """`reduce_rows` of `count` host arrays of one dtype, two at least, worked out for many calls.
+    """`reduce_rows` prepared for many calls with `count` host arrays of one dtype, two at least.
 
-    Small arrays take less time to add than to find out how. Like a `Scratch` it belongs to one thread at a time.
+    To add small arrays takes less time than to choose the function. One thread at a time may use a reducer.
     """
     if not host.is_plain(dtype, op):
         return lambda rows, out: on_host().reduce_rows(rows, out, op)
     run, ufunc = host.silent_context().run, UFUNCS[op]
-    # Few of NumPy's functions want `out` by name, which takes longer.
+    # np.minimum and np.maximum want `out` by name, which takes longer.
     combine = functools.partial(_by_name, ufunc) if op in ("min", "max") else ufunc
 
     def reduce(rows: Sequence[Array], out: Array) -> None:
@@ -131,52 +133,52 @@ def _by_name(ufunc: np.ufunc, x: Array, y: Array, out: Array) -> None:
     ufunc(x, y, out=out)
 
 
-_ready: ModuleType | None = None
-"""The fastest module that is ready; None before anybody has asked."""
+_fastest: ModuleType | None = None
+"""The fastest module available; None before the first use."""
 
-_supply: making.Supply | None = None
-_obstacle = ""
-"""Why there is no supply of compiled kernels."""
+_compiler: BackgroundCompiler | None = None
+_failure = ""
+"""Why no compiler was started."""
 
-_beginning = threading.Lock()
+_lock = threading.Lock()
 
 
-def _begin_anew() -> None:
-    """After a fork: a thread that is not in the child may have held the lock."""
-    global _beginning
-    _beginning = threading.Lock()
+def _renew_lock() -> None:
+    """Make the lock anew after a fork: a thread of the parent may have held it."""
+    global _lock
+    _lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _begin(*, urgent: bool = False) -> ModuleType:
-    """Load the compiled kernels if they are on disk; else have them made, and use those of NumPy."""
-    global _ready, _supply, _obstacle
-    with _beginning:
-        if _ready is not None:
-            return _ready
+def _load_or_compile(*, urgent: bool = False) -> ModuleType:
+    """Load the compiled kernels from disk, or start their compilation and return NumPy's."""
+    global _fastest, _compiler, _failure
+    with _lock:
+        if _fastest is not None:
+            return _fastest
         try:
-            folder = making.place()
-            functions = making.load(folder)
-        except making.UnavailableError as exc:
-            _ready, _obstacle = host, str(exc)
-            if making.is_installed():
+            folder = cache_dir()
+            functions = load(folder)
+        except UnavailableError as exc:
+            _fastest, _failure = host, str(exc)
+            if numba_is_installed():
                 _log.warning("the kernels of NumPy's arrays are NumPy's: %s", exc)
-            return _ready
-        _ready = host
+            return _fastest
+        _fastest = host
         if functions is not None:
-            _take_over(functions)
+            _install(functions)
         else:
-            _supply = making.Supply(folder, _take_over, urgent=urgent)
-        return _ready
+            _compiler = BackgroundCompiler(folder, _install, urgent=urgent)
+        return _fastest
 
 
-def _take_over(functions: dict[str, making.Function]) -> None:
-    global _ready
-    compiled.take(functions)
-    _ready = compiled
+def _install(functions: dict[str, Function]) -> None:
+    global _fastest
+    compiled.install(functions)
+    _fastest = compiled
 
 
-__all__ = ["compile_now", "host", "of", "on_host", "reducer", "state", "use"]
+__all__ = ["compile_now", "host", "numba_is_installed", "of", "on_host", "reducer", "state", "use"]

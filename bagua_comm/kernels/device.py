@@ -198,7 +198,7 @@ _LAYOUT = np.dtype(
 """The struct `Layout` of minmax.cu."""
 
 
-class _Work(NamedTuple):
+class _Partition(NamedTuple):
     """How minmax.cu deals rows of elements, which are cut into blocks, to threads."""
 
     grid: tuple[int, int]
@@ -216,7 +216,7 @@ class _Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _work(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> _Work:
+def _partition(rows: int, count: int, block: int, start: int, stride: int, eps: float) -> _Partition:
     block = min(block, count)
     blocks, threads = -(-count // block), -(-block // _HELD)
     team = min(1 << (threads - 1).bit_length(), LARGEST_CTA)
@@ -225,14 +225,14 @@ def _work(rows: int, count: int, block: int, start: int, stride: int, eps: float
     ctas = -(-blocks * segments // teams)
     layout = np.array((rows, count, block, blocks, segments, blocks * segments, start, stride, eps), _LAYOUT)
     grid = (min(ctas, _MOST_CTAS), min(rows, _MOST_ROWS))
-    return _Work(grid, (team, teams), segments, rows * blocks * segments, layout)
+    return _Partition(grid, (team, teams), segments, rows * blocks * segments, layout)
 
 
 def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_encode`."""
     n, m = chunks.shape
     if n * m:
-        _encode("encode", (chunks,), wire, _work(n, m, block, start, wire.shape[1], eps), chunks.dtype)
+        _encode("encode", (chunks,), wire, _partition(n, m, block, start, wire.shape[1], eps), chunks.dtype)
 
 
 def minmax_combine(
@@ -240,27 +240,29 @@ def minmax_combine(
 ) -> None:
     """See `host.minmax_combine`."""
     if count:
-        work = _work(1, count, block, start, out.shape[1], eps)
-        _encode("combine", (wire, len(wire), int(op == "avg")), out, work, dtype)
+        partition = _partition(1, count, block, start, out.shape[1], eps)
+        _encode("combine", (wire, len(wire), int(op == "avg")), out, partition, dtype)
 
 
 def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -> None:
     """See `host.minmax_decode`."""
     n, m = out.shape
     if n * m:
-        work = _work(n, m, block, start, wire.shape[1], eps)
-        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(work.grid, work.cta, (wire, out, work.layout))
+        partition = _partition(n, m, block, start, wire.shape[1], eps)
+        _kernel("minmax.cu", "decode", dtype_name(out.dtype))(
+            partition.grid, partition.cta, (wire, out, partition.layout)
+        )
 
 
-def _encode(name: str, source: tuple[Any, ...], wire: Array, work: _Work, dtype: DType) -> None:
+def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partition, dtype: DType) -> None:
     """Encode what kernel `name` reads from `source`, in two passes if a block is longer than a CTA holds."""
-    grid, cta, layout, element = work.grid, work.cta, work.layout, dtype_name(dtype)
-    if work.segments == 1:
+    grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
+    if partition.segments == 1:
         _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, layout))
         return
     stream = cupy.cuda.get_current_stream()
     ranges = _scratch(wire.device.id, stream.ptr, threading.get_ident()).take(
-        "ranges", (work.ranges, 2), np.float32, like=wire
+        "ranges", (partition.ranges, 2), np.float32, like=wire
     )
     _kernel("minmax.cu", f"{name}_ranges", element)(grid, cta, (*source, ranges, layout))
     _kernel("minmax.cu", f"{name}_segments", element)(grid, cta, (*source, ranges, wire, layout))

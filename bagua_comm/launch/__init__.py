@@ -1,1 +1,1 @@
-"""Launching jobs: hosts, mpirun, the supervisor of a job and its restarts, scripts for schedulers."""
+"""Launching jobs: the plan of a start, the supervisor of a job and its restarts, scripts for schedulers."""

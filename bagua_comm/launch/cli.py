@@ -1,4 +1,4 @@
-"""What commands share: their error, and the types of their arguments."""
+"""Shared by all commands: their error, the types of their arguments, and helpers for output."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class CommandError(Exception):
-    """A command cannot do what it was asked; the message says why, and what to do."""
+    """A command cannot be carried out; the message gives the reason and the remedy."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -18,25 +18,25 @@ class CommandError(Exception):
 
 
 CPUS = Path("/sys/devices/system/cpu")
-"""Where Linux tells of each core."""
+"""The folder where Linux describes each core."""
 
 
 def program_name() -> str:
-    """The name by which the command line was called: "bagua", or "python -m bagua_comm"."""
+    """Return the name of the command line: "bagua", or "python -m bagua_comm"."""
     return "bagua" if Path(sys.argv[0]).stem == "bagua" else "python -m bagua_comm"
 
 
 def cores() -> list[int]:
-    """The cores that this process may use, as Linux counts them: each hardware thread is one."""
+    """Return the cores that this process may use; Linux counts each hardware thread as one."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def physical_cores() -> int:
-    """How many cores these are in the machine: the hardware threads of a core count once.
+    """Return the number of physical cores that this process may use.
 
-    Where that is not known, each counts.
+    The hardware threads of a core count once; if Linux does not describe them, each counts.
     """
     found = set()
     for core in cores():
@@ -48,29 +48,29 @@ def physical_cores() -> int:
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on, from a text such as "4"."""
+    """Parse a whole number from 1 on, as "4"."""
     if not text.isdecimal() or not 1 <= int(text) < 10**9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a positive number; expected e.g. 4")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A whole number from 0 on, from a text such as "2"."""
+    """Parse a whole number from 0 on, as "2"."""
     if not text.isdecimal() or int(text) >= 10**9:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number from 0 on; expected e.g. 2")
     return int(text)
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: "1 rank", "2 ranks"."""
+    """Return a number with a noun: "1 rank", "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def parse_variable(text: str) -> tuple[str, str | None]:
-    """Name and value of an environment variable, from "NAME=VALUE"; None for the value if there is only a name.
+    """Parse "NAME=VALUE" into the name and the value of an environment variable; the value of "NAME" is None.
 
     Raises:
-        CommandError: This is no name of a variable.
+        CommandError: The name is invalid.
     """
     name, equals, value = text.partition("=")
     if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):

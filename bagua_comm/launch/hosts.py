@@ -1,4 +1,4 @@
-"""Hosts to run on, as users write them: `a:4,b:4`, or a file of lines such as `a slots=4` or `a:4`."""
+"""The hosts of a job, from `a:4,b:4` or a file with lines such as `a slots=4` or `a:4`, and its ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 from .cli import CommandError, cores, count
 
 LOOPBACK = ("localhost", "127.0.0.1")
-"""Names of this host, whichever it is."""
+"""Names that every host has for itself."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it takes; None where the user did not say."""
+    """A host, and its number of slots for ranks; None if the user did not give one."""
 
     name: str
     slots: int | None = None
@@ -28,7 +28,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts from a list such as "a:4,b:4".
+    """Parse a list of hosts such as "a:4,b:4".
 
     >>> parse_hosts("a:4,b")
     (Host(name='a', slots=4), Host(name='b', slots=None))
@@ -37,10 +37,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Hosts from a file, with a line for each, in the form of Open MPI or of MPICH.
+    """Read hosts from a file with one host on each line, in the format of Open MPI or of MPICH.
 
     Raises:
-        CommandError: The file cannot be read, names no host, or has a line of another form.
+        CommandError: The file cannot be read, names no host, or has an invalid line.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -58,16 +58,14 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def named_hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    """The hosts that `--host` or `--hostfile` names; none without these."""
+    """Return the hosts of `--host` or `--hostfile`; none without these."""
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
     return parse_hosts(options.host) if options.host is not None else ()
 
 
 def first_allocated(variables: Mapping[str, str]) -> Host | None:
-    """The first host of the allocation of Slurm that these environment variables tell of, where rank 0 will be.
-
-    None outside of an allocation.
+    """Return the first host of Slurm's allocation, which gets rank 0; None outside of an allocation.
 
     >>> first_allocated({"SLURM_JOB_NODELIST": "rack[2-3,7]node[08-09],gpu1"})
     Host(name='rack2node08', slots=None)
@@ -79,12 +77,12 @@ def first_allocated(variables: Mapping[str, str]) -> Host | None:
 
 
 def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
-    """What `-n` says; else one rank for each slot of these hosts.
+    """Return the number of `-n`; without it, the number of slots of these hosts.
 
-    Without hosts, one for each task of Slurm's allocation, or for each core that may be used here.
+    Without hosts, it is the number of tasks of Slurm's allocation, or of cores that this process may use.
 
     Raises:
-        CommandError: A host does not say how many ranks it takes.
+        CommandError: A host has no number of slots.
     """
     if options.ranks is not None or not hosts:
         tasks = os.environ.get("SLURM_NTASKS", "")
@@ -97,26 +95,37 @@ def number_of_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 @dataclass(frozen=True)
 class Ranks:
-    """How many ranks a job starts."""
+    """The numbers of ranks of a job."""
 
     training: int
-    """Those that train."""
+    """The ranks that train."""
     spares: int = 0
-    """Those that stand by."""
+    """The spare ranks."""
     least: int = 1
-    """With fewer training ends."""
+    """The least number of ranks that train; with fewer, the job ends."""
 
     @property
     def started(self) -> int:
-        """All of them."""
+        """The number of ranks that mpirun starts."""
         return self.training + self.spares
 
 
+@dataclass(frozen=True)
+class Placement:
+    """The hosts of a job, and the number of its ranks."""
+
+    ranks: Ranks
+    hosts: tuple[Host, ...] = ()
+    """Empty if the user named none."""
+    left_out: tuple[str, ...] = ()
+    """The hosts that do not answer."""
+
+
 def ranks_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Ranks:
-    """How many ranks train and stand by. Without `-n`, both together are as many as there are slots.
+    """Return the numbers of ranks of a job. Without `-n`, training and spare ranks fill the slots of the hosts.
 
     Raises:
-        CommandError: A host does not say how many ranks it takes, or they take too few, or too few train.
+        CommandError: A host has no number of slots, or there are too few slots, or too few ranks train.
     """
     spares, least = options.spares or 0, options.min_ranks or 1
     number = number_of_ranks(options, hosts)
@@ -135,7 +144,7 @@ def ranks_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Ranks:
 
 
 def is_here(address: str) -> bool:
-    """Whether this is certainly this host. Other names are not looked up: a name server may take its time."""
+    """Whether this is certainly this host. Names are not resolved, since a name server may be slow."""
     here = socket.gethostname()
     if address in LOOPBACK:
         return True

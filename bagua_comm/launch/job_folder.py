@@ -1,7 +1,7 @@
-"""The folder of a supervised job on this host, and what the job may leave behind: processes and stale folders.
+"""The folder of a supervised job on this host, and the removal of stale folders and leftover processes.
 
-A supervisor holds a lock on its folder for as long as it lives. The kernel releases it whatever ends the
-supervisor, so a folder without a lock is stale, and the next supervisor removes it.
+A supervisor holds a lock on its folder until it ends. The kernel releases the lock whatever ends the supervisor,
+so a folder without a lock is stale, and the next supervisor removes it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..files import shared_memory
 from ..processes import started_with
 
 PREFIX, UNFINISHED = "bagua_comm-job-", "bagua_comm-new-"
-"""How the names of folders begin; the second, while they are being made."""
+"""The prefixes of folder names; the second is for unfinished folders."""
 
 OWNER = "owner"
-"""The file in a folder that is locked; it tells on which other hosts there are folders of the same name."""
+"""The locked file in a folder; it lists the other hosts with a folder of the same name."""
 
 UNFINISHED_S = 60.0
-"""A folder that has been unfinished for so long is stale."""
+"""The age after which an unfinished folder is stale."""
 
 GRACE_S = 2.0
-"""How long a process that was left behind has to end by itself after SIGTERM."""
+"""The time between SIGTERM and SIGKILL for a leftover process."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class JobFolder:
 
     path: Path
     name: str
-    """That of the job."""
+    """The name of the job."""
     lock: int
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the folder, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self.lock)
 
 
 def make(facts: dict[str, Any]) -> JobFolder:
-    """A new folder that nobody else can read, locked by this process.
+    """Make a folder that no other user can read, locked by this process.
 
     Args:
-        facts: What `stale` is to tell of it when this process is gone.
+        facts: The facts that `stale` yields for this folder once this process has ended.
 
     Raises:
         OSError: It cannot be made.
@@ -66,20 +66,20 @@ def make(facts: dict[str, Any]) -> JobFolder:
     lock = os.open(unfinished / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     os.write(lock, json.dumps(facts).encode())
-    # Under its own name it is locked from the first moment.
+    # Once it has its final name, it is locked.
     path = unfinished.rename(shared_memory() / f"{PREFIX}{name}")
     return JobFolder(path, name, lock)
 
 
 def stale() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Remove the folders whose supervisors are gone; gives the path of each, and the facts that `make` got."""
+    """Remove the folders whose supervisors have ended; yields the path and the facts of each."""
     for folder in shared_memory().glob(f"{PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
             lock = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
         except OSError:
-            continue  # another one removes it just now
+            continue  # another supervisor is removing it
         with contextlib.suppress(OSError), open(lock, closefd=True) as owner:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
@@ -96,9 +96,9 @@ def stale() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def end_leftovers(job: str, *, grace_s: float = GRACE_S) -> int:
-    """End all processes on this host that the job has left behind; returns how many there were.
+    """End all processes on this host that the job has left behind; returns their number.
 
-    Those are the processes with the job's name in the environment that they were started with.
+    These are the processes that were started with the name of the job in BAGUA_JOB.
     """
     found: set[int] = set()
     deadline = time.monotonic() + grace_s
@@ -109,6 +109,6 @@ def end_leftovers(job: str, *, grace_s: float = GRACE_S) -> int:
                 os.kill(pid, signal.SIGKILL if over else signal.SIGTERM)
         found |= left
         if time.monotonic() > deadline + GRACE_S:
-            break  # the kernel still holds them, as a file system that hangs does
+            break  # the kernel cannot end them yet, for instance while a file system hangs
         time.sleep(0.02)
     return len(found)

@@ -1,7 +1,7 @@
-"""`bagua run --write KIND FILE`: the same job as a script for Slurm, or as an MPIJob for Kubernetes.
+"""Scripts for `bagua run --write KIND FILE`: a job script for Slurm, or an MPIJob for Kubernetes.
 
-What is written calls `run` again, on the hosts that Slurm or the MPI Operator gives it, so all of `run`'s
-arguments have the same meaning there.
+A script calls `run` on the hosts of Slurm or of the MPI Operator, so the arguments of `run` have the same
+meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .hosts import Ranks, named_hosts, ranks_of
 KINDS = ("slurm", "sbatch-array", "k8s")
 
 HOSTFILE = "/etc/mpi/hostfile"
-"""Where the MPI Operator puts the list of workers."""
+"""The MPI Operator's list of workers."""
 
 SLURM = """\
 #!/bin/bash
@@ -41,7 +41,7 @@ SLURM = """\
 set -euo pipefail
 cd {folder}
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
-# torch.distributed meets on the first node, where rank 0 is, at a port that other jobs do not choose.
+# The rendezvous of torch.distributed is on the first node, that of rank 0, at a port that other jobs do not use.
 export MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"
 export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 
@@ -49,8 +49,8 @@ export MASTER_PORT="$((20000 + SLURM_JOB_ID % 20000))"
 """
 
 ARRAY = """
-#SBATCH --array=0-3                 # as many jobs like this; 0-3%1 runs them one after another
-# The program finds the number of its job in SLURM_ARRAY_TASK_ID."""
+#SBATCH --array=0-3                 # four such jobs; 0-3%1 runs them one after another
+# The program reads the number of its job from SLURM_ARRAY_TASK_ID."""
 
 K8S = """\
 # For the MPI Operator (https://github.com/kubeflow/mpi-operator).
@@ -102,66 +102,47 @@ spec:
 
 @dataclass(frozen=True)
 class _Shape:
-    """How many ranks a job has, and on how many hosts."""
+    """The ranks and the hosts of a job."""
 
     of: Ranks
     nodes: int
     even: bool
-    """Whether all hosts have as many."""
+    """Whether all hosts have the same number of ranks."""
 
     @property
     def ranks(self) -> int:
-        """How many are started."""
+        """The number of ranks that are started."""
         return self.of.started
 
     @property
     def slots(self) -> int:
-        """The ranks of the fullest host."""
+        """The largest number of ranks on a host."""
         return -(-self.ranks // self.nodes)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `run` that write files."""
-    parser.add_argument(
-        "--write",
-        nargs=2,
-        metavar=("KIND", "FILE"),
-        help=f"write the same job for a cluster instead; KIND is one of {', '.join(KINDS)}, and FILE may be -",
-    )
-    parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
-    parser.add_argument("--force", action="store_true", help="let --write replace a file")
+def job_script(options: argparse.Namespace, kind: str, file: str) -> str:
+    """Return the text of a job script.
 
-
-def run(options: argparse.Namespace) -> int:
-    """Write the file.
+    Args:
+        options: The arguments of `run`.
+        kind: One of `KINDS`.
+        file: The name of the file that the text is for; "-" if it is printed.
 
     Raises:
-        CommandError: The arguments do not go together, or the file is there already or cannot be written.
+        CommandError: There is no such kind, or it does not support these arguments.
     """
-    kind, file = options.write
     if kind not in KINDS:
         raise CommandError(f"--write {kind}: expected one of {', '.join(KINDS)}, and a file")
-    text = k8s(options, file) if kind == "k8s" else slurm(options, file, array=kind == "sbatch-array")
-    if file == "-":
-        sys.stdout.write(text)
-        return 0
-    try:
-        with open(file, "w" if options.force else "x", encoding="utf-8", errors="surrogateescape") as out:
-            out.write(text)
-    except FileExistsError:
-        raise CommandError(f"--write: {file} is there already; --force replaces it") from None
-    except OSError as exc:
-        raise CommandError(f"--write {file}: {exc}") from exc
-    return 0
+    return _k8s(options, file) if kind == "k8s" else _slurm(options, file, array=kind == "sbatch-array")
 
 
-def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
+def _slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
     """A script for sbatch; with `array`, one for several such jobs."""
     shape = _shape(options)
     variables = ["OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", *(["SLURM_ARRAY_TASK_ID"] if array else [])]
     given = {parse_variable(text)[0] for text in options.env}
     forwarded = [word for name in variables if name not in given for word in ("--env", name)]
-    # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts as many ranks, spares included.
+    # The number of tasks is Slurm's, so that `sbatch --ntasks=16 FILE` starts 16 ranks, spares included.
     spares = shape.of.spares
     number_of_ranks = f"$((SLURM_NTASKS - {spares}))" if spares else "$SLURM_NTASKS"
     start = f'{shlex.quote(sys.executable)} -m bagua_comm run -n "{number_of_ranks}"'
@@ -174,26 +155,26 @@ def slurm(options: argparse.Namespace, file: str, *, array: bool) -> str:
         number="%A_%a" if array else "%j",
         array=ARRAY if array else "",
         slots=shape.slots,
-        file="FILE" if file == "-" else _remark(file),
-        python=_remark(sys.executable),
-        place=_remark(os.getcwd()),
+        file="FILE" if file == "-" else _comment(file),
+        python=_comment(sys.executable),
+        place=_comment(os.getcwd()),
         folder=shlex.quote(os.getcwd()),
         command=command,
     )
 
 
-def k8s(options: argparse.Namespace, file: str) -> str:
+def _k8s(options: argparse.Namespace, file: str) -> str:
     """An MPIJob for Kubernetes' MPI Operator."""
     for text in options.env:
         if parse_variable(text)[1] is None:
             raise CommandError(
-                f"--env {text}: a pod has no variable to take over; give --env {text}=VALUE, or add it to the "
+                f"--env {text}: a pod does not inherit variables; give --env {text}=VALUE, or add it to the "
                 "launcher in the file, from a Secret, and --env to its command"
             )
     shape = _shape(options)
     start = ["python", "-m", "bagua_comm", "run", "-n", str(shape.of.training), "--hostfile", HOSTFILE]
     return K8S.format(
-        file="FILE" if file == "-" else _remark(file),
+        file="FILE" if file == "-" else _comment(file),
         name=_name(options.script),
         slots=shape.slots,
         nodes=shape.nodes,
@@ -210,7 +191,7 @@ def _shape(options: argparse.Namespace) -> _Shape:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    """The arguments of `run` that are the same there."""
+    """The arguments of `run` that are the same in the script."""
     words = [word for text in options.env for word in ("--env", text)]
     words += ["--interface", options.interface] if options.interface else []
     words += ["--links", str(options.links)] if options.links else []
@@ -230,10 +211,10 @@ def _items(words: Iterable[str], indent: int) -> str:
 
 
 def _quoted(text: str) -> str:
-    r"""A string of YAML, in ASCII: as JSON has it, but for characters beyond U+FFFF, which JSON writes as two.
+    r"""A string of YAML, in ASCII: as in JSON, except for characters beyond U+FFFF, which JSON writes as two.
 
     Raises:
-        CommandError: It has bytes that are no text.
+        CommandError: It contains bytes that are not UTF-8.
 
     >>> print(_quoted('"' + chr(0x1F600)))
     "\"\U0001F600"
@@ -241,19 +222,19 @@ def _quoted(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise CommandError(f"--write k8s: {text!r} is no text in UTF-8, and YAML holds nothing else") from None
+        raise CommandError(f"--write k8s: {text!r} is not UTF-8, which YAML needs") from None
     return '"' + "".join(json.dumps(c)[1:-1] if c <= "\uffff" else f"\\U{ord(c):08X}" for c in text) + '"'
 
 
-def _remark(text: str) -> str:
-    """A word of the shell for a comment: on one line, whatever it holds."""
+def _comment(text: str) -> str:
+    """A word of the shell for a comment, on one line."""
     return shlex.quote(text) if text.isprintable() else json.dumps(text)
 
 
 def _name(script: str) -> str:
-    """A name for the job that Slurm and Kubernetes accept.
+    """A name of the job that is valid in Slurm and Kubernetes.
 
-    It begins with a letter, and there is room for "-worker-12345" in 63 characters.
+    It begins with a letter, and leaves room for "-worker-12345" in 63 characters.
     """
     stem = script.rpartition(".")[2] if "/" not in script and not script.endswith(".py") else Path(script).stem
     words = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")

@@ -1,8 +1,9 @@
-"""`bagua run --links auto`: how many TCP connections between two ranks carry most, measured where the job runs.
+"""`bagua run --links auto`: measures the best number of TCP connections between two ranks.
 
-Before the program starts, mpirun starts short trials on its hosts, one for each number of links, since MPI reads
-it when it starts. In a trial the ranks average arrays, as training does. The fewest links win that are almost as
-fast as the fastest. Where one flow is as fast as the link, two trials show it: one link, and the most.
+Before the program, mpirun starts short trials on its hosts, one for each number of links, since MPI reads the
+number when it starts. In a trial the ranks average arrays, as training does. The result is the least number of
+links that is almost as fast as the fastest. If one connection saturates the network, two trials are enough: with
+one link, and with the most.
 """
 
 from __future__ import annotations
@@ -19,42 +20,42 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..bootstrap import connection as bootstrap
+from ..bootstrap import connect
 from .cli import CommandError, count
-from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
-from .supervisor import Command, Place
+from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .plan import Plan
 
 NUMBERS = (1, 3, 5, 9, 17)
-"""The numbers of links that are tried; see `links.odd`."""
+"""The numbers of links to try; see `tcp_links.odd`."""
 
 AS_FAST = 1.08
-"""Of two times, the longer counts as equally fast up to this ratio."""
+"""Two times count as equal up to this ratio."""
 
 MOST_HOSTS = 8
-"""On how many of the named hosts trials run."""
+"""The most hosts of a trial."""
 
 NBYTES = 8 << 20
-"""Bytes of the array that the ranks of a trial average."""
+"""The size of the array that the ranks of a trial average, in bytes."""
 
 WARM_UP_S, MEASURED_S = 0.5, 1.5
-"""How long a trial averages before it counts, since links let bursts pass at first, and while it counts."""
+"""The duration of the warm-up of a trial, since networks let bursts pass at first, and of the measurement."""
 
 TRIAL = "bagua_comm.launch.measure_links"
 """The module that a rank of a trial runs: this one."""
 
 TRIAL_S = 60.0
-"""How long a trial may take, with the start of its ranks."""
+"""The time limit of a trial, with the start of its ranks."""
 
 
 AUTO = "auto"
-"""What asks for a measurement, in place of a number."""
+"""The value of `--links` that asks for a measurement."""
 
 ENDS_S = 10.0
-"""How long mpirun may take to end the ranks of a trial that took too long."""
+"""The time that mpirun has to end the ranks of a trial that took too long."""
 
 
 def number_or_auto(text: str) -> int | str:
-    """What `--links` takes: a whole number from 1 on, or "auto"."""
+    """Parse the value of `--links`: a whole number from 1 on, or "auto"."""
     if text == AUTO:
         return text
     if not text.isdecimal() or not 1 <= int(text) <= 1000:
@@ -63,10 +64,10 @@ def number_or_auto(text: str) -> int | str:
 
 
 def choose(seconds: Callable[[int], float]) -> tuple[int, dict[int, float]]:
-    """The number of links to take, and the seconds of those that were tried.
+    """Return the best number of links, and the seconds of each trial.
 
     Args:
-        seconds: The time of a trial with so many links; infinite if it fails.
+        seconds: Returns the time of a trial with a number of links; infinite if it fails.
 
     >>> choose({1: 0.42, 3: 0.12, 5: 0.11, 9: 0.11, 17: 0.11}.__getitem__)
     (5, {1: 0.42, 17: 0.11, 3: 0.12, 5: 0.11})
@@ -82,14 +83,14 @@ def choose(seconds: Callable[[int], float]) -> tuple[int, dict[int, float]]:
 
 
 def measure(
-    options: argparse.Namespace, is_alone: bool, plan: Callable[[argparse.Namespace, Place | None], Command]
+    options: argparse.Namespace, is_alone: bool, plan: Callable[[argparse.Namespace, Placement | None], Plan]
 ) -> int | None:
-    """The number of links for a job; None if they do nothing, since it runs on this host alone.
+    """Return the best number of links for a job; None if they have no effect, since it runs on this host only.
 
     Args:
         options: The arguments of `run`.
-        is_alone: Whether mpirun, which was not told of hosts, starts ranks on this host alone.
-        plan: What starts a trial with these arguments of `run`, in this place; without one, where mpirun itself
+        is_alone: Whether mpirun, without a list of hosts, starts ranks on this host only.
+        plan: Returns the plan of a trial, from the arguments of `run` and the placement; with None, mpirun itself
             finds hosts.
 
     Raises:
@@ -98,15 +99,16 @@ def measure(
     hosts = named_hosts(options)
     if all(is_here(host.name) for host in hosts) if hosts else is_alone:
         print(
-            "--links auto: one host, where ranks talk through shared memory and links do nothing", file=sys.stderr
+            "--links auto: on one host, ranks use shared memory, and links have no effect",
+            file=sys.stderr,
         )
         return None
-    place = _place(ranks_of(options, hosts).started, hosts)
+    placement = _placement(ranks_of(options, hosts).started, hosts)
     failures: list[str] = []
 
     def seconds(number: int) -> float:
         try:
-            return _trial(plan(_trial_options(options, number), place))
+            return _trial(plan(_trial_options(options, number), placement))
         except CommandError as exc:
             failures.append(f"{count(number, 'link')}: {exc}")
             return float("inf")
@@ -119,28 +121,28 @@ def measure(
     return number
 
 
-def _place(ranks: int, hosts: tuple[Host, ...]) -> Place | None:
-    """Where trials run: on the first of the named hosts."""
+def _placement(ranks: int, hosts: tuple[Host, ...]) -> Placement | None:
+    """The placement of trials: the first of the named hosts."""
     if not hosts:
         return None
     chosen = hosts[:MOST_HOSTS]
     room = sum(host.slots or -(-ranks // len(hosts)) for host in chosen)
-    return Place(Ranks(min(ranks, room)), chosen)
+    return Placement(Ranks(min(ranks, room)), chosen)
 
 
 def _trial_options(options: argparse.Namespace, links: int) -> argparse.Namespace:
-    """The arguments of `run` for a trial: those of the job, but for the program, and nothing is supervised."""
+    """The arguments of `run` for a trial: those of the job, with another program and no supervision."""
     trial = argparse.Namespace(**vars(options))
     trial.spares = trial.restarts = trial.min_ranks = trial.record = trial.write = None
     trial.ulfm, trial.links, trial.module, trial.script, trial.args = False, links, True, TRIAL, []
     return trial
 
 
-def _trial(plan: Command) -> float:
-    """The seconds that a trial prints.
+def _trial(plan: Plan) -> float:
+    """Run a trial; returns the seconds that it prints.
 
     Raises:
-        CommandError: It fails, or does not end in time.
+        CommandError: The trial fails, or does not end in time.
     """
     process = subprocess.Popen(
         plan.command,
@@ -162,18 +164,18 @@ def _trial(plan: Command) -> float:
         process.communicate()
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if process.returncode or not lines:
-        said = (err.strip() or out.strip() or "it said nothing").splitlines()[-5:]
-        raise CommandError(f"the trial ended with exit code {process.returncode}: {' / '.join(said)}")
+        output = (err.strip() or out.strip() or "without output").splitlines()[-5:]
+        raise CommandError(f"the trial ended with exit code {process.returncode}: {' / '.join(output)}")
     seconds: float = json.loads(lines[-1])["seconds"]
     return seconds
 
 
 def main() -> None:
-    """A rank of a trial. Rank 0 prints how long an average takes.
+    """Run a rank of a trial. Rank 0 prints the time of an average.
 
     Collective.
     """
-    with bootstrap.connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
+    with connect(timeout_s=TRIAL_S / 2, gpu="none", trace=False) as comm:
         x = np.ones(NBYTES // 4, np.float32)
         times: list[float] = []
         for limit_s in (WARM_UP_S, MEASURED_S):

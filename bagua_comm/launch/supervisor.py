@@ -1,15 +1,14 @@
-"""`bagua run --restarts N`: starts mpirun, and starts it again when ranks or hosts are lost.
+"""`bagua run --restarts N`: starts mpirun, and restarts it when ranks or hosts are lost.
 
-An attempt is one start of mpirun. After it the supervisor gathers what the ranks have recorded, ends what they
-left behind, judges how the attempt ended (`verdict`), and starts the next one on the hosts that answer. What
-ranks keep in the folder of the job outlives mpirun, so training goes on from memory.
+An attempt is one start of mpirun. After it, the supervisor gathers the records of the ranks, ends leftover
+processes, judges the outcome (`verdict`), and starts the next attempt on the hosts that answer. The folder of the
+job outlives mpirun, so training continues from the snapshots in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import hashlib
 import importlib.machinery
 import os
@@ -21,145 +20,123 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..bootstrap.job import COMMITTED, RECORD, Job, add_lines, entries
 from ..processes import pid_namespace, state_of
 from . import job_folder
-from .agent import LIMIT_S, Agent, Pulse, find_agent
 from .cli import CommandError, count, program_name
-from .hosts import Host, Ranks, is_here, named_hosts, ranks_of
-from .verdict import Verdict, deaths, judge, time_lost_s, without_end
+from .heartbeat import Heartbeat
+from .hosts import Host, Placement, Ranks, is_here, named_hosts, ranks_of
+from .plan import Plan
+from .remote_shell import ANSWER_S, RemoteShell, find_remote_shell
+from .signals import Signals, die_with_supervisor
+from .verdict import Verdict, deaths, judge, time_lost_s, unfinished
 
 LOOK_S = 0.1
-"""How often the supervisor looks at mpirun and the record."""
+"""The interval between two checks of mpirun and the record."""
 
 END_S = 15.0
-"""How long mpirun has to end its ranks after a signal; then it is killed."""
+"""The time that mpirun has to end its ranks after a signal; then it is killed."""
 
 OVER_S = 3.0
-"""How often the supervisor looks whether all ranks have ended; an mpirun that goes on after two looks hangs."""
+"""The interval between two checks whether all ranks have ended; mpirun hangs if it runs after two of them."""
 
 LOST_END_S = 1.0
-"""The same, where it may wait for a host that is gone."""
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that end the job."""
-
+"""The time that mpirun has to end its ranks where it may wait for a host that is lost."""
 
 SEGMENTS = "/dev/shm/sm_segment."
-"""How the names begin of the files by which ranks of Open MPI share memory."""
+"""The prefix of the files by which ranks of Open MPI share memory."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an attempt runs, and with how many ranks."""
-
-    ranks: Ranks
-    hosts: tuple[Host, ...] = ()
-    """Empty if the user named none."""
-    left_out: tuple[str, ...] = ()
-    """The hosts that do not answer."""
-
-
-class Command(Protocol):
-    """What starts mpirun."""
-
-    @property
-    def command(self) -> list[str]:
-        """mpirun and all of its arguments."""
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that it gets beside those that are there."""
-
-
-def supervise(options: argparse.Namespace, plan: Callable[[Place, Job], Command]) -> int:
+def supervise(options: argparse.Namespace, plan: Callable[[Placement, Job], Plan]) -> int:
     """Run a job to its end; returns the exit code.
 
     Args:
-        options: Those of `run`.
-        plan: Makes the command of an attempt.
+        options: The arguments of `run`.
+        plan: Returns the plan of an attempt.
 
     Raises:
-        CommandError: The arguments do not go together, or there is no place for the folder of the job.
+        CommandError: The arguments exclude each other, or the folder of the job cannot be made.
     """
     hosts = named_hosts(options)
-    first = Place(ranks_of(options, hosts), hosts)
+    first = Placement(ranks_of(options, hosts), hosts)
     others = [host.name for host in hosts if not is_here(host.name)]
-    agent = find_agent(options.mpirun)
-    clean_up(limit_s=LIMIT_S)
+    shell = find_remote_shell(options.mpirun)
+    clean_up(limit_s=ANSWER_S)
     try:
-        folder = job_folder.make({"hosts": others, "agent": agent.words})
+        folder = job_folder.make({"hosts": others, "agent": shell.words})
     except OSError as exc:
-        raise CommandError(f"there is no place for the folder of the job: {exc}") from exc
+        raise CommandError(f"the folder of the job cannot be made: {exc}") from exc
     job = Job(folder.name, folder.path, first.ranks.spares, options.min_ranks)
-    supervisor = _Supervisor(options, plan, job, first, others, agent)
+    supervisor, signals = _Supervisor(options, plan, job, first, others, shell), Signals()
     try:
-        with _Signals() as signals:
-            return supervisor.run(signals)
+        signals.install()
+        return supervisor.run(signals)
     finally:
+        signals.restore()
         left = [host for host in supervisor.others if host not in supervisor.gone]
-        agent.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
+        shell.ask(left, f"rm -rf {shlex.join([str(folder.path), *supervisor.segments()])}")
         if options.record:
             supervisor.copy_record(options.record)
         folder.remove()
 
 
 def clean_up(*, limit_s: float) -> None:
-    """Remove what supervisors have left that were killed, here and on their other hosts."""
+    """Remove the leftovers of supervisors that were killed, here and on their other hosts."""
     for folder, facts in job_folder.stale():
         job_folder.end_leftovers(folder.name.removeprefix(job_folder.PREFIX))
         hosts, words = facts.get("hosts"), facts.get("agent")
         if hosts and words:
-            Agent(tuple(words)).ask(hosts, f"rm -rf {shlex.quote(str(folder))}", limit_s=limit_s)
+            RemoteShell(tuple(words)).ask(hosts, f"rm -rf {shlex.quote(str(folder))}", limit_s=limit_s)
 
 
 @dataclass
 class _Supervisor:
     options: argparse.Namespace
-    plan: Callable[[Place, Job], Command]
+    plan: Callable[[Placement, Job], Plan]
     job: Job
-    first: Place
+    first: Placement
     others: list[str]
-    """The hosts that only the launch agent reaches."""
-    agent: Agent
+    """The other hosts, which the launch agent reaches."""
+    shell: RemoteShell
     entries: list[dict[str, Any]] = field(default_factory=list)
-    """What the record tells of all attempts that have ended."""
+    """The entries of all attempts that have ended."""
     dead: int = 0
-    """How many processes have died."""
+    """The number of processes that have died."""
     gone: set[str] = field(default_factory=set)
-    """The hosts that did not answer when they were asked last."""
+    """The hosts that did not answer the last check."""
     commits: list[int] = field(default_factory=list)
-    """The numbers of the last commits that other hosts know of."""
-    told: set[tuple[Any, ...]] = field(default_factory=set)
-    """What several ranks record, and the user was told."""
-    told_to: int = 0
-    """Up to which byte of the record."""
+    """The numbers of the last commits on other hosts."""
+    shown: set[tuple[Any, ...]] = field(default_factory=set)
+    """The keys of the entries that were printed, since several ranks record the same event."""
+    shown_bytes: int = 0
+    """The number of bytes of the record that were printed."""
 
-    def run(self, signals: _Signals) -> int:
+    def run(self, signals: Signals) -> int:
+        """Run attempts until one succeeds or fails; returns the exit code."""
         program = Program.of(self.options)
         ranks, restarts = self.first.ranks, self.options.restarts or 0
-        self._ask_others()
+        self._check_hosts()
         command = [program.name, *self.options.args]
         hosts = [str(host) for host in self.first.hosts]
         facts = {"ranks": ranks.training, "spares": ranks.spares, "min_ranks": ranks.least, "hosts": hosts}
         self.job.record("job", command=command, **facts)
-        place, verdict = self.first, Verdict("stopped", 1, "nothing was started")
+        placement, verdict = self.first, Verdict("stopped", 1, "nothing was started")
         for attempt in range(restarts + 1):
-            self.job = replace(self.job, attempt=attempt, spares=place.ranks.spares)
-            verdict = self._attempt(place, signals)
-            if verdict.ended != "lost":
+            self.job = replace(self.job, attempt=attempt, spares=placement.ranks.spares)
+            verdict = self._attempt(placement, signals)
+            if verdict.outcome != "lost":
                 break
             left = restarts - attempt
             self.say(f"attempt {attempt + 1} is lost: {verdict.why}; {count(left, 'restart')} left")
             if not left:
                 break
             try:
-                place = self._next_place()
+                placement = self._next_placement()
                 program.must_be_the_same()
             except CommandError as exc:
                 verdict = replace(verdict, why=f"{verdict.why}; {exc}")
@@ -170,44 +147,45 @@ class _Supervisor:
         self._conclude(verdict)
         return verdict.code
 
-    def _ask_others(self) -> None:
-        """Watch the hosts that the launch agent reaches; mpirun may have another way to start ranks there."""
-        answers = self.agent.ask(self.others, "true")
+    def _check_hosts(self) -> None:
+        """Keep the hosts that answer the launch agent; mpirun may start ranks on the others by another way."""
+        answers = self.shell.ask(self.others, "true")
         self.others = [host for host in self.others if answers[host] is not None]
         if silent := [host for host in answers if answers[host] is None]:
-            how = shlex.join(self.agent.words)
-            self.say(f"{', '.join(silent)}: does not answer `{how}` within {LIMIT_S:g} s, so nobody watches it")
+            how = shlex.join(self.shell.words)
+            self.say(f"{', '.join(silent)}: does not answer `{how}` within {ANSWER_S:g} s, so it is not watched")
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Print a message."""
         print(f"{program_name()} run: {text}", file=sys.stderr, flush=True)
 
     def copy_record(self, file: str) -> None:
-        """Copy the record to where the user wants it."""
+        """Copy the record to a file of the user."""
         try:
             shutil.copyfile(self.record, file)
         except OSError as exc:
             self.say(f"--record {file}: {exc}")
 
     def segments(self, host: str | None = None) -> list[str]:
-        """The files by which ranks shared memory, which those that are killed leave behind."""
+        """Return the files by which ranks share memory; ranks that are killed leave them behind."""
         starts = [entry for entry in self.entries if entry["kind"] == "start" and host in (None, entry["host"])]
         shared = {file for entry in starts for file in entry.get("shared", ())}
         return sorted(file for file in shared if file.startswith(SEGMENTS))
 
     # An attempt -------------------------------------------------------------------------------------
 
-    def _attempt(self, place: Place, signals: _Signals) -> Verdict:
-        ranks, hosts = place.ranks, [str(host) for host in place.hosts]
-        facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": place.left_out}
+    def _attempt(self, placement: Placement, signals: Signals) -> Verdict:
+        """Run one attempt, clean up after it, and return the verdict."""
+        ranks, hosts = placement.ranks, [str(host) for host in placement.hosts]
+        facts = {"ranks": ranks.training, "spares": ranks.spares, "hosts": hosts, "left_out": placement.left_out}
         self.job.record("attempt", **facts)
-        code, lost = self._run(self.plan(place, self.job), place, signals)
+        code, lost = self._run(self.plan(placement, self.job), placement, signals)
         hard = signals.count > 1
         job_folder.end_leftovers(self.job.name, grace_s=0.0 if hard else job_folder.GRACE_S)
-        there = [host.name for host in place.hosts if host.name not in lost]
-        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else LIMIT_S)]
+        there = [host.name for host in placement.hosts if host.name not in lost]
+        gone = [*lost, *self._gather(there, limit_s=LOST_END_S if hard else ANSWER_S)]
         self.gone = set(gone)
-        self._tell_news()
+        self._print_news()
         self.job.record("end", code=code)
         mine = self._entries_of_attempt()
         self.entries += mine
@@ -216,33 +194,33 @@ class _Supervisor:
         if signals.first is not None:
             return _stopped(signals.first)
         verdict = judge(mine, code, gone=gone)
-        self.dead += len(deaths(mine)) or (len(without_end(mine)) if verdict.ended == "lost" else 0)
+        self.dead += len(deaths(mine)) or (len(unfinished(mine)) if verdict.outcome == "lost" else 0)
         return verdict
 
-    def _run(self, plan: Command, place: Place, signals: _Signals) -> tuple[int, list[str]]:
+    def _run(self, plan: Plan, placement: Placement, signals: Signals) -> tuple[int, list[str]]:
         """Run mpirun; returns its exit code, below 0 if a signal ended it, and the hosts that were lost."""
         environment = {**os.environ, **plan.variables}
         with signals.held():
             process = subprocess.Popen(
-                plan.command, env=environment, start_new_session=True, preexec_fn=_die_with_supervisor()
+                plan.command, env=environment, start_new_session=True, preexec_fn=die_with_supervisor()
             )
-            signals.process = process
-        pulse = Pulse(self.agent, [host.name for host in place.hosts if host.name in self.others])
+            signals.forward_to(process)
+        heartbeat = Heartbeat(self.shell, [host.name for host in placement.hosts if host.name in self.others])
         lost: list[str] = []
         deadline, look_s, over = float("inf"), time.monotonic() + OVER_S, False
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(LOOK_S)
-                self._tell_news()
+                self._print_news()
                 if process.returncode is not None:
                     return process.returncode, lost
-                if not lost and (lost := pulse.lost()):
-                    self.say(f"{', '.join(lost)} does not answer any more, so this attempt ends")
+                if not lost and (lost := heartbeat.lost()):
+                    self.say(f"{', '.join(lost)} stopped answering, so this attempt ends")
                     process.terminate()
                 if lost or signals.first is not None:
                     deadline = min(deadline, time.monotonic() + (LOST_END_S if lost else END_S))
-                if not place.hosts and time.monotonic() > look_s:
+                if not placement.hosts and time.monotonic() > look_s:
                     look_s = time.monotonic() + OVER_S
                     over_before, over = over, self._all_have_ended()
                     if over and over_before:
@@ -250,12 +228,12 @@ class _Supervisor:
                 if time.monotonic() > deadline:
                     process.kill()
         finally:
-            signals.process = None
-            pulse.close()
+            signals.forward_to(None)
+            heartbeat.close()
             remove_session(process.pid)
 
     def _all_have_ended(self) -> bool:
-        """Whether all ranks of this attempt have started and ended, as far as can be seen from here."""
+        """Whether all ranks of this attempt have started and ended; False if they are not visible."""
         here = pid_namespace()
         starts = [entry for entry in self._entries_of_attempt() if entry["kind"] == "start"]
         return (
@@ -265,7 +243,7 @@ class _Supervisor:
         )
 
     def _gather(self, hosts: Sequence[str], *, limit_s: float) -> list[str]:
-        """Take the records of other hosts, and end what is left there; returns those that do not answer."""
+        """Gather the records of other hosts, and end leftover processes; returns the hosts that do not answer."""
         folder = shlex.quote(str(self.job.folder))
         mark = f"BAGUA_JOB={self.job.name}"
         find = f"grep -lazxF {mark} /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3"
@@ -274,8 +252,8 @@ class _Supervisor:
             f"for i in 1 2 3; do kill -9 $({find}) 2>/dev/null; done; cat {folder}/{RECORD} 2>/dev/null; "
             f"[ ! -s {folder}/{COMMITTED} ] || printf {shlex.quote(commit)} $(cat {folder}/{COMMITTED})"
         )
-        answers = self.agent.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
-        known = set(self._lines())  # emulated hosts share their memory, and so the record
+        answers = self.shell.ask([host for host in hosts if host in self.others], script, limit_s=limit_s)
+        known = set(self._lines())  # emulated hosts share the record
         news = [line for answer in answers.values() for line in (answer or "").splitlines() if line not in known]
         self.commits += [entry["number"] for entry in entries(news) if entry["kind"] == "commit"]
         add_lines(self.record, [line for line in news if '"kind": "commit"' not in line])
@@ -288,7 +266,7 @@ class _Supervisor:
         return self.job.folder / RECORD
 
     def _lines(self) -> list[str]:
-        """The record so far; empty if it could not be written."""
+        """The lines of the record so far; empty if it could not be written."""
         return self.record.read_text().splitlines() if self.record.exists() else []
 
     def _entries_of_attempt(self) -> list[dict[str, Any]]:
@@ -296,80 +274,81 @@ class _Supervisor:
 
     # Between attempts -------------------------------------------------------------------------------
 
-    def _next_place(self) -> Place:
-        """The hosts that answer, and as many ranks as they take.
+    def _next_placement(self) -> Placement:
+        """Return the hosts that answer, and the ranks that fit on them.
 
         Raises:
-            CommandError: They take too few.
+            CommandError: They have too few slots.
         """
         hosts, ranks = self.first.hosts, self.first.ranks
-        answers = self.agent.ask([host for host in self.others if host not in self.gone], "true")
-        answers |= dict.fromkeys(self.gone)  # those were asked a moment ago
+        answers = self.shell.ask([host for host in self.others if host not in self.gone], "true")
+        answers |= dict.fromkeys(self.gone)  # these were checked a moment ago
         gone = [host for host in hosts if host.name in answers and answers[host.name] is None]
         self.gone = {host.name for host in gone}
         if not gone:
             return self.first
-        self.say(f"{', '.join(host.name for host in gone)} did not answer within {LIMIT_S:g} s, and is left out")
+        self.say(f"{', '.join(host.name for host in gone)} did not answer within {ANSWER_S:g} s, and is left out")
         share = -(-ranks.started // len(hosts))
         left = tuple(Host(host.name, host.slots or share) for host in hosts if host not in gone)
         started = min(ranks.started, sum(host.slots or 0 for host in left))
         training = min(ranks.training, started)
         if training < ranks.least:
             raise CommandError(
-                f"the hosts that answer take {count(training, 'rank')}, and --min-ranks asks for {ranks.least}"
+                f"the hosts that answer have room for {count(training, 'rank')}, and --min-ranks is {ranks.least}"
             )
         spares = started - training
-        return Place(Ranks(training, spares, ranks.least), left, tuple(host.name for host in gone))
+        return Placement(Ranks(training, spares, ranks.least), left, tuple(host.name for host in gone))
 
-    # What the user sees -----------------------------------------------------------------------------
+    # Output -----------------------------------------------------------------------------------------
 
-    def _tell_news(self) -> None:
-        """With `-v`, tell what has come to the record since the last time."""
+    def _print_news(self) -> None:
+        """With `-v`, print the new entries of the record."""
         if not self.options.verbose or not self.record.exists():
             return
         with open(self.record, "rb") as file:
-            file.seek(self.told_to)
+            file.seek(self.shown_bytes)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self.told_to += len(whole)
+        self.shown_bytes += len(whole)
         for entry in entries(whole.decode(errors="replace").splitlines()):
             key = (entry["kind"], entry.get("attempt"), entry.get("meeting"), str(entry.get("dead")))
-            if entry["kind"] not in ("death", "recovery") or key not in self.told:  # several ranks tell these
-                self.told.add(key)
-                self._tell(entry)
+            if entry["kind"] not in ("death", "recovery") or key not in self.shown:  # several ranks record these
+                self.shown.add(key)
+                self._print(entry)
 
-    def _tell(self, entry: dict[str, Any]) -> None:
-        who = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
+    def _print(self, entry: dict[str, Any]) -> None:
+        rank = f"rank {entry.get('rank')} (pid {entry.get('pid')} on {entry.get('host')})"
         dead, recovery_s = entry.get("dead") or {}, float(entry.get("seconds") or 0)
-        words = {
-            "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} ranks train, "
-            f"{entry.get('spares')} stand by",
-            "start": f"{who} has started",
+        texts = {
+            "attempt": f"attempt {entry.get('attempt', 0) + 1}: {entry.get('ranks')} training ranks, "
+            f"{entry.get('spares')} spares",
+            "start": f"{rank} has started",
             "death": f"process {dead.get('number')} (pid {dead.get('pid')} on {dead.get('host')}): "
             f"{entry.get('reason')}",
-            "recovery": f"training goes on with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
+            "recovery": f"training continues with {entry.get('ranks')} ranks after {recovery_s:.2f} s",
             "trained": f"pid {entry.get('pid')} on {entry.get('host')} has trained to the end",
-            "error": f"{who} ends with {entry.get('error')}: {entry.get('text')}",
-            "exit": f"{who} has come to the end of its program",
+            "error": f"{rank} ends with {entry.get('error')}: {entry.get('text')}",
+            "exit": f"{rank} has finished",
         }
-        if entry["kind"] in words:
-            self.say(words[entry["kind"]])
+        if entry["kind"] in texts:
+            self.say(texts[entry["kind"]])
 
     def _conclude(self, verdict: Verdict) -> None:
+        """Record the verdict, and print a summary."""
         here = self.job.last_commit()
         if commits := [*self.commits, *([] if here is None else [here])]:
             self.job.record("commit", number=max(commits))
-        self.job.record("verdict", well=verdict.ended == "well", code=verdict.code, why=verdict.why)
+        self.job.record("verdict", well=verdict.succeeded, code=verdict.code, why=verdict.why)
         facts = [count(self.job.attempt + 1, "attempt"), count(self.dead, "death")]
         if (lost_s := time_lost_s(self.entries)) > 0:
             facts.append(f"{lost_s:.1f} s lost")
-        how = "the job ended well" if verdict.ended == "well" else f"the job did not end well: {verdict.why}"
+        how = "the job succeeded" if verdict.succeeded else f"the job failed: {verdict.why}"
         self.say(f"{how} ({', '.join(facts)})")
 
 
 @dataclass(frozen=True)
 class Program:
-    """The program of a job, which must be the same in each attempt."""
+    """The program of a job, which may not change between attempts."""
 
     name: str
     file: Path | None
@@ -377,24 +356,24 @@ class Program:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Program:
-        """The program that `run` is to start."""
+        """Return the program in the arguments of `run`."""
         file = _file_of_module(options.script) if options.module else Path(options.script)
         return cls(options.script, file, _digest(file))
 
     def must_be_the_same(self) -> None:
-        """Raise `CommandError` if the file of the program has changed: what ranks kept is that of another one."""
+        """Raise `CommandError` if the file has changed, since snapshots of the old program may not fit."""
         if _digest(self.file) != self.digest:
-            raise CommandError(f"{self.file} has changed since the job was started, so it is not started again")
+            raise CommandError(f"{self.file} has changed since the job was started, so it is not restarted")
 
 
 def remove_session(pid: int) -> None:
-    """Remove what an mpirun that was killed has left in the folder of temporary files."""
+    """Remove the temporary files of an mpirun that was killed."""
     for name in ("ompi", "prte"):
         shutil.rmtree(Path(tempfile.gettempdir(), f"{name}.{pid}"), ignore_errors=True)
 
 
 def _file_of_module(name: str) -> Path | None:
-    """Where a module lies, found without importing anything."""
+    """The file of a module, found without importing anything."""
     path: Sequence[str] | None = [os.getcwd(), *sys.path]
     for part in name.split("."):
         spec = importlib.machinery.PathFinder.find_spec(part, path)
@@ -412,57 +391,3 @@ def _digest(file: Path | None) -> str:
 
 def _stopped(number: signal.Signals) -> Verdict:
     return Verdict("stopped", 128 + number, f"{number.name} has ended this job")
-
-
-class _Signals:
-    """While the body of `with` runs, signals that end the job go to mpirun; a second one kills it."""
-
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.count = 0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup wants SIGHUP to be
-                self._before[number] = signal.signal(number, self._on_signal)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While the body of `with` runs, signals wait."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.count += 1
-        self.first = self.first or signal.Signals(number)
-        if self.process is None:
-            return
-        if self.count > 1:
-            self.process.kill()
-        else:
-            self.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
-
-
-def _die_with_supervisor() -> Callable[[], None] | None:
-    """What makes a child end when this process is killed; None where the system cannot do that."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    parent_death_signal = 1  # PR_SET_PDEATHSIG
-
-    def prepare() -> None:
-        prctl(parent_death_signal, int(signal.SIGTERM))
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask - set(SIGNALS))
-
-    return prepare

@@ -1,18 +1,17 @@
-"""How an attempt to run a supervised job ended, as its record and mpirun's exit code tell.
+"""The outcome of an attempt to run a supervised job, from its record and mpirun's exit code.
 
-mpirun's exit code alone does not: where ranks may die, it is 0 or 137 for the same outcome, and 0 also when a
-host has died. An attempt
+mpirun's exit code alone is not enough: where ranks may die, it is 0 or 137 for the same outcome, and 0 also when
+a host has died. An attempt
 
-    ended well    if ranks recorded that they trained to the end, and came to the end of the program; or, for a
-                  program without `elastic.run`, if mpirun returned 0 and every rank that connected came to its
-                  end
-    failed        if a rank ended with an exception of its own that nobody caught, or with an exit code of its
-                  own: the same would come again; or if it died between the end of training and that of the
-                  program, when commits are gone. It is not started again. mpirun's exit code may also be that
-                  of a process that was started in the place of a dead one, and ended before it connected: then
-                  it says nothing
+    succeeded     if ranks recorded that they trained to the end, and finished the program; or, for a program
+    without
+                  `elastic.run`, if mpirun returned 0 and every rank that connected finished
+    failed        if a rank ended with an uncaught exception of its own, or with an exit code of its own, since a
+                  restart would fail again; or if it died after training, but before the end of the program, when
+                  commits are gone. It is not restarted. mpirun's exit code may also be that of a process that was
+                  started to replace a dead one, and ended before it connected: then it is ignored
     was lost      otherwise: ranks were killed by signals or ended because of others, mpirun was killed, or hosts
-                  are gone; it is started again
+                  are gone. It is restarted
 """
 
 from __future__ import annotations
@@ -23,48 +22,53 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MOST_SIGNALS = 64
-"""The highest number of a signal; a shell's exit code for it is 128 more, and mpirun's too."""
+"""The highest number of a signal; the exit code of a shell, and of mpirun, is 128 more."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an attempt ended, and the exit code for it."""
+    """The outcome of an attempt, its exit code, and the reason."""
 
-    ended: Literal["well", "failed", "lost", "stopped"]
+    outcome: Literal["succeeded", "failed", "lost", "stopped"]
     code: int
     why: str
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether the job has succeeded."""
+        return self.outcome == "succeeded"
+
 
 def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] = ()) -> Verdict:
-    """How an attempt ended.
+    """Return the verdict on an attempt.
 
     Args:
-        entries: What the record tells of this attempt.
+        entries: The entries of this attempt in the record.
         code: mpirun's exit code; below 0 if a signal has ended mpirun.
         gone: The hosts of the attempt that do not answer.
 
-    >>> judge([], 0).ended, judge([], 3).ended, judge([], 137).ended
-    ('well', 'failed', 'lost')
+    >>> judge([], 0).outcome, judge([], 3).outcome, judge([], 137).outcome
+    ('succeeded', 'failed', 'lost')
     """
     errors = [entry for entry in entries if entry["kind"] == "error"]
     own = [entry for entry in errors if not entry.get("due_to_others")]
     trained = {_process(entry) for entry in entries if entry["kind"] == "trained"}
-    missing = without_end(entries)
+    missing = unfinished(entries)
     if own:
-        return Verdict("failed", code if 0 < code < 128 else 1, _told(own[0]))
-    if (1 < code < 128 and not _a_recruit_vanished(entries)) or (code == 1 and not (errors or missing or gone)):
+        return Verdict("failed", code if 0 < code < 128 else 1, _describe(own[0]))
+    if (1 < code < 128 and not _is_a_recruit_missing(entries)) or (code == 1 and not (errors or missing or gone)):
         return Verdict("failed", code, f"the program ended with exit code {code}")
     if trained:
         missing = [entry for entry in missing if _process(entry) in trained]
         if not missing:
-            return Verdict("well", 0, "all ranks that trained came to the end")
-        return Verdict("failed", code or 1, f"{_names(missing)} died when training had ended, so nothing is kept")
+            return Verdict("succeeded", 0, "all ranks that trained have finished")
+        return Verdict("failed", code or 1, f"{_names(missing)} died after training, so no commit is left")
     if gone:
-        why = f"{_listed('host', gone)} did not answer any more"
+        why = f"{_listed('host', gone)} stopped answering"
     elif errors:
-        why = _told(errors[0])
+        why = _describe(errors[0])
     elif missing:
-        why = f"{_names(missing)} came to no end"
+        why = f"{_names(missing)} did not finish"
     elif code < 0:
         why = f"{_name(-code)} ended mpirun"
     elif number := _signal_of(code):
@@ -72,25 +76,25 @@ def judge(entries: Sequence[dict[str, Any]], code: int, *, gone: Sequence[str] =
     elif code:
         return Verdict("failed", code, f"mpirun ended with exit code {code}")
     else:
-        return Verdict("well", 0, "the program came to its end")
+        return Verdict("succeeded", 0, "the program has finished")
     return Verdict("lost", 128 - code if code < 0 else code or 1, why)
 
 
-def without_end(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The starts of those ranks that recorded no end: they were killed, also by mpirun because of others."""
+def unfinished(entries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the start entries of ranks without an end entry: they were killed, perhaps by mpirun."""
     ended = {_process(entry) for entry in entries if entry["kind"] in ("exit", "error")}
     return [entry for entry in entries if entry["kind"] == "start" and _process(entry) not in ended]
 
 
-def _a_recruit_vanished(entries: Sequence[dict[str, Any]]) -> bool:
-    """Whether a process that was started in the place of a dead one has not connected."""
+def _is_a_recruit_missing(entries: Sequence[dict[str, Any]]) -> bool:
+    """Whether a process that was started to replace a dead one has not connected."""
     recruits: int = sum(entry["count"] for entry in entries if entry["kind"] == "recruits")
     sizes: list[int] = [entry.get("size", 1) for entry in entries if entry["kind"] == "start"]
     return recruits > 0 and len(sizes) < max(sizes, default=1) + recruits
 
 
 def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
-    """The processes whose death others recorded, each once."""
+    """Return the processes whose death was recorded, each once."""
     return {
         (entry.get("attempt"), *(entry["dead"].get(name) for name in ("number", "host", "pid")))
         for entry in entries
@@ -99,7 +103,7 @@ def deaths(entries: Sequence[dict[str, Any]]) -> set[tuple[Any, ...]]:
 
 
 def time_lost_s(entries: Sequence[dict[str, Any]]) -> float:
-    """How long nobody trained: recoveries inside of attempts, and from the end of one to ranks of the next."""
+    """Return the time without training: recoveries, and from the end of an attempt to the start of the next."""
     recoveries = {
         (entry.get("attempt"), entry.get("meeting")): float(entry.get("seconds", 0.0))
         for entry in entries
@@ -118,7 +122,7 @@ def _process(entry: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(map(entry.get, ("attempt", "host", "namespace", "pid")))
 
 
-def _told(entry: dict[str, Any]) -> str:
+def _describe(entry: dict[str, Any]) -> str:
     return f"rank {entry.get('rank')} ended with {entry.get('error')}: {entry.get('text')}"
 
 
@@ -132,7 +136,7 @@ def _listed(noun: str, names: Sequence[str]) -> str:
 
 
 def _signal_of(code: int) -> int:
-    """The signal that an exit code stands for; 0 if it stands for none."""
+    """The signal of an exit code; 0 if there is none."""
     return code - 128 if 128 < code <= 128 + MOST_SIGNALS else 0
 
 

@@ -57,7 +57,7 @@ def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s
     try:
         if (found := plugin.count()) < 1:
             raise BootstrapError("the network plugin finds no interface; see NCCL_SOCKET_IFNAME")
-        pair = Pair.connect(plugin, context, deadline=deadline)
+        pair = ConnectedPair.connect(plugin, context, deadline=deadline)
         try:
             for size in SIZES:
                 _send_one(pair, size, deadline)
@@ -72,7 +72,7 @@ def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s
 
 
 @dataclass
-class Pair:
+class ConnectedPair:
     """Two ends of a connection in this process."""
 
     plugin: Plugin
@@ -80,7 +80,7 @@ class Pair:
     receiver: c_void_p
 
     @classmethod
-    def connect(cls, plugin: Plugin, context: c_void_p, *, device: int = 0, deadline: float) -> Pair:
+    def connect(cls, plugin: Plugin, context: c_void_p, *, device: int = 0, deadline: float) -> ConnectedPair:
         """Listen, connect and accept.
 
         Raises:
@@ -104,7 +104,7 @@ class Pair:
         self.plugin.closeRecv(self.receiver)
 
 
-def _send_one(pair: Pair, size: int, deadline: float) -> None:
+def _send_one(pair: ConnectedPair, size: int, deadline: float) -> None:
     plugin = pair.plugin
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
     out = np.zeros(size + 1, np.uint8)

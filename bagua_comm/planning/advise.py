@@ -1,362 +1,38 @@
-"""`python -m bagua_comm advise`: which algorithm would train fastest on a cluster, by the cost model.
-
-The input is the numbers of a cluster and of a training step; the output is tables, advice and a figure.
-`costmodel` says how step times are computed.
+"""Advice on which algorithm to train with, from the predictions of the cost model.
 
 The advice: average gradients exactly where the network keeps up. Where it does not, send eight bits: `ByteGrad()`
 with one rank on each node, `GradientAllReduce(Hierarchical(Quantized()))` with several, which share a link. Both
-need about as many steps as exact averaging. Where the network holds each flow (TCP connection) to a rate, more
-flows may gain more than fewer bytes. What averages weights, or not in every step, may be faster still, but may
-need more steps to the same loss. How many is not known here, so the report says how many it may need.
+need about as many steps as exact averaging. Where the network limits each flow (TCP connection), more flows may
+gain more than fewer bytes. Algorithms that average weights, or not in every step, may be faster still, but may
+need more steps to the same loss. That number is not known here, so the report says how many they may need.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import dataclasses
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..algorithms import ByteGrad
 from ..algorithms.by_node import ByNode
 from ..algorithms.combinators import After, Every
-from ..bucket import DEFAULT_BUCKET_BYTES
-from .costmodel import (
-    LARGEST,
-    METHODS,
-    MOST_FLOWS,
-    Advice,
-    Cluster,
-    Job,
-    Rates,
-    TorchDDP,
-    advise,
-    held_up_s,
-    predict,
-)
-from .models import MODELS, mixture_of_experts, sync_batchnorm
-
-SUMMARY = DESCRIPTION = "predict which algorithm trains fastest on a cluster"
+from .costmodel import METHODS, MOST_FLOWS, Advice, Cluster, Job, Rates, advise, predict
 
 LARGEST_SIZE = 4096
-"""How many ranks the last row of the second table has."""
-
-BANDWIDTHS_GBIT = tuple(10 ** (exponent / 8) for exponent in range(-8, 25))
-"""The bandwidths of the figure: from 100 Mbit/s to 1 Tbit/s."""
-
+"""The largest number of ranks in `scaling`."""
 
 MOST_FAITHFUL = ("exact", "hierarchical", "float16", "bytegrad", "hierarchical-bytes", "error-feedback")
 """Averages of gradients, the one with the smallest error first."""
 
 AS_FAST = 1.02
-"""Of two steps, the longer counts as equally fast up to this ratio: the model is not that precise."""
-
-
-class AdviceError(Exception):
-    """The question cannot be answered with these arguments."""
-
-
-# ---------------------------------------------------------------------------------------------------
-# Arguments
-# ---------------------------------------------------------------------------------------------------
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `advise`."""
-    parser.add_argument("--nodes", type=whole_number, required=True, metavar="N")
-    parser.add_argument("--ranks-per-node", type=whole_number, default=1, metavar="L")
-    parser.add_argument("--bandwidth", type=bandwidth, required=True, help="of a node's link: 10gbit, 500mbit")
-    parser.add_argument("--latency", type=seconds, default=50e-6, help="between nodes: 50us (the default), 1ms")
-    parser.add_argument(
-        "--flow-bandwidth",
-        type=bandwidth,
-        default=math.inf,
-        help="what one flow (TCP connection) carries at most: 5gbit, 100mbit; by default as much as the link",
-    )
-    parser.add_argument(
-        "--flows",
-        type=whole_number,
-        default=1,
-        metavar="N",
-        help="flows between two ranks on different nodes (1)",
-    )
-    parser.add_argument("--intra-gbs", type=number, help="GB/s between ranks of a node (10; 200 on GPUs)")
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what ranks compute on (gpu)")
-    parser.add_argument(
-        "--cores-per-rank",
-        type=number,
-        default=math.inf,
-        metavar="C",
-        help="cores that computation and communication of a rank share, on a CPU; unlimited by default",
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--model-bytes", type=size_in_bytes, help="of all gradients: 553M, 1.2G, 512KiB")
-    size.add_argument("--model", choices=MODELS, help="a model whose layers are known")
-    parser.add_argument("--step-time", type=seconds, help="of a step without communication: 1.2, 300ms")
-    for part in ("forward", "backward", "optimizer"):
-        parser.add_argument(f"--{part}", type=seconds, help=f"of the {part} part of it, instead")
-    parser.add_argument(
-        "--sync-batchnorm",
-        type=numbers("LAYERSxCHANNELS", "53x256"),
-        action="append",
-        default=[],
-        metavar="LAYERSxCHANNELS",
-        help="layers that normalize over the batches of all ranks: 53x256; may be repeated",
-    )
-    parser.add_argument(
-        "--moe",
-        type=numbers("LAYERSxTOKENSxHIDDENxEXPERTSxK", "12x8192x1024x64x2"),
-        action="append",
-        default=[],
-        metavar="LAYERSxTOKENSxHIDDENxEXPERTSxK",
-        help="mixtures of experts, each for so many tokens of a rank: 12x8192x1024x64x2; may be repeated",
-    )
-    parser.add_argument("--bucket-bytes", type=size_in_bytes, default=DEFAULT_BUCKET_BYTES)
-    parser.add_argument(
-        "--rates", type=Path, metavar="FILE", help="calibrated rates, from benchmarks.training.costmodel"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw speed-ups over bandwidths")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-
-
-def bandwidth(text: str) -> float:
-    """Gbit/s, from a text such as "10gbit" or "500mbit"."""
-    return _number(
-        "a bandwidth", text, {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0, "tbit": 1e3}, "10gbit or 500mbit"
-    )
-
-
-def seconds(text: str) -> float:
-    """Seconds, from a text such as "50us", "1.5ms", "2s" or "2"."""
-    return _number(
-        "a time", text, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}, "1.2, 300ms or 50us", least=0
-    )
-
-
-def number(text: str) -> float:
-    """A number without a unit, from a text such as "2" or "0.5"."""
-    return _number("a number", text, {"": 1.0}, "2 or 0.5", least=0)
-
-
-def whole_number(text: str) -> int:
-    """An integer, from a text such as "4"."""
-    if not re.fullmatch(r"\s*[0-9]{1,18}\s*", text):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of ranks or nodes; expected e.g. 4")
-    return int(text)
-
-
-def numbers(form: str, example: str) -> Callable[[str], tuple[int, ...]]:
-    """A parser of integers of at least 1 in this form, such as "53x256" for "LAYERSxCHANNELS"."""
-
-    def parse(text: str) -> tuple[int, ...]:
-        parts = text.lower().split("x")
-        if len(parts) != len(form.split("x")) or not all(
-            re.fullmatch("[1-9][0-9]{0,11}", part) for part in parts
-        ):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {form}; expected e.g. {example}")
-        return tuple(map(int, parts))
-
-    return parse
-
-
-def size_in_bytes(text: str) -> int:
-    """Bytes, from a text such as "553M", "1.2G", "512KiB" or "1000"."""
-    units = {"": 1.0}
-    for power, letter in enumerate("kmg", 1):
-        units |= {letter: 1e3**power, f"{letter}b": 1e3**power, f"{letter}ib": 1024.0**power}
-    return round(_number("a size", text, units, "553M, 1.2G or 512KiB", least=1))
-
-
-def _number(what: str, text: str, units: Mapping[str, float], examples: str, least: float | None = None) -> float:
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    try:
-        if match is None:
-            raise ValueError
-        value = float(match[1]) * units[match[2]]
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {what}; expected e.g. {examples}") from None
-    if value < (least or 0) or (value == 0 and least is None):
-        raise argparse.ArgumentTypeError(f"{text!r} is too small for {what}; expected e.g. {examples}")
-    if value > LARGEST:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is too large for {what}; expected e.g. {examples}")
-    return value
-
-
-def read_rates(path: Path) -> Rates:
-    """Rates from a JSON file: a dictionary of rates, or a record that has one under "rates".
-
-    Raises:
-        AdviceError: The file cannot be read, or holds something else.
-    """
-    try:
-        data = json.loads(path.read_text())
-        return Rates.from_dict(data["rates"] if isinstance(data, dict) and "rates" in data else data)
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
-        raise AdviceError(f"--rates {path}: {exc}") from exc
-
-
-def _inputs(options: argparse.Namespace) -> tuple[Job, Cluster, Rates]:
-    parts = {part: getattr(options, part) for part in ("forward", "backward", "optimizer")}
-    given = {f"{part}_s": value for part, value in parts.items() if value is not None}
-    if (options.step_time is None) == (not given):
-        raise AdviceError("give --step-time, or --forward, --backward and --optimizer")
-    if not given:  # a backward pass takes about twice as long as a forward pass
-        given = {"forward_s": options.step_time / 3, "backward_s": options.step_time * 2 / 3}
-    layers = MODELS.get(options.model, ())
-    nbytes = sum(layer.nbytes for layer in layers) or options.model_bytes
-    blocking = [call for n, channels in options.sync_batchnorm for call in sync_batchnorm(channels, layers=n)]
-    for n, tokens, hidden, experts, k in options.moe:
-        blocking += mixture_of_experts(tokens, hidden, experts, k=k, layers=n)
-    job = Job(nbytes, **given, bucket_bytes=options.bucket_bytes, layers=layers, blocking=tuple(blocking))
-    gpu = options.device == "gpu"
-    cluster = Cluster(
-        options.nodes,
-        options.ranks_per_node,
-        options.bandwidth,
-        options.latency,
-        intra_gbs=options.intra_gbs if options.intra_gbs is not None else 200.0 if gpu else 10.0,
-        cores_per_rank=options.cores_per_rank,
-        transport="nccl" if gpu else "mpi",
-        flows=options.flows,
-        flow_bandwidth_gbit=options.flow_bandwidth,
-    )
-    rates = read_rates(options.rates) if options.rates else Rates.gpu() if gpu else Rates()
-    return job, cluster, rates
-
-
-# ---------------------------------------------------------------------------------------------------
-# The report
-# ---------------------------------------------------------------------------------------------------
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the advice; returns the exit code.
-
-    Raises:
-        AdviceError: The arguments do not go together, or the figure cannot be drawn.
-        ArrayError: An argument is out of range.
-    """
-    job, cluster, rates = _inputs(options)
-    if options.plot:
-        plot(options.plot, job, cluster, rates)
-    if options.json:
-        print(json.dumps(_record(job, cluster, rates), indent=1))
-        return 0
-    print(*report(job, cluster, rates), sep="\n")
-    if options.plot:
-        print(f"\n{options.plot} shows it over bandwidths.")
-    return 0
-
-
-def report(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
-    """Tables and advice, as lines."""
-    c = cluster
-    rows = advise(job, c, rates)
-    nodes = f"{c.nodes} nodes of {c.ranks_per_node} rank{'s' * (c.ranks_per_node > 1)}"
-    lines = [
-        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone; {nodes}, "
-        f"{c.bandwidth_gbit:g} Gbit/s, {_time(c.latency_s)}",
-        *_flows(job, c, rates),
-        *_held_up(job, c, rates, rows[0].prediction.step_s),
-        "",
-        f"{'algorithm':<24}{'averages':<11}{'step':>10}{'speed-up':>10}{'hidden':>8}"
-        f"{'MB a rank':>11}{'MB a node':>11}",
-    ]
-    exact = predict(METHODS["exact"], job, c, rates).step_s
-    for name, method, prediction in rows:
-        lines.append(
-            f"{name:<24}{payload(method):<11}{_time(prediction.step_s):>10}{_ratio(exact, prediction.step_s):>10}"
-            f"{prediction.hidden:>8.0%}{prediction.wire_bytes / 1e6:>11,.1f}{prediction.node_bytes / 1e6:>11,.1f}"
-        )
-    lines += [
-        "",
-        *_advice(rows, exact, guessed=rates == Rates.gpu()),
-        "",
-        "In Python, after `from bagua_comm import *`:",
-        *(f"  {name:<24}{expression(method)}" for name, method, _ in rows if not isinstance(method, TorchDDP)),
-        "",
-        f"{'ranks':>6}{'exact':>10}  {'best with gradients':<34}{'best of all'}",
-    ]
-    for row in scaling(job, c, rates):
-        best = [f"{row[kind].name} {_time(row[kind].prediction.step_s)}" for kind in ("gradients", "all")]
-        lines.append(f"{row['ranks']:>6}{_time(row['exact_s']):>10}  {best[0]:<34}{best[1]}")
-    return lines
-
-
-def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:
-    """The fewest flows between two ranks with which exact averaging is as fast as flows can make it."""
-
-    def step_s(flows: int) -> float:
-        return predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), rates).step_s
-
-    whole = math.ceil(cluster.bandwidth_gbit / cluster.flow_bandwidth_gbit)
-    most = max(cluster.flows, min(whole, MOST_FLOWS))
-    limit_s = AS_FAST * step_s(most)
-    return bisect.bisect_left(range(1, most), True, key=lambda flows: step_s(flows) <= limit_s) + 1
-
-
-def _flows(job: Job, cluster: Cluster, rates: Rates) -> list[str]:
-    """A line about flows, if they may be what a step waits for."""
-    c = cluster
-    if c.flow_bandwidth_gbit >= c.bandwidth_gbit:
-        return []
-    asked = f"{c.flows} flow{'s' * (c.flows != 1)} of {c.flow_bandwidth_gbit:g} Gbit/s between two ranks"
-    if c.nodes == 1:
-        return [f"{asked}: on one node there are no flows, so --links and the plugin for NCCL do nothing"]
-    enough = enough_flows(job, c, rates)
-    exact_s, faster_s = (
-        predict(METHODS["exact"], job, dataclasses.replace(c, flows=n), rates).step_s for n in (c.flows, enough)
-    )
-    if enough <= c.flows:
-        return [f"{asked}: more would gain nothing"]
-    means = (
-        "the plugin for NCCL, run --net bagua, pays" if c.transport == "nccl" else f"run --links {enough} pays"
-    )
-    return [f"{asked}: exact takes {_time(exact_s)} a step, and with {enough} flows {_time(faster_s)}: {means}"]
-
-
-def _held_up(job: Job, cluster: Cluster, rates: Rates, fastest_s: float) -> list[str]:
-    """A line about the calls of the model itself, if it has any."""
-    count = sum(call.times for call in job.blocking)
-    if not count:
-        return []
-    held_s = held_up_s(job, cluster, rates)
-    share = held_s / fastest_s if fastest_s else 0.0
-    return [
-        f"{count} calls of the model itself hold a step up for {_time(held_s)}, {share:.0%} of the fastest step, "
-        "whatever the algorithm"
-    ]
-
-
-def _advice(rows: Sequence[Advice], exact_s: float, *, guessed: bool) -> list[str]:
-    """What to train with, and what this model does not know."""
-    gradients, weights = best_of_gradients(rows), best_of_weights(rows)
-    times = _ratio(exact_s, gradients.prediction.step_s)
-    lines = ["Speed-ups are over exact, per step.", ""]
-    if gradients.name == "exact":
-        lines.append(f"Gradients in every step: {expression(gradients.method)}; fewer bytes would gain nothing.")
-    else:
-        lines.append(f"Gradients in every step: {expression(gradients.method)}, {times}, about as many steps.")
-    if weights is not None:
-        gain = gradients.prediction.step_s / weights.prediction.step_s
-        lines.append(
-            f"Weights: {expression(weights.method)}, {_ratio(exact_s, weights.prediction.step_s)}, "
-            f"pays if it needs fewer than {gain:.2f} times as many steps."
-        )
-    lines.append(
-        "Not known here: how many steps an algorithm needs to the same loss, slow ranks, other traffic"
-        + (".\nRates of GPUs are guesses; --rates takes measured ones." if guessed else ".")
-    )
-    return lines
+"""Steps whose times differ by less than this ratio count as equally fast: the model is not more precise."""
 
 
 def best_of_gradients(rows: Iterable[Advice]) -> Advice:
-    """The average of gradients with the smallest error among those that are as fast as the fastest.
+    """The average of gradients with the smallest error among the fastest ones.
 
     QAdam is left out, since it is an optimizer as well; its step is about as long as that of its average.
     """
@@ -367,14 +43,19 @@ def best_of_gradients(rows: Iterable[Advice]) -> Advice:
 
 
 def best_of_weights(rows: Sequence[Advice]) -> Advice | None:
-    """The fastest that averages weights; None if none is faster than averages of gradients."""
+    """The fastest average of weights; None if none is faster than averages of gradients."""
     limit_s = best_of_gradients(rows).prediction.step_s / AS_FAST
     faster = (row for row in rows if payload(row.method) == "weights" and row.prediction.step_s < limit_s)
     return min(faster, key=lambda row: row.prediction.step_s, default=None)
 
 
+def payload(method: object) -> str:
+    """The payload of an algorithm: "gradients", averaged in every step, or "weights"."""
+    return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"
+
+
 def expression(value: object) -> str:
-    """The Python expression that makes an algorithm, an average or a codec; defaults are left out.
+    """The Python expression of an algorithm, an average or a codec, without defaults.
 
     >>> from bagua_comm.algorithms import from_name
     >>> expression(from_name("hierarchical-bytes")), expression(from_name("bytegrad"))
@@ -397,11 +78,6 @@ def expression(value: object) -> str:
     return f"{made_by.get(type(value), type(value).__name__)}({', '.join(arguments)})"
 
 
-def payload(method: object) -> str:
-    """What an algorithm averages: "gradients", in every step, or "weights"."""
-    return "weights" if getattr(method, "payload", "grad") == "weight" else "gradients"
-
-
 def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
     """For 2, 4, 8 ... ranks on nodes like these: the step of exact averaging, and the best algorithms."""
     rows: list[dict[str, Any]] = []
@@ -422,117 +98,13 @@ def scaling(job: Job, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
     return rows
 
 
-def _record(job: Job, cluster: Cluster, rates: Rates) -> dict[str, Any]:
-    """The report as plain data for JSON, with null for infinity."""
-    return {
-        "job": dataclasses.asdict(job),
-        "cluster": {k: None if v == math.inf else v for k, v in dataclasses.asdict(cluster).items()},
-        "enough_flows": enough_flows(job, cluster, rates),
-        "rates": dataclasses.asdict(rates),
-        "algorithms": [_row(advice) for advice in advise(job, cluster, rates)],
-        "scaling": [
-            {**row, "gradients": _row(row["gradients"]), "all": _row(row["all"])}
-            for row in scaling(job, cluster, rates)
-        ],
-    }
+def enough_flows(job: Job, cluster: Cluster, rates: Rates) -> int:
+    """The smallest number of flows between two ranks with which exact averaging is as fast as with more."""
 
+    def step_s(flows: int) -> float:
+        return predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), rates).step_s
 
-def _row(advice: Advice) -> dict[str, Any]:
-    return {
-        "name": advice.name,
-        "algorithm": repr(advice.method),
-        "python": None if isinstance(advice.method, TorchDDP) else expression(advice.method),
-        "averages": payload(advice.method),
-        **dataclasses.asdict(advice.prediction),
-        "hidden": advice.prediction.hidden,
-    }
-
-
-def _time(value: float) -> str:
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
-
-
-def _ratio(exact: float, step: float) -> str:
-    return f"{exact / step:.2f}x" if step else "-"
-
-
-# ---------------------------------------------------------------------------------------------------
-# The figure
-# ---------------------------------------------------------------------------------------------------
-
-GRADIENTS = {
-    "ddp": ("0.5", ":"),
-    "float16": ("#7b4fa3", "--"),
-    "bytegrad": ("#1f77b4", "-"),
-    "error-feedback": ("#17a2b8", "--"),
-    "qadam": ("#e0a100", ":"),
-    "hierarchical": ("#2a9d5c", "--"),
-    "hierarchical-bytes": ("#d1341f", "-"),
-}
-WEIGHTS = {
-    "decentralized": ("0.5", ":"),
-    "one-peer": ("#d95f02", "--"),
-    "low-precision-ring": ("#1f77b4", "--"),
-    "low-precision-one-peer": ("#1f77b4", "-"),
-    "low-precision-by-node": ("#17a2b8", "-."),
-    "async": ("#2a9d5c", "--"),
-    "diloco-100-bytes": ("#2a9d5c", "-"),
-}
-"""The algorithms of the two panels of the figure, with colour and line."""
-
-
-def plot(path: Path, job: Job, cluster: Cluster, rates: Rates) -> None:
-    """Draw speed-ups over exact averaging against the bandwidth, as in Bagua's figure of the trade-off.
-
-    Averages of gradients and of weights have a panel each, with a scale of its own: relaxed algorithms can be
-    hundreds of times as fast on a slow network, beside which a factor of two would not be seen.
-
-    Raises:
-        AdviceError: matplotlib is missing, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise AdviceError("--plot needs matplotlib: pip install matplotlib") from exc
-
-    clusters = [dataclasses.replace(cluster, bandwidth_gbit=gbit) for gbit in BANDWIDTHS_GBIT]
-    names = {advice.name for advice in advise(job, cluster, rates)}
-
-    def steps(name: str) -> list[float]:
-        return [predict(METHODS[name], job, at, rates).step_s for at in clusters]
-
-    exact = steps("exact")
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    panels = {
-        "gradients, in every step": (GRADIENTS, figure.add_subplot(1, 2, 1)),
-        "weights: may need more steps": (WEIGHTS, figure.add_subplot(1, 2, 2)),
-    }
-    for title, (drawn, axes) in panels.items():
-        axes.axhline(1, color="0.2", linewidth=1, label="exact")
-        axes.axvline(cluster.bandwidth_gbit, color="0.85", zorder=0)
-        for name, (colour, line) in drawn.items():
-            if name in names:
-                ups = [one / other for one, other in zip(exact, steps(name), strict=True)]
-                axes.plot(BANDWIDTHS_GBIT, ups, line, color=colour, label=name)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.set_xlabel("bandwidth of a node (Gbit/s)")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(color="0.92")
-        axes.legend(frameon=False, fontsize=8)
-        axes.yaxis.set_major_formatter("{x:g}x")
-    gradients, weights = (axes for _, axes in panels.values())
-    gradients.set_ylim(bottom=0)
-    gradients.set_ylabel("speed-up of a step over exact averaging")
-    weights.set_yscale("log")
-    weights.yaxis.set_major_formatter("{x:g}x")
-    figure.suptitle(
-        f"{job.model_bytes / 1e6:,.0f} MB, {_time(job.compute_s)} a step alone, "
-        f"{cluster.nodes} nodes of {cluster.ranks_per_node}",
-    )
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as exc:
-        raise AdviceError(f"--plot {path}: {exc}") from exc
+    whole = math.ceil(cluster.bandwidth_gbit / cluster.flow_bandwidth_gbit)
+    most = max(cluster.flows, min(whole, MOST_FLOWS))
+    limit_s = AS_FAST * step_s(most)
+    return bisect.bisect_left(range(1, most), True, key=lambda flows: step_s(flows) <= limit_s) + 1

@@ -1,4 +1,4 @@
-"""Layers of well-known models, and parts of models that communicate themselves, for the cost model."""
+"""Layers of well-known models, and calls of models that communicate, for the cost model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ class Layer(NamedTuple):
 
     nbytes: int
     share: float
-    """The share of the backward pass that computes them, in any unit."""
+    """The fraction of the backward pass that computes them, in any unit."""
 
 
 class Blocking(NamedTuple):
-    """A call in the midst of a forward or backward pass, for which the pass waits."""
+    """A call within a forward or backward pass, for which the pass waits."""
 
     call: Literal["allreduce", "allgather", "alltoall"]
     nbytes: int
-    """Bytes of a rank's array; with "alltoall", of all that it sends and keeps, equally much for each rank."""
+    """Bytes of a rank's array; for "alltoall", the same number of bytes for each rank, itself included."""
     times: int = 1
-    """How often it is made in a step."""
+    """Number of these calls in a step."""
 
 
 def sync_batchnorm(channels: int, *, layers: int = 1) -> tuple[Blocking, ...]:
     """The calls of `bagua_torch.SyncBatchNorm`, in float64.
 
-    Forward, the ranks gather a count, which layer this is and whether it goes backward, and a mean and a sum of
-    squares for each channel; backward, they add two gradients for each channel.
+    Forward, the ranks gather a count, the number of the layer, whether it runs backward, and a mean and a sum of
+    squares for each channel. Backward, they add two gradients for each channel.
     """
     return (
         Blocking("allgather", 8 * (3 + 2 * channels), layers),
@@ -40,15 +40,15 @@ def mixture_of_experts(
 ) -> tuple[Blocking, ...]:
     """The calls of `bagua_torch.moe.MoE`, if experts are equally busy.
 
-    Forward, the ranks gather which layer this is and how many tokens chose each expert; tokens go to their
-    experts and come back, and so do their gradients, backward.
+    Forward, the ranks gather the number of the layer and the number of tokens of each expert, and tokens travel
+    to their experts and back. Backward, their gradients do.
 
     Args:
         tokens: Tokens of a rank in a step.
         hidden: Elements of a token.
-        experts: How many experts there are on all ranks together.
-        k: How many experts a token is sent to.
-        layers: How many such layers there are.
+        experts: Number of experts on all ranks together.
+        k: Number of experts of each token.
+        layers: Number of such layers.
         itemsize: Bytes of an element on the wire.
     """
     return (
@@ -58,7 +58,7 @@ def mixture_of_experts(
 
 
 def _layers(*forward: tuple[int, int, float]) -> tuple[Layer, ...]:
-    """Layers in the order of their gradients, from (how many, parameters, work) in that of the forward pass."""
+    """Layers in the order of their gradients, from (count, parameters, work) in the order of the forward pass."""
     return tuple(Layer(4 * n, work) for count, n, work in reversed(forward) for _ in range(count))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..algorithms import Algorithm, Point, Rounds
-from ..algorithms.base import complete, phases_of, runs_in_rounds
+from ..algorithms.base import phases_of, runs_in_rounds, with_defaults
 from ..algorithms.combinators import Interval
 from ..arrays import Array
 from ..bucket import Plan, TensorSpec
@@ -44,7 +44,7 @@ def check_algorithm(
     assert again == algorithm, f"the repr of {algorithm!r} evaluates to {again!r}"
     for phase in phases_of(algorithm):
         assert phase.payload in ("grad", "weight"), f'payload is {phase.payload!r}, expected "grad" or "weight"'
-        window = complete(phase).window
+        window = with_defaults(phase).window
         if not isinstance(window, Rounds):
             for point in (window.opens, window.closes):
                 assert point in _POINTS, f"{window} opens or closes at {point}, expected a Point of a step"

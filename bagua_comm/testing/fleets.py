@@ -1,18 +1,19 @@
-"""A fleet of threads: elastic training without processes, where a rank dies exactly when a test says so.
+"""A fleet of threads: elastic training without processes, where a test decides exactly when a rank dies.
 
-A death is an exception that no program catches, in the next call of the victim, whichever thread makes it. All
-others learn of it in the same moment, as if every operating system told at once.
+A death is an exception that programs do not catch, raised in the next call of the victim on any of its threads.
+All others detect it at the same moment.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from ..comm import Communicator
-from ..elastic.fleet import Death, Fleet, Meeting, Process
+from ..elastic.fleet import Death, Fleet, Process, Rendezvous
 from ..errors import CommAborted, CommError, CommTimeout, RankFailed
 from ..transports import LocalTransport, Transport
 from ..transports.base import POINT_TO_POINT, Message
@@ -22,18 +23,30 @@ T = TypeVar("T")
 
 
 class Killed(BaseException):
-    """This process has died."""
+    """This process has been killed."""
+
+
+_FORMER = {
+    "waiting": "joining",
+    "here": "present",
+    "called": "requested_rounds",
+    "met": "completed_rounds",
+    "meetings": "rounds",
+    "recruit": "spawn",
+}
+"""Former names of attributes of `ThreadJob`."""
 
 
 class ThreadJob:
-    """The processes of a job, as threads; one for all of them.
+    """The processes of a job, as threads; shared by all of them.
 
     Args:
-        size: How many processes begin.
+        size: How many processes are started.
         wanted: How many train; all of them if None.
-        hosts: The host of each process; all on one if None.
-        timeout_s: How long a call or a meeting may wait.
-        recruit: Started as a new process by `Fleet.recruit`; None if this job cannot start processes.
+        hosts: The host of each process; a single host if None.
+        timeout_s: How long a call or a rendezvous may wait.
+        spawn: Run as a new process by `Fleet.spawn`; None if this job cannot start processes.
+        recruit: Former name of `spawn`.
     """
 
     def __init__(
@@ -43,33 +56,43 @@ class ThreadJob:
         wanted: int | None = None,
         hosts: Sequence[str] | None = None,
         timeout_s: float = 20.0,
+        spawn: Callable[[ThreadFleet], Any] | None = None,
         recruit: Callable[[ThreadFleet], Any] | None = None,
     ) -> None:
-        self.wanted, self.timeout_s, self.recruit = wanted or size, timeout_s, recruit
+        if recruit is not None:
+            warnings.warn("ThreadJob: recruit is now spawn", DeprecationWarning, 2)
+        self.wanted, self.timeout_s, self.spawn = wanted or size, timeout_s, spawn or recruit
         self.changed = threading.Condition(threading.RLock())
         self.processes = {n: Process(n, hosts[n] if hosts else "host", 1000 + n) for n in range(size)}
-        """All that were ever let in, by number."""
-        self.waiting: list[int] = []
-        """Recruits that wait to be let in."""
+        """All processes that have ever been admitted, by number."""
+        self.joining: list[int] = []
+        """Spawned processes that are ready to join."""
         self.alive = set(self.processes)
         self.dead: list[Death] = []
         self.doomed: set[int] = set()
-        """Those that die in their next call."""
-        self.here: set[int] = set()
-        """Who has come to the meeting that is being held."""
-        self.called = self.met = 0
-        """How many meetings were called, and how many were held."""
-        self.meetings: list[Meeting] = []
+        """Processes that die in their next call."""
+        self.present: set[int] = set()
+        """Processes that have joined the pending rendezvous."""
+        self.requested_rounds = self.completed_rounds = 0
+        """How many rendezvous were started, and how many were completed."""
+        self.rounds: list[Rendezvous] = []
+        """The completed rendezvous."""
         self.over = False
         self.hubs: dict[Any, Hub] = {}
         self.watch: Callable[[int, str], None] = _watch_nothing
-        """Called with the number of a process and the name of what it does, before it does it; may kill."""
+        """Called with the number of a process and the name of its next operation; may kill the process."""
         self.threads: list[threading.Thread] = []
         self.fleet: Callable[[ThreadJob, int], ThreadFleet] = ThreadFleet
-        """Makes the fleet of the process with this number."""
+        """Makes the fleet of a process, given its number."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _FORMER:
+            raise AttributeError(f"ThreadJob has no attribute {name!r}")
+        warnings.warn(f"ThreadJob.{name} is now {_FORMER[name]}", DeprecationWarning, 2)
+        return getattr(self, _FORMER[name])
 
     def kill(self, *numbers: int) -> None:
-        """Have processes die together, each in its next call; the others learn of all of them at once."""
+        """Kill processes together, each in its next call; the others detect all of these deaths at once."""
         with self.changed:
             for number in numbers:
                 if number in self.alive and number not in self.doomed:
@@ -80,7 +103,7 @@ class ThreadJob:
         self.wake()
 
     def kill_at(self, moments: Sequence[tuple[int, int]]) -> None:
-        """Have process n die when it does something for the k-th time, for every (n, k)."""
+        """Kill process n in its k-th operation, for every (n, k)."""
         due, counts = dict(moments), dict.fromkeys(dict(moments), 0)
 
         def watch(number: int, what: str) -> None:
@@ -92,7 +115,7 @@ class ThreadJob:
         self.watch = watch
 
     def wake(self) -> None:
-        """Have all who wait look again."""
+        """Wake all waiting threads."""
         with self.changed:
             self.changed.notify_all()
             hubs = list(self.hubs.values())
@@ -108,13 +131,13 @@ class ThreadJob:
             return self.hubs[key]
 
     def check(self, number: int, what: str) -> None:
-        """Raise `Killed` in a process that is to die."""
+        """Raise `Killed` in a doomed process."""
         self.watch(number, what)
         if number in self.doomed:
             raise Killed(f"process {number} in {what}")
 
     def start(self, body: Callable[[ThreadFleet], Any], number: int) -> dict[str, Any]:
-        """Run a process; the dictionary will hold its "result", or its "error"."""
+        """Start a process; the returned dictionary will hold its "result", "error" or "killed"."""
         outcome: dict[str, Any] = {}
 
         def process() -> None:
@@ -140,95 +163,98 @@ def _watch_nothing(number: int, what: str) -> None:
 
 
 class ThreadFleet(Fleet):
-    """The fleet as one of the threads sees it."""
+    """The fleet of one of the threads."""
 
     def __init__(self, job: ThreadJob, number: int) -> None:
         self._job, self.me, self.wanted, self.timeout_s = job, number, job.wanted, job.timeout_s
-        self.recruits = job.recruit is not None
+        self.can_spawn = job.spawn is not None
         self._connected = 0
-        self._let_in = number in job.processes
+        self._admitted = number in job.processes
 
-    def meet(self, cause: CommError | None = None) -> Meeting:
-        """See `Fleet.meet`."""
+    def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
+        """See `Fleet.rendezvous`."""
         job = self._job
-        job.check(self.me, "meet")
+        job.check(self.me, "rendezvous")
         with job.changed:
-            if not self._let_in:  # a recruit waits until others meet
-                job.waiting.append(self.me)
+            if not self._admitted:  # a spawned process waits for a rendezvous of the others
+                job.joining.append(self.me)
                 job.wake()
                 job.changed.wait_for(lambda: self.me in job.processes or job.over, job.timeout_s)
-                self._let_in = True
-            if job.called == job.met:
-                job.called += 1
-            mine = job.called
-            job.here.add(self.me)
+                self._admitted = True
+            if job.requested_rounds == job.completed_rounds:
+                job.requested_rounds += 1
+            number = job.requested_rounds
+            job.present.add(self.me)
         job.wake()
         deadline = time.monotonic() + job.timeout_s
         with job.changed:
-            while job.met < mine:
+            while job.completed_rounds < number:
                 if self.me in job.doomed:
-                    raise Killed(f"process {self.me} in meet")
-                absent = job.alive - job.here - set(job.waiting)
-                if not absent:
-                    self._hold(mine)
+                    raise Killed(f"process {self.me} in rendezvous")
+                missing = job.alive - job.present - set(job.joining)
+                if not missing:
+                    self._complete(number)
                     break
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
-                    raise RankFailed(f"processes {sorted(absent)} did not come to the meeting", sorted(absent))
+                    raise RankFailed(f"processes {sorted(missing)} did not join the rendezvous", sorted(missing))
                 job.changed.wait(remaining)
             job.changed.notify_all()
             self._connected = 0
-            return job.meetings[mine - 1]
+            return job.rounds[number - 1]
 
-    def _hold(self, number: int) -> None:
-        """Everybody is here."""
+    def _complete(self, number: int) -> None:
+        """Complete a rendezvous that all have joined."""
         job = self._job
-        for recruit in job.waiting:
-            job.processes[recruit] = Process(recruit, "host", 1000 + recruit)
-        alive = sorted((job.here & job.alive) | set(job.waiting))
-        job.waiting.clear()
-        told = tuple(job.dead)
+        for process in job.joining:
+            job.processes[process] = Process(process, "host", 1000 + process)
+        alive = sorted((job.present & job.alive) | set(job.joining))
+        job.joining.clear()
+        dead = tuple(job.dead)
         job.dead.clear()
-        job.here.clear()
-        job.met = number
-        job.meetings.append(Meeting(number, tuple(job.processes[n] for n in alive), told))
+        job.present.clear()
+        job.completed_rounds = number
+        job.rounds.append(Rendezvous(number, tuple(job.processes[n] for n in alive), dead))
 
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
         job = self._job
         job.check(self.me, "connect")
         self._connected += 1
-        key = (job.met, tuple(members), self._connected)
-        transport = _Mortal(job, job.hub(key, len(members)), members.index(self.me), tuple(members), job.met, key)
+        round_ = job.completed_rounds
+        key = (round_, tuple(members), self._connected)
+        transport = _FleetTransport(
+            job, job.hub(key, len(members)), members.index(self.me), tuple(members), round_, key
+        )
         return Communicator([transport], nodes=[job.processes[n].host for n in members])
 
     def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`."""
         job = self._job
-        met = job.met
+        completed = job.completed_rounds
 
-        def ends() -> bool:
-            is_needed = any(death.process.number in training for death in job.dead)
-            return job.called > met or is_needed or job.over or self.me in job.doomed
+        def is_over() -> bool:
+            trainer_died = any(death.process.number in training for death in job.dead)
+            return job.requested_rounds > completed or trainer_died or job.over or self.me in job.doomed
 
         with job.changed:
-            job.changed.wait_for(ends)
+            job.changed.wait_for(is_over)
         job.check(self.me, "stand_by")
-        return job.called > met or not job.over
+        return job.requested_rounds > completed or not job.over
 
-    def recruit(self, count: int) -> None:
-        """See `Fleet.recruit`."""
+    def spawn(self, count: int) -> None:
+        """See `Fleet.spawn`."""
         job = self._job
-        assert job.recruit is not None
+        assert job.spawn is not None
         for _ in range(count):
             with job.changed:
-                number = max([*job.processes, *job.waiting, *job.alive], default=-1) + 1
+                number = max([*job.processes, *job.joining, *job.alive], default=-1) + 1
                 job.alive.add(number)
-            job.start(job.recruit, number)
+            job.start(job.spawn, number)
 
-    def recruits_wait(self) -> bool:
-        """See `Fleet.recruits_wait`."""
-        return bool(self._job.waiting)
+    def has_joining(self) -> bool:
+        """See `Fleet.has_joining`."""
+        return bool(self._job.joining)
 
     def end(self) -> None:
         """See `Fleet.end`."""
@@ -239,14 +265,14 @@ class ThreadFleet(Fleet):
         job.wake()
 
 
-class _Mortal(LocalTransport):
-    """A rank of a communicator of the fleet: its calls fail when a member is dead, or a meeting was called."""
+class _FleetTransport(LocalTransport):
+    """A rank of a communicator of the fleet: calls fail once a member is dead or a rendezvous has started."""
 
     def __init__(
-        self, job: ThreadJob, hub: Hub, rank: int, members: tuple[int, ...], epoch: int, key: Any
+        self, job: ThreadJob, hub: Hub, rank: int, members: tuple[int, ...], round_: int, key: Any
     ) -> None:
         super().__init__(hub, rank, timeout_s=job.timeout_s)
-        self._job, self._members_of, self._epoch, self._key = job, members, epoch, key
+        self._job, self._members_of, self._round, self._key = job, members, round_, key
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """See `Transport.exchange`."""
@@ -260,44 +286,44 @@ class _Mortal(LocalTransport):
         name = (self._key, self._splits, color)
         numbers = tuple(self._members_of[rank] for rank in members)
         hub = self._job.hub(name, len(members))
-        return _Mortal(self._job, hub, members.index(self.rank), numbers, self._epoch, name)
+        return _FleetTransport(self._job, hub, members.index(self.rank), numbers, self._round, name)
 
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`. Deaths and meetings end the calls that wait on a device, too."""
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.poll_failures`. Waits on a device end at a death or rendezvous, too."""
         try:
             self._check_alive()
         except CommError as exc:
             return exc
         except Killed as exc:
             return CommAborted(str(exc))
-        return super().heard(groups)
+        return super().poll_failures(groups)
 
     def _check_alive(self) -> None:
         job = self._job
-        me = self._members_of[self.rank]
-        if me in job.doomed:
-            raise Killed(f"process {me} in {self._call}")
+        number = self._members_of[self.rank]
+        if number in job.doomed:
+            raise Killed(f"process {number} in {self._call}")
         dead = [rank for rank, number in enumerate(self._members_of) if number in job.doomed]
         if dead:
             raise RankFailed(f"rank {self.rank}: ranks {dead} died", dead)
-        if job.called > self._epoch:
-            raise CommAborted(f"rank {self.rank}: a meeting was called")
+        if job.requested_rounds > self._round:
+            raise CommAborted(f"rank {self.rank}: a rendezvous has started")
         super()._check_alive()
 
 
 def run_fleet(job: ThreadJob, body: Callable[[ThreadFleet], T], *, limit_s: float = 30.0) -> list[dict[str, Any]]:
-    """Run every process of a job, a thread with its fleet; returns what became of each, by number.
+    """Run every process of a job as a thread; returns the outcome of each, by number.
 
     Args:
         job: The job.
-        body: What every process does.
-        limit_s: How long all of it may take.
+        body: The program of every process.
+        limit_s: How long all processes may take together.
 
     Returns:
         For every process a dictionary with "result", "error" or "killed".
 
     Raises:
-        CommTimeout: Processes still run after `limit_s`; it names them.
+        CommTimeout: Processes still run after `limit_s`; the message names them.
     """
     outcomes = [job.start(body, number) for number in sorted(job.processes)]
     deadline = time.monotonic() + limit_s

@@ -140,13 +140,13 @@ class Recording(Transport):
         """See `Transport.leave`."""
         return self.inner.leave(reason)
 
-    def tell(self, group: str, error: CommError) -> None:
-        """See `Transport.tell`."""
-        self.inner.tell(group, error)
+    def notify_failure(self, group: str, error: CommError) -> None:
+        """See `Transport.notify_failure`."""
+        self.inner.notify_failure(group, error)
 
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`."""
-        return self.inner.heard(groups)
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.poll_failures`."""
+        return self.inner.poll_failures(groups)
 
     def close(self) -> None:
         """See `Transport.close`."""

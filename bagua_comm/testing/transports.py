@@ -125,7 +125,7 @@ def _bits(x: Array) -> Array:
 
 def _exact(comm: Communicator, x: Array) -> bool:
     """Whether arrays like `x` go over a transport that adds in rank order."""
-    return comm.carrier(x).adds_in_rank_order
+    return comm.transport_for(x).adds_in_rank_order
 
 
 def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
@@ -397,7 +397,7 @@ def _check_point_to_point(comm: Communicator, put: Callable[[Array], Array]) -> 
             comm.send(put(np.array([42.0])), dest=1)
         if rank == 1:
             assert _on_host(comm.recv(put(np.zeros(1)), source=0)).tolist() == [42.0]
-    if p > 1 and not comm.carrier(first).enqueues:
+    if p > 1 and not comm.transport_for(first).enqueues:
         # Messages of collectives don't match those of send and recv. (Where a send waits for its receive on the
         # device, this order of calls never ends, and nothing compares sizes.)
         if rank == 0:
@@ -446,7 +446,7 @@ def _check_groups(comm: Communicator, put: Callable[[Array], Array]) -> None:
 
 def _check_lane(comm: Communicator, put: Callable[[Array], Array]) -> None:
     xs = [put(np.full(1000, float(comm.rank + i))) for i in range(5)]
-    enqueues = comm.carrier(xs[0]).enqueues
+    enqueues = comm.transport_for(xs[0]).enqueues
     with comm.lane("stream" if enqueues else None) as lane:
         done = [lane.submit(lane.comm.allreduce, x, out=x) for x in xs]
         assert int(_on_host(comm.allreduce(put(np.array(1))))) == comm.size  # beside it

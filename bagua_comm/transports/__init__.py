@@ -1,6 +1,7 @@
-"""What moves the bytes. `mpi`, which starts MPI, and `nccl` and `staged`, over CuPy, are imported when wanted.
+"""Transports, which move the bytes of communicators.
 
-A transport of your own is a `Transport` with `moves`, `exchange` and `split`.
+`mpi`, which starts MPI, and `nccl` and `staged`, over CuPy, are imported only where they are used. A transport of
+your own is a `Transport` with `moves`, `exchange`, `split` and `abort`.
 """
 
 from .base import COLLECTIVE, POINT_TO_POINT, Flow, Message, Transport

@@ -1,7 +1,7 @@
-"""Ranks are threads of one process; messages are copies left in a mailbox.
+"""Ranks as threads of one process; messages are copies left in a mailbox.
 
-For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait
-has a timeout, and an error on one rank wakes all others.
+For tests, notebooks and single-rank runs: deterministic results, no MPI, no processes. Every wait has a timeout,
+and an error on one rank wakes all others.
 
 Device arrays are copied in stream order: a rank waits until its peer has enqueued the copy, but not for the
 device.
@@ -21,12 +21,13 @@ import numpy as np
 from ..arrays import Array
 from ..cuda import after, mark, passed
 from ..errors import WHICH_CALLS, CommAborted, CommError, CommMismatch, CommTimeout
-from .base import POINT_TO_POINT, Message, Move, Transport
-from .notices import given_up
+from .base import Transport
+from .flow import POINT_TO_POINT, Message, Move
+from .notices import aborted
 
 
 class Hub:
-    """What the ranks of a local world share: mailboxes, and whether it was aborted."""
+    """The state that the ranks of a local world share: mailboxes, and whether the world was aborted."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -35,17 +36,17 @@ class Hub:
         """By (source, dest, tag): a copy, the event after the copying if it is a device array, and the sender's
         call."""
         self.forming: dict[tuple[int, int], tuple[Hub, int]] = {}
-        """By (splits before, color): a group that not all of its members have joined yet, and how many have."""
+        """By (splits before, color): a group that is being formed, and how many of its members have joined."""
         self.groups: WeakSet[Hub] = WeakSet()
         """Groups split off from this one, as long as one of their ranks holds them."""
         self.aborted: str | None = None
-        self.given_up: dict[str, tuple[int, CommError]] = {}
-        """By the name of a group (see `Transport.tell`): which rank has given it up, and why."""
+        self.aborted_groups: dict[str, tuple[int, CommError]] = {}
+        """By the name of a group (see `Transport.notify_failure`): the rank that has aborted it, and why."""
         self.broken: dict[int, CommError] = {}
-        """By rank: why it makes no more calls in this group."""
+        """By rank: the error after which it makes no more calls in this group."""
 
-    def give_up(self, rank: int, error: CommError) -> None:
-        """Wake the ranks that wait for `rank`, which makes no more calls because of `error`."""
+    def fail(self, rank: int, error: CommError) -> None:
+        """Wake the ranks that wait for `rank`, which makes no more calls after `error`."""
         with self.changed:
             self.broken.setdefault(rank, error)
             self.changed.notify_all()
@@ -59,13 +60,13 @@ class Hub:
         for group in groups:
             group.abort(reason)
 
-    def join(self, place: tuple[int, int], size: int) -> Hub:
-        """Join the group of `size` ranks that forms at `place`, and return it."""
+    def join(self, key: tuple[int, int], size: int) -> Hub:
+        """Join the group of `size` ranks that forms under `key`, and return it."""
         with self.changed:
-            group, joined = self.forming.get(place) or (Hub(size), 0)
-            self.forming[place] = group, joined + 1
+            group, joined = self.forming.get(key) or (Hub(size), 0)
+            self.forming[key] = group, joined + 1
             if joined + 1 == size:
-                del self.forming[place]
+                del self.forming[key]
             self.groups.add(group)
             if self.aborted:
                 group.aborted = self.aborted
@@ -90,7 +91,7 @@ class LocalTransport(Transport):
         return True
 
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
-        """Leave copies for the peers, then take what they left; see `Transport.exchange`."""
+        """Leave copies for the peers, then take theirs; see `Transport.exchange`."""
         hub = self._hub
         while self._read and passed(self._read[0][1]):
             self._read.popleft()
@@ -114,16 +115,16 @@ class LocalTransport(Transport):
                 self._receive(peer, out, tag, signature, deadline_s)
             except CommMismatch as exc:
                 if tag != POINT_TO_POINT or i + 1 < len(recvs):
-                    self._give_up(exc, peer)  # the next messages would be taken for those of this call
+                    self._abort_after(exc, peer)  # the next messages would be mistaken for messages of this call
                 raise
             except (CommTimeout, CommAborted) as exc:
-                self._give_up(exc, peer)
+                self._abort_after(exc, peer)
                 raise
 
-    def _give_up(self, error: CommError, peer: int) -> None:
-        """Make no more calls, and tell the others why: `error`, or that of `peer` if it came from there."""
+    def _abort_after(self, error: CommError, peer: int) -> None:
+        """Refuse more calls, and wake the others with `error`, or with that of `peer` if it came from there."""
         self._broken = str(error)
-        self._hub.give_up(self.rank, self._hub.broken.get(peer, type(error)(str(error))))
+        self._hub.fail(self.rank, self._hub.broken.get(peer, type(error)(str(error))))
 
     def _receive(self, peer: int, out: Array, tag: int, signature: str, deadline_s: float) -> None:
         hub = self._hub
@@ -132,7 +133,7 @@ class LocalTransport(Transport):
             while not box:
                 self._check_alive()
                 if peer in hub.broken:
-                    raise self._deserted(peer, hub.broken[peer])
+                    raise self._departure(peer, hub.broken[peer])
                 remaining = deadline_s - time.monotonic()
                 if remaining <= 0:
                     raise CommTimeout(
@@ -150,18 +151,17 @@ class LocalTransport(Transport):
         after(copied)
         _copy(message, out)
         if copied is not None:
-            # If it were freed now, its memory could be reused in the sender's stream, which may be ahead of this
-            # one.
+            # Freed now, its memory could be reused in the sender's stream, which may be ahead of this one.
             self._read.append((message, mark(message)))
 
-    def _deserted(self, peer: int, error: CommError) -> CommError:
-        """The error to raise if `peer` will send nothing more, because of its `error`."""
+    def _departure(self, peer: int, error: CommError) -> CommError:
+        """The error to raise because `peer` sends nothing more after its `error`."""
         if isinstance(error, CommMismatch):
             return CommMismatch(str(error))
-        return given_up(f"rank {self.rank} of {self.size}: rank {peer}", type(error).__name__, str(error))
+        return aborted(f"rank {self.rank} of {self.size}: rank {peer}", type(error).__name__, str(error))
 
-    def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
-        """See `Transport.shortcut`. Among one rank every collective is a copy."""
+    def fast_path(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
+        """See `Transport.fast_path`. Among one rank every collective is a copy."""
         is_own = getattr(type(self), name) is getattr(LocalTransport, name)
         return self._copy_alone if self.size == 1 and is_own else None
 
@@ -186,16 +186,16 @@ class LocalTransport(Transport):
         """Wake all ranks; they raise `CommAborted`."""
         self._hub.abort(f"rank {self.rank} aborted")
 
-    def tell(self, group: str, error: CommError) -> None:
-        """See `Transport.tell`."""
-        self._hub.given_up.setdefault(group, (self.rank, error))
+    def notify_failure(self, group: str, error: CommError) -> None:
+        """See `Transport.notify_failure`."""
+        self._hub.aborted_groups.setdefault(group, (self.rank, error))
 
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`."""
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Transport.poll_failures`."""
         for group in groups:
-            rank, error = self._hub.given_up.get(group, (self.rank, None))
+            rank, error = self._hub.aborted_groups.get(group, (self.rank, None))
             if error is not None and rank != self.rank:
-                return given_up(f"rank {self.rank} of {self.size}: rank {rank}", type(error).__name__, str(error))
+                return aborted(f"rank {self.rank} of {self.size}: rank {rank}", type(error).__name__, str(error))
         return None
 
     def _check_alive(self) -> None:
@@ -205,7 +205,7 @@ class LocalTransport(Transport):
 
 
 def _copy(x: Array, out: Array) -> None:
-    """Copy the bytes of `x` to `out`, which has as many."""
+    """Copy the bytes of `x` to `out`, which has the same number of bytes."""
     if x.dtype == out.dtype and x.shape == out.shape:
         out[...] = x
     else:

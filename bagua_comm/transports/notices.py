@@ -1,7 +1,7 @@
-"""Notices that ranks send each other beside their calls: that they have left, or have given up.
+"""Notices that ranks send each other beside their calls: that they have left, or have aborted.
 
-A rank that waits for long listens to the notices. So it learns that a peer will not come long before its own time
-is over. If time runs out, the rank that has sent no notice is the one for which all wait.
+A rank that waits for long listens to the notices. So it learns long before its own timeout that a peer will not
+join a call. After a timeout, the rank that has sent no notice is the one for which all wait.
 
 Each group of ranks (a communicator, one split off, a duplicate) has a name, the same on all its ranks. A rank
 counts the collective calls that it has completed in each group, and its notices contain these counts. So a
@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass
 
 from ..errors import CommAborted, CommError, CommTimeout
 
-LEFT, GAVE_UP = "left", "gave up"
+LEFT, ABORTED = "left", "gave up"
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What one rank tells the others."""
+    """A message from one rank to the others about its end in a world or in some groups."""
 
     kind: str
-    """`LEFT`: the rank makes no more calls in any group. `GAVE_UP`: none in the groups of `completed`."""
+    """`LEFT`: the rank makes no more calls in any group. `ABORTED`: none in the groups of `completed`."""
     error: str
     """The class of the error that the rank raises; empty if it left without an error."""
     reason: str
@@ -39,19 +39,19 @@ class Notice:
         return self.kind == LEFT if completed is None else completed < call
 
 
-def given_up(who: str, error: str, reason: str) -> CommError:
-    """The error to raise because another rank has given up, with an error of class `error`."""
+def aborted(who: str, error: str, reason: str) -> CommError:
+    """The error to raise because another rank has aborted, after an error of class `error`."""
     kind = CommTimeout if error == CommTimeout.__name__ else CommAborted
-    return kind(f"{who} gave up, by {error}: {reason}")
+    return kind(f"{who} aborted after {error}: {reason}")
 
 
 class Notices:
-    """The notices that this rank sends to and hears from the others of its world. Any thread may use them.
+    """The notices between this rank and the others of its world. Any thread may use them.
 
     Args:
         post: Sends bytes to a rank without waiting until they are received.
-        take: Gives the next message that has arrived to the function that it gets, after the rank that sent it,
-            and then forgets it; returns whether there was one. After an exception it may give it again.
+        take: Calls its argument with the sender and the bytes of the next message that has arrived, and then
+            drops the message; returns whether there was one. After an exception it may deliver the message again.
     """
 
     def __init__(
@@ -59,30 +59,30 @@ class Notices:
     ) -> None:
         self._post, self._take = post, take
         self._listening = threading.Lock()
-        self._heard: dict[int, list[tuple[Notice, float]]] = {}
+        self._received: dict[int, list[tuple[Notice, float]]] = {}
 
-    def tell(self, ranks: Iterable[int], notice: Notice) -> None:
+    def send(self, ranks: Iterable[int], notice: Notice) -> None:
         """Send a notice to these ranks."""
         message = json.dumps(asdict(notice)).encode()
         for rank in ranks:
             self._post(rank, message)
 
     def listen(self) -> None:
-        """Take all notices that have arrived."""
+        """Receive all notices that have arrived."""
         if self._listening.locked():
             return  # another thread is listening
         with self._listening:
-            while self._take(self._hear):
+            while self._take(self._receive):
                 pass
 
-    def _hear(self, rank: int, message: bytes) -> None:
+    def _receive(self, rank: int, message: bytes) -> None:
         notice = Notice(**json.loads(message))
-        heard, now = self._heard.setdefault(rank, []), (notice, time.monotonic())
-        if heard and heard[-1][0] == notice:  # it is repeated
-            heard[-1] = now
+        received, now = self._received.setdefault(rank, []), (notice, time.monotonic())
+        if received and received[-1][0] == notice:  # it is repeated
+            received[-1] = now
         else:
-            heard.append(now)
+            received.append(now)
 
     def from_rank(self, rank: int) -> list[tuple[Notice, float]]:
-        """The notices heard from this rank so far, and when each was heard last, by `time.monotonic`."""
-        return list(self._heard.get(rank, ()))
+        """The notices from this rank so far, and when each arrived last, by `time.monotonic`."""
+        return list(self._received.get(rank, ()))

@@ -1,63 +1,52 @@
 """One pipeline for every reduction of arrays: exact, quantized or error-fed, in one piece or in many.
 
-    encode    what goes to each rank, and send it                 (scatter)
-    combine   what came from all ranks, and send the result       (gather)
-    decode    everybody's results
+    encode    the part for each rank, and send it                 (scatter)
+    combine   the parts from all ranks, and send the result       (gather)
+    decode    the results of all ranks
 
-The pieces of an array go through these stages one behind the other, so that one piece is worked on while others
-are on their way. `Stages` say what is done with a piece; a `Flow` sends, once the ranks have agreed on the call.
+The pieces of an array pass through these stages in turn, so that one piece is processed while others are on their
+way. `Stages` define the work on a piece; a `Flow` sends, once the ranks have agreed on the call.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol
 
 from .. import kernels
 from ..arrays import Array, DType, Scratch
-
-if TYPE_CHECKING:
-    from .base import Flow
-
-Message: TypeAlias = tuple[int, Array]
-"""A peer, and the contiguous array sent to it or received from it."""
-
-Wait: TypeAlias = Callable[[], None]
-"""Returns when an exchange that was begun has ended."""
-
-Rows: TypeAlias = "Sequence[Array] | Array"
-"""One array for each rank: a list of arrays, or the rows of a contiguous array, (p, m)."""
+from .flow import Flow, Rows, Wait
 
 LAG = 4
-"""How many pieces a stage is behind the one before it: that many are on their way at a time."""
+"""How many pieces a stage is behind the one before it, and so how many pieces are on their way at a time."""
 
 
 class Stages(ABC):
-    """What is done with each of `count` pieces of a reduction, and where its messages lie."""
+    """The work on each of `count` pieces of a reduction, and the buffers of its messages."""
 
     count: int
 
     @abstractmethod
     def encode(self, i: int) -> tuple[Rows, Rows]:
-        """Prepare piece i; returns what to send to each rank, and where to receive the part from each rank."""
+        """Prepare piece i; returns the arrays to send to each rank, and the arrays to receive from each rank."""
 
     @abstractmethod
     def combine(self, i: int) -> tuple[Array, Rows]:
-        """Reduce the parts of piece i; returns this rank's result, and where to receive the results of all."""
+        """Reduce the parts of piece i; returns this rank's result, and the arrays for all ranks' results."""
 
     def decode(self, i: int) -> None:  # noqa: B027 - exact results need no decoding
         """Decode the results of all ranks for piece i."""
 
 
 class Encoding(Protocol):
-    """What `Transport.allreduce_encoded` adds in place of the elements; any piece may be asked for by itself."""
+    """The encoded elements that `Transport.allreduce_encoded` adds; any piece may be requested alone."""
 
     dtype: DType
-    """The dtype of what is added: integers, whose sum depends on no order. No narrower than the results."""
+    """The dtype of encoded elements: integers, whose sum depends on no order. No narrower than the results."""
 
     def encode(self, piece: slice, out: Array) -> None:
-        """Write what this rank adds for these elements."""
+        """Write this rank's encoding of these elements."""
 
     def decode(self, total: Array, piece: slice, out: Array) -> None:
         """Write the results for these elements, of which `total` is the sum over all ranks."""
@@ -90,13 +79,13 @@ class Exact(Stages):
     """The elements themselves, added in rank order, in float32 where the dtype is narrower.
 
     Args:
-        flow: The exchanges of the call; its `piece_bytes` says how much goes to a peer at a time.
+        flow: The exchanges of the call; its `piece_bytes` is the size of a message.
         chunks: The chunks of this rank's array, which may differ in size; rank r reduces chunk r of all ranks.
-        mine: Where to put the chunk that this rank reduces.
-        results: Where to put the reduced chunks of all ranks, `mine` among them; empty if each rank keeps only
+        mine: The array for the chunk that this rank reduces.
+        results: The arrays for the reduced chunks of all ranks, `mine` among them; empty if each rank keeps only
             its own.
         op: The reduction; see `Communicator.allreduce`.
-        scratch: Where the parts of other ranks are kept.
+        scratch: Memory for the parts of other ranks.
     """
 
     def __init__(
@@ -117,7 +106,7 @@ class Exact(Stages):
         self._tables = scratch.take("parts", shape, like.dtype, like=like)
 
     def _parts(self, i: int) -> Array:
-        """Where all ranks' parts of piece i are received, (p, m)."""
+        """The buffer for all ranks' parts of piece i, (p, m)."""
         length = self._mine[self._pieces[i]].size
         table: Array = self._tables[i % len(self._tables), : self._size * length]
         return table.reshape(self._size, length)
@@ -173,3 +162,13 @@ def pipeline(count: int, *stages: Callable[[int], None]) -> None:
         for behind, stage in enumerate(stages):
             if 0 <= i - LAG * behind < count:
                 stage(i - LAG * behind)
+
+
+def chunk_bounds(count: int, chunks: int) -> list[slice]:
+    """Cut `count` elements into chunks of ceil(count / chunks); the last may be short or empty.
+
+    >>> chunk_bounds(5, 3)
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    length = -(-count // chunks)
+    return [slice(min(i * length, count), min((i + 1) * length, count)) for i in range(chunks)]

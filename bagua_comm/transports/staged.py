@@ -1,13 +1,13 @@
 """Device arrays by way of pinned host memory, over any transport that moves host arrays.
 
-For ranks that share a GPU, and wherever NCCL cannot be used. Arrays go in pieces: while one piece is copied down,
-the host transport moves the piece before it, and the one before that is copied up. Copies down have a stream of
-their own. Copies up are enqueued on the caller's current stream, so that they come before what the caller
-enqueues next. The host waits for each piece to come down, since the host transport needs its bytes. It also waits
-for the copies up of the previous call, whose memory it reuses.
+For ranks that share a GPU, and wherever NCCL cannot be used. Arrays go in pieces: while one piece is copied to
+the host, the host transport moves the piece before it, and the one before that is copied to the device. Copies to
+the host have a stream of their own. Copies to the device are enqueued on the caller's current stream, so that
+they precede the caller's next work. The host waits for each piece to arrive, since the host transport needs its
+bytes. It also waits for the copies to the device of the previous call, whose memory it reuses.
 
 Results are those of the host transport. If that chooses its algorithm by size, sums of floats may be rounded
-differently than in an array that goes whole, but alike on all ranks.
+differently than in an array sent whole, but identically on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 
 from ..arrays import Array, OpOrder, address
 from ..cuda import record_event
-from .base import COLLECTIVE, POINT_TO_POINT, Message, Transport
+from .base import Transport
+from .flow import COLLECTIVE, POINT_TO_POINT, Message
 
 PIECE_BYTES = 1 << 20
 
@@ -30,10 +31,10 @@ _ALIGNMENT = 256
 
 
 class StagedTransport(Transport):
-    """One rank, on the device that is current when it is made.
+    """One rank, on the device that is current at construction.
 
     Args:
-        host: Moves the host arrays. This transport owns it, so pass a duplicate.
+        host: The transport of host arrays. This one owns it, so pass a duplicate.
     """
 
     name = "staged"
@@ -69,7 +70,7 @@ class StagedTransport(Transport):
         return self._host.sent_bytes
 
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
-        """See `Transport.begin_call`. The host transport needs to know, since it does the waiting."""
+        """See `Transport.begin_call`. The host transport does the waiting."""
         self._host.begin_call(name, collective=collective, describe=describe)
 
     def end_call(self) -> None:
@@ -91,16 +92,16 @@ class StagedTransport(Transport):
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message], *, tag: int = POINT_TO_POINT) -> None:
         """See `Transport.exchange`.
 
-        In a collective, both ends of a message cut it into the same pieces, in the same rounds. Other messages go
-        whole.
+        In a collective, both ends of a message cut it into the same pieces, in the same rounds. Other messages
+        are sent whole.
         """
-        sources = {_place(x): x for _, x in sends}  # an array for several ranks is copied down once
+        sources = {_key(x): x for _, x in sends}  # an array for several ranks is copied down once
         piece_bytes = PIECE_BYTES if tag == COLLECTIVE else None
         staged = self._stage([*sources.values(), *(out for _, out in recvs)], piece_bytes)
         outgoing, incoming = dict(zip(sources, staged, strict=False)), staged[len(sources) :]
         for k in self._arrivals(outgoing.values(), max((len(s.pieces) for s in staged), default=0)):
             self._host.exchange(
-                [(peer, piece) for peer, x in sends for piece in outgoing[_place(x)].pieces[k : k + 1]],
+                [(peer, piece) for peer, x in sends for piece in outgoing[_key(x)].pieces[k : k + 1]],
                 [(p, piece) for (p, _), s in zip(recvs, incoming, strict=True) for piece in s.pieces[k : k + 1]],
                 tag=tag,
             )
@@ -165,7 +166,7 @@ class StagedTransport(Transport):
     # Pinned memory, and copies ----------------------------------------------------------------------
 
     def _stage(self, xs: Sequence[Array], piece_bytes: int | None) -> list[_Staged]:
-        """A place in pinned memory for each array, in pieces of `piece_bytes`, or in one piece if None."""
+        """Pinned memory for each array, in pieces of `piece_bytes`, or in one piece if None."""
         if self._last_up is not None:
             self._last_up.synchronize()
         ends = np.cumsum([-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in xs], dtype=int).tolist()
@@ -174,12 +175,12 @@ class StagedTransport(Transport):
         staged = []
         for x, start in zip(xs, [0, *ends], strict=False):
             step = piece_bytes or x.nbytes or 1
-            place = self._pinned[start : start + x.nbytes]
-            staged.append(_Staged(x, [place[i : i + step] for i in range(0, max(x.nbytes, 1), step)]))
+            part = self._pinned[start : start + x.nbytes]
+            staged.append(_Staged(x, [part[i : i + step] for i in range(0, max(x.nbytes, 1), step)]))
         return staged
 
     def _arrivals(self, staged: Iterable[_Staged], rounds: int) -> Iterator[int]:
-        """Enqueue all copies down; yields the number of each round once its pieces have arrived."""
+        """Enqueue all copies to the host; yields the number of each round once its pieces have arrived."""
         self._down.wait_event(record_event())
         try:
             arrivals = [self._copy_down(staged, k) for k in range(rounds)]
@@ -188,14 +189,14 @@ class StagedTransport(Transport):
                     arrival.synchronize()
                 yield k
         except BaseException:  # GeneratorExit if a round has failed
-            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # then nothing is copied any more
+            with suppress(cupy.cuda.runtime.CUDARuntimeError):  # after an error of CUDA nothing is copied
                 self._last_up = record_event()
                 self._down.synchronize()  # others may get the pinned memory after an error
             raise
         self._last_up = record_event()
 
     def _copy_down(self, staged: Iterable[_Staged], k: int) -> Any:
-        """Enqueue the copies of round `k`; returns an event after them, or None if there are none."""
+        """Enqueue the copies to the host of round `k`; returns an event after them, or None if there are none."""
         runtime, copied = cupy.cuda.runtime, False
         for pointer, piece in _round(staged, k):
             kind = runtime.memcpyDeviceToHost
@@ -218,11 +219,11 @@ class _Staged(NamedTuple):
 
 
 def _round(staged: Iterable[_Staged], k: int) -> Iterator[tuple[int, Array]]:
-    """Of each array that has a piece `k`: the address of the piece on the device, and its pinned memory."""
+    """The device address and the pinned memory of piece `k` of each array that has one."""
     for x, pieces in staged:
         if k < len(pieces) and pieces[k].nbytes:
             yield address(x) + k * pieces[0].nbytes, pieces[k]
 
 
-def _place(x: Array) -> tuple[int, int]:
+def _key(x: Array) -> tuple[int, int]:
     return address(x), x.nbytes

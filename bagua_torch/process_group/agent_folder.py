@@ -1,8 +1,8 @@
-"""Where the processes of a torchrun agent keep what their successors need, in the memory of the host.
+"""The folder of snapshots of the processes of a torchrun agent, in the memory of the host.
 
-Torchrun's agent lives on when it ends its processes and starts them again. So the name of the folder tells of
-the agent: the namespace (a container has one) in which it has its number, that number, and when it was started.
-When the agent is gone the folder is stale, and whoever comes next on this host removes it.
+Torchrun's agent survives when it ends its processes and restarts them. So the name of the folder identifies the
+agent: its PID namespace (a container has one), its process id, and its start time. When the agent has ended, the
+folder is stale, and the next job on this host removes it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,42 @@ from bagua_comm.files import is_private, make_own_folder, shared_memory
 from bagua_comm.processes import namespace_number, start_of, starter
 
 PREFIX = "bagua_comm-torchrun-"
-"""How the names of folders begin."""
+"""The prefix of the names of folders."""
 
 _NAME = re.compile(re.escape(PREFIX) + r"(\d+)-(\d+)-(\d+)")
 
 
 def agent() -> int:
-    """The process of torchrun's agent that started this one."""
+    """The process id of torchrun's agent that started this process."""
     return starter("TORCHELASTIC_RUN_ID")
 
 
 def provide() -> Path:
-    """The folder of the agent that started this process. Removes what agents have left that are gone.
+    """The folder of the agent that started this process. Removes stale folders.
 
     Raises:
-        BootstrapError: It cannot be made, or belongs to somebody else.
+        BootstrapError: It cannot be created, or belongs to another user.
     """
     memory = shared_memory()
     remove_stale(memory)
     folder = memory / f"{PREFIX}{namespace_number()}-{agent()}-{start_of(agent())}"
     try:
-        is_mine = make_own_folder(folder)
+        is_private_folder = make_own_folder(folder)
     except OSError as exc:
-        raise BootstrapError(f"elastic.run: the folder {folder} for copies cannot be made: {exc}") from exc
-    if not is_mine:
-        raise BootstrapError(f"elastic.run: the folder {folder} for copies belongs to somebody else; remove it")
+        raise BootstrapError(f"elastic.run: the folder {folder} for snapshots cannot be made: {exc}") from exc
+    if not is_private_folder:
+        raise BootstrapError(
+            f"elastic.run: the folder {folder} for snapshots belongs to somebody else; remove it"
+        )
     return folder
 
 
 def remove_when_done(folder: Path, number: int) -> None:
-    """Remove the folder when this process ends, unless it leaves its own copies there: then it wants a successor.
+    """Remove the folder when this process exits, unless it has left snapshots there for its replacement.
 
     Args:
         folder: The folder.
-        number: That of this process.
+        number: The number of this process.
     """
 
     def remove() -> None:
@@ -62,7 +64,7 @@ def remove_when_done(folder: Path, number: int) -> None:
 
 
 def remove_stale(memory: Path) -> None:
-    """Remove the folders of agents that are gone."""
+    """Remove the folders of agents that have ended."""
     for folder in memory.glob(f"{PREFIX}*"):
         name = _NAME.fullmatch(folder.name)
         if name is None or int(name[1]) != namespace_number() or start_of(int(name[2])) == int(name[3]):

@@ -16,7 +16,9 @@ import torch.distributed as dist
 import bagua_comm
 from bagua_comm import BootstrapError, Communicator
 from bagua_comm.arrays import OpOrder
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap import GPU, environment
+from bagua_comm.bootstrap.connection import TIMEOUT_S, check_timeout
+from bagua_comm.bootstrap.world import default_or, refuse_a_second_world
 from bagua_comm.net.choosing import Net
 from bagua_comm.processes import this_network
 from bagua_comm.transports import Transport
@@ -27,21 +29,20 @@ from .transport import ProcessGroupTransport, count
 
 def connect(
     *,
-    timeout_s: float = bootstrap.TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     check: bool = False,
     trace: bool = True,
     node: str | int | None = None,
     alone: bool = False,
-    gpu: bootstrap.GPU = "auto",
+    gpu: GPU = "auto",
     net: Net | None = None,
     record: str | Path | None = None,
     op_order: OpOrder = "rank",
 ) -> Communicator:
-    """Join the world, whoever started it: torchrun, mpirun, or nobody (a world of one rank).
+    """Join the world that torchrun or mpirun has started; a world of one rank without a launcher.
 
     Collective. The result is also the default communicator, until it is closed; until then a second `connect` is
-    refused. Its device, if it has one,
-    becomes PyTorch's current one, so that `module.cuda()` puts the module where it is trained.
+    refused. Its device, if it has one, becomes PyTorch's current device, so that `module.cuda()` uses it.
 
     The ranks are those of torch.distributed's default process group, if there is one. Under torchrun, or
     where RANK and WORLD_SIZE say so, `connect` makes that group (gloo for host tensors, NCCL for CUDA tensors),
@@ -52,12 +53,12 @@ def connect(
         timeout_s: How long a call may wait for its peers before it raises `CommTimeout`.
         check: Compare every call among the ranks first, messages between two ranks included, and raise a
             `CommMismatch` that names both calls if they differ.
-        trace: Keep the latest spans, for `Communicator.trace`.
+        trace: Record the latest spans, for `Communicator.trace`.
         node: A label for this rank's node, the host name by default; see `bagua_comm.connect`.
-        alone: Be a world of one rank, whatever started this process.
-        gpu: What carries CUDA tensors; see `bagua_comm.connect`.
-        net: What NCCL sends with between hosts, also in torch.distributed; see `bagua_comm.connect`.
-        record: A folder for what each rank did last, written when a call fails; see `bagua_comm.connect`.
+        alone: Be a world of one rank, even under a launcher.
+        gpu: The transport of CUDA tensors; see `bagua_comm.connect`.
+        net: The network plugin of NCCL between hosts, also in torch.distributed; see `bagua_comm.connect`.
+        record: A folder for the last calls of each rank, written when a call fails; see `bagua_comm.connect`.
         op_order: The order in which host tensors are added over MPI, "rank" or "any"; see `bagua_comm.connect`.
 
     Raises:
@@ -68,14 +69,14 @@ def connect(
     ...     comm.rank, comm.size
     (0, 1)
     """
-    bootstrap.check_timeout(timeout_s)
-    bootstrap.refuse_a_second_world()
+    check_timeout(timeout_s)
+    refuse_a_second_world()
     transport: Transport | None = None
     if alone:
         pass
     elif dist.is_available() and dist.is_initialized():
         transport = ProcessGroupTransport(timeout_s=timeout_s)
-    elif bootstrap.under_torchrun():
+    elif environment.under_torchrun():
         transport = _TorchrunWorld(timeout_s=timeout_s)
     comm = bagua_comm.connect(
         timeout_s=timeout_s,
@@ -94,28 +95,28 @@ def connect(
 
 
 def use_device(comm: Communicator) -> None:
-    """Make this rank's device, if it has one, PyTorch's current one."""
+    """Make the device of this rank, if it has one, PyTorch's current device."""
     if comm.device is not None and torch.cuda.is_available():
         torch.cuda.set_device(comm.device)
 
 
 def default() -> Communicator:
-    """The communicator that `connect` made last; connects if there is none, as torchrun or mpirun want it.
+    """The communicator that `connect` made last; connects with default settings if there is none.
 
     Collective, if it connects.
     """
-    return bootstrap.current() or bootstrap.connected_by_default(connect)
+    return default_or(connect)
 
 
 def provide_group(comm: Communicator) -> None:
-    """Set up torch.distributed's default group of the ranks of `comm`, where there is none, for who asks for it.
+    """Initialize the default process group of torch.distributed with the ranks of `comm`, unless there is one.
 
     Collective. Rank 0 serves its store, on a free port of one address: 127.0.0.1 if all ranks share a host and
-    its network, where gloo listens there alone, too, unless GLOO_SOCKET_IFNAME says otherwise; else that of rank
-    0's host. Nothing of this library goes through that group.
+    its network, else that of the host of rank 0. In the first case gloo listens at 127.0.0.1 too, unless
+    GLOO_SOCKET_IFNAME is set. This library itself does not use that group.
 
     Raises:
-        BootstrapError: The ranks cannot meet; on all ranks alike, if rank 0 cannot serve.
+        BootstrapError: The ranks cannot connect; on all ranks alike, if rank 0 cannot serve the store.
     """
     if comm.size == 1 or not dist.is_available() or dist.is_initialized():
         return
@@ -125,20 +126,20 @@ def provide_group(comm: Communicator) -> None:
     rows = comm.allgather_object((this_network(), socket.gethostname()))
     others = [name for network, name in rows if network != rows[0][0]]
     store: Any = None
-    told: Any = None
+    address: Any = None
     if comm.rank == 0:
         try:
-            store, told = _serve_group(others, comm.timeout_s)
+            store, address = _serve_group(others, comm.timeout_s)
         except (OSError, RuntimeError) as exc:
-            told = f"rank 0 cannot serve a store: {exc}"
-    told = comm.broadcast_object(told, root=0)
-    if isinstance(told, str):
-        raise BootstrapError(f"torch.distributed cannot connect the ranks: {told}")
+            address = f"rank 0 cannot serve a store: {exc}"
+    address = comm.broadcast_object(address, root=0)
+    if isinstance(address, str):
+        raise BootstrapError(f"torch.distributed cannot connect the ranks: {address}")
     if not others:
-        bootstrap.keep_gloo_on_this_host()
+        environment.keep_gloo_on_this_host()
     try:
         if comm.rank != 0:
-            store = stores.TCPStore(*told, is_master=False, timeout=wait)
+            store = stores.TCPStore(*address, is_master=False, timeout=wait)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=wait)
     except (RuntimeError, ValueError) as exc:
@@ -146,7 +147,7 @@ def provide_group(comm: Communicator) -> None:
 
 
 def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[str, int]]:
-    """A store for the ranks of this host and of these others, and the address and port where it listens."""
+    """Serve a store for the ranks of this host and of `others`; returns it with its address and port."""
     address = serving.address_for(others) if others else serving.LOOPBACK
     if address is None:
         names = ", ".join(sorted(set(others)))
@@ -159,14 +160,14 @@ def _serve_group(others: Sequence[str], timeout_s: float) -> tuple[Any, tuple[st
 
 
 class _TorchrunWorld(ProcessGroupTransport):
-    """All processes that torchrun started; torch.distributed begins and ends with it."""
+    """All processes that torchrun has started; owns the default process group of torch.distributed."""
 
     def __init__(self, *, timeout_s: float) -> None:
         _init_process_group(timeout_s)
         super().__init__(timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close the connections, and end torch.distributed. Collective."""
+        """Close the connections, and destroy the default process group. Collective."""
         super().close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -176,13 +177,13 @@ def _init_process_group(timeout_s: float) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(bootstrap.torchrun_local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(environment.torchrun_local_rank() % torch.cuda.device_count())
     try:
-        store, rank, size = rendezvous()
-        # Under a new key: this group would be misled by what an earlier one has left in the store.
-        place = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
+        store, rank, size = torchrun_store()
+        # Under a new prefix: an earlier group may have left keys in the store.
+        prefixed = dist.distributed_c10d.PrefixStore(f"bagua/world-{count(store, 'bagua/world', rank)}", store)
         dist.init_process_group(
-            backend, store=place, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+            backend, store=prefixed, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
     except (RuntimeError, ValueError) as exc:
         raise BootstrapError(
@@ -191,13 +192,13 @@ def _init_process_group(timeout_s: float) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def rendezvous() -> tuple[Any, int, int]:
-    """Torchrun's store, this rank, and the number of ranks. The store is kept, since rank 0 may be serving it."""
+def torchrun_store() -> tuple[Any, int, int]:
+    """Torchrun's store, this rank, and the number of ranks; cached, since rank 0 may be serving the store."""
     from torch.distributed.rendezvous import rendezvous
 
-    variables = bootstrap.where_torchrun_meets()
+    variables = environment.torchrun_rendezvous()
     address, wait_s = serving.master_address(variables), dist.default_pg_timeout.total_seconds()
-    with suppress(OSError, ValueError, KeyError):  # PyTorch's own says what is wrong with the variables
+    with suppress(OSError, ValueError, KeyError):  # PyTorch's rendezvous reports what is wrong with the variables
         if address is not None:
             port, size = int(variables["MASTER_PORT"]), int(variables["WORLD_SIZE"])
             return serving.serve(address, port, timeout_s=wait_s, ranks=size), 0, size

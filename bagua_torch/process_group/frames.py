@@ -1,4 +1,4 @@
-"""Frames: each message begins with one, which has a fixed size and holds all of a short message."""
+"""Frames: the first part of each message, of a fixed size, which holds all of a short message."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bagua_comm.transports.base import Message
 from ..arrays import as_tensor
 
 FRAME_BYTES = 4096
-"""The size of a frame, which holds all of a short message. Sending it takes no longer than 256 bytes would."""
+"""The size of a frame. Sending one takes no longer than sending 256 bytes."""
 
 HEADER_BYTES = 24
-"""The head of a frame: three numbers. The bytes of its message; the bytes expected in return in a swap, else -1;
+"""The head of a frame: three numbers. The bytes of the message; the bytes expected in return in a swap, else -1;
 and the number of the collective call."""
 
 BODY_BYTES = FRAME_BYTES - HEADER_BYTES
 
 
 class Frame:
-    """The head and the beginning of a message, as arrays and as a tensor over the same memory."""
+    """The head and the beginning of a message, as arrays and as a tensor that share memory."""
 
     __slots__ = ("body", "head", "tensor", "work")
 
@@ -38,7 +38,7 @@ class Frame:
 
 
 def swaps_of(sends: Sequence[Message], recvs: Sequence[Message]) -> dict[int, tuple[Array, Array]]:
-    """For each peer with one message each way: what goes to it, and what comes from it."""
+    """For each peer with exactly one message in each direction: the array to send, and the array to receive."""
     outgoing, incoming = dict(sends), dict(recvs)
     several: set[int] = set()
     for messages, by_peer in ((sends, outgoing), (recvs, incoming)):

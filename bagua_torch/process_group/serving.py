@@ -1,7 +1,7 @@
-"""Stores of torch.distributed that listen at one address of this host, and not at all of them.
+"""Stores of torch.distributed that listen at a single address of this host.
 
-PyTorch's own listens on every interface, whatever name it is given, and asks nobody for a password. So here it
-gets a socket that is bound already.
+PyTorch's TCPStore listens on all interfaces, whatever host name it is given, and has no authentication. So it is
+given a socket that is bound already.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch.distributed as dist
 LOOPBACK = "127.0.0.1"
 
 _ANY_PORT = 9
-"""Where a route to another host is looked for; nothing is sent."""
+"""The port to which a route to another host is looked up; nothing is sent."""
 
 
 def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = None) -> Any:
-    """A store that listens at this address of this host.
+    """Serve a store at an address of this host.
 
     Args:
-        address: Four numbers, or an address of IPv6.
-        port: Its port; any that is free if 0.
-        timeout_s: How long its calls wait.
-        ranks: Wait until so many have come; None to wait for nobody.
+        address: An IPv4 or IPv6 address.
+        port: The port; a free one if 0.
+        timeout_s: How long calls of the store wait.
+        ranks: Wait until this many ranks have connected; None not to wait.
 
     Raises:
         OSError: This host has no such address, or the port is in use.
-        RuntimeError: Not all have come.
+        RuntimeError: Not all ranks have connected.
     """
-    is_new = ":" in address
-    with socket.socket(socket.AF_INET6 if is_new else socket.AF_INET) as bound:
+    is_ipv6 = ":" in address
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address, port))
         bound.listen()
@@ -54,28 +54,30 @@ def serve(address: str, port: int = 0, *, timeout_s: float, ranks: int | None = 
 
 
 def address_for(peers: Iterable[str]) -> str | None:
-    """The address of this host for these other hosts, given by name; None if none is found.
+    """The address at which other hosts, given by name, reach this one; None if none is found.
 
-    It is that of its own name, if this is one for others; else that from which the first of them is reached.
+    It is the address of the name of this host, unless that is a loopback address; otherwise the source address
+    of the route to the first of them.
     """
     for address in _addresses_of(socket.gethostname()):
         if not _is_loopback(address) and _is_here(address):
             return address
     for peer in peers:
         for address in _addresses_of(peer):
-            with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as way:
-                way.connect((address, _ANY_PORT))
-                mine: str = way.getsockname()[0]
-                if not _is_loopback(mine):
-                    return mine
+            with suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+                probe.connect((address, _ANY_PORT))
+                source: str = probe.getsockname()[0]
+                if not _is_loopback(source):
+                    return source
     return None
 
 
 def master_address(variables: Mapping[str, str]) -> str | None:
-    """The address at which rank 0 is asked to serve by these environment variables.
+    """The address at which rank 0 should serve, according to environment variables.
 
-    None where it does not serve, or where it cannot be known that all ranks reach it by that address: on the host
-    of rank 0, MASTER_ADDR may be "localhost", and another name elsewhere; or it is that of a gateway.
+    None if this process does not serve, or if it is not certain that all ranks reach it at that address:
+    MASTER_ADDR may be "localhost" on the host of rank 0, and another name elsewhere; or it may be that of a
+    gateway.
     """
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or variables.get("RANK") != "0":
         return None
@@ -100,8 +102,8 @@ def _is_loopback(address: str) -> bool:
 
 def _is_here(address: str) -> bool:
     """Whether this host has the address."""
-    with suppress(OSError), socket.socket(_family(address)) as one:
-        one.bind((address, 0))
+    with suppress(OSError), socket.socket(_family(address)) as probe:
+        probe.bind((address, 0))
         return True
     return False
 

@@ -1,14 +1,15 @@
-"""Host arrays over torch.distributed, through gloo; `connect()` under torchrun.
+"""Transport of host arrays over gloo, between the ranks of a process group of torch.distributed.
 
-A transport takes its ranks and its store from a process group, and opens connections of its own. So neither its
-messages nor its failures reach other users of the group, and groups split off have the order that was asked
-for. (`torch.distributed.new_group` sorts ranks, and meets under keys that a closed group may have left.)
+A transport takes its ranks and its store from a process group, and opens its own connections. So neither its
+messages nor its failures affect other users of the group, and subgroups have the requested order of ranks.
+(`torch.distributed.new_group` sorts ranks, and reuses keys that a closed group may have left in the store.)
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -46,14 +47,14 @@ LEAVE_S = 10.0
 
 _NOTHING: Array = np.empty(0, np.uint8)
 
-_SETTLED, _IN_NEXT_ROUND, _UNKNOWN = range(3)
-"""What ranks have still to compare of a collective call: nothing; its number, in the next round among all ranks;
-its name and the sizes of its messages, since it begins with messages that are no such round."""
+_COMPARED, _IN_NEXT_ROUND, _UNKNOWN = range(3)
+"""What ranks still have to compare in a collective call: nothing; its number, in the next round among all ranks;
+its name and the sizes of its messages, because it does not begin with such a round."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of a transport find each other: in a store, under a key that nobody used before."""
+class RendezvousInfo:
+    """The rendezvous of the ranks of a transport: a store, and a key in it that was never used before."""
 
     store: Any
     key: str
@@ -61,8 +62,8 @@ class Meeting:
     size: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Meeting:
-        """A meeting of the ranks of a process group, in its order. Collective."""
+    def of(cls, group: dist.ProcessGroup | None) -> RendezvousInfo:
+        """A new rendezvous of the ranks of a process group, in its order. Collective."""
         call = "ProcessGroupTransport"
         if not dist.is_available() or not dist.is_initialized():
             raise BootstrapError(f"{call}: torch.distributed is not initialised; call bagua_torch.connect()")
@@ -77,41 +78,42 @@ class Meeting:
         return cls(store, f"{key}/{count(store, key, rank)}", rank, len(ranks))
 
     def open(self, name: str) -> Any:
-        """The part of the store under `name`, through a connection of its own.
+        """The part of the store under `name`, through a new connection.
 
-        On one connection, two threads that wait would wait for each other.
+        On one connection, two waiting threads would block each other.
         """
         store = self.store.clone() if hasattr(self.store, "clone") else self.store
         return dist.distributed_c10d.PrefixStore(f"{self.key}/{name}", store)
 
 
 def count(store: Any, key: str, rank: int) -> int:
-    """Count that this rank has come to `key`; the same number on all ranks, if all come."""
+    """Count the calls of this rank for `key`; the same number on all ranks, if all call it equally often."""
     return int(store.add(f"{key}/of-{rank}", 1))
 
 
 class ProcessGroupTransport(FramedTransport):
     """One rank of a torch.distributed process group.
 
-    Collective. Nothing that happens here changes the group, not even an error. A transport for CUDA arrays is set
-    up beside this one by `bagua_comm.connect(transport=...)`.
+    Collective. The process group is never changed, not even by an error. `bagua_comm.connect(transport=...)`
+    adds a transport for CUDA arrays.
 
-    When `exchange` returns, a short message is on its way: `close` waits for it, but the end of the process does
-    not. A long message is received by then. After an error the transport cannot be used. A timeout closes its
-    connections, and so do `abort` and an exception from a signal handler in a call: peers that wait for this rank
-    fail at once. They also fail at once when its process ends. Where ranks make different collective calls, all
-    of them raise the same `CommMismatch`.
+    When `exchange` returns, long messages have been received, but short ones may still be on their way: `close`
+    waits for them, the end of the process does not. The transport cannot be used after an error. A timeout,
+    `abort`, and an exception from a signal handler in a call close its connections, so that peers that wait for
+    this rank fail at once. They also fail at once when its process ends. If ranks make different collective
+    calls, all of them raise the same `CommMismatch`.
 
     Args:
         group: The process group; the default one if None.
         timeout_s: How long a call may wait for a peer.
-        meeting: Where the ranks meet; a new meeting of `group` if None.
-        guard: Calls the function that it gets, which connects, here and for groups split off, and returns its
-            result; it may give up sooner, by a `CommError`. None to wait for all ranks as long as a call may.
+        rendezvous: How the ranks find each other; a new rendezvous of `group` if None.
+        guard: Called with a function that connects the ranks, for this transport and for subgroups; returns its
+            result, or raises a `CommError` sooner. None to wait for all ranks as long as a call may.
+        meeting: Former name of `rendezvous`.
 
     Raises:
         BootstrapError: torch.distributed is not initialised, or this process is not in the group.
-        CommTimeout: The other ranks cannot be reached, or do not come.
+        CommTimeout: The other ranks cannot be reached, or do not join.
         UnsupportedError: This PyTorch was built without gloo.
     """
 
@@ -123,23 +125,26 @@ class ProcessGroupTransport(FramedTransport):
         group: dist.ProcessGroup | None = None,
         *,
         timeout_s: float = 300.0,
-        meeting: Meeting | None = None,
+        rendezvous: RendezvousInfo | None = None,
         guard: Callable[[Callable[[], Any]], Any] | None = None,
+        meeting: RendezvousInfo | None = None,
     ) -> None:
-        where = meeting if meeting is not None else Meeting.of(group)
-        super().__init__(where.rank, where.size, timeout_s)
-        self._guard, self._meeting = guard, where
+        if meeting is not None:
+            warnings.warn("ProcessGroupTransport: meeting is now rendezvous", DeprecationWarning, 2)
+        info = rendezvous or meeting or RendezvousInfo.of(group)
+        super().__init__(info.rank, info.size, timeout_s)
+        self._guard, self._rendezvous = guard, info
         self._splits = 0
-        self._children: list[ProcessGroupTransport] = []  # kept: one dropped may have messages underway
-        self._uncompared = _SETTLED
+        self._children: list[ProcessGroupTransport] = []  # kept alive: one may have pending messages
+        self._unchecked = _COMPARED
         if self.size > 1:
             self._connect()
 
     def _connect(self) -> None:
-        where = self._meeting
+        info = self._rendezvous
 
         def connect() -> Any:
-            store = where.open("gloo")
+            store = info.open("gloo")
             self._verdict = Verdict(store)
             return dist.ProcessGroupGloo(store, self.rank, self.size, self._timeout)
 
@@ -155,7 +160,7 @@ class ProcessGroupTransport(FramedTransport):
     def begin_call(self, name: str, *, collective: bool, describe: Callable[[], str] | None = None) -> None:
         """See `Transport.begin_call`."""
         super().begin_call(name, collective=collective, describe=describe)
-        self._uncompared = _UNKNOWN if collective and self.size > 1 else _SETTLED
+        self._unchecked = _UNKNOWN if collective and self.size > 1 else _COMPARED
 
     def agree_on_call(self, call: str, x: Array) -> Flow:
         """See `Transport.agree_on_call`. Ranks compare the call in its next exchange, which raises."""
@@ -163,13 +168,13 @@ class ProcessGroupTransport(FramedTransport):
         return Flow(self, self.piece_bytes)
 
     def _name_call(self, call: str, of: str = "") -> None:
-        """Have the next round among all ranks compare this call."""
+        """Let the next round among all ranks compare this call."""
         self._text = f"{self.signature() or call}{of}"
         self._number = zlib.crc32(f"{call}: {self._text}".encode())
-        self._uncompared = _IN_NEXT_ROUND if self.size > 1 else _SETTLED
+        self._unchecked = _IN_NEXT_ROUND if self.size > 1 else _COMPARED
 
-    def _meet(self) -> None:
-        """A round of frames alone, which returns when every rank has come. Collective."""
+    def _synchronize(self) -> None:
+        """Exchange empty frames among all ranks. Collective."""
         nothing = [(peer, _NOTHING) for peer in self.others()]
         self.exchange(nothing, nothing, tag=COLLECTIVE)
 
@@ -181,13 +186,13 @@ class ProcessGroupTransport(FramedTransport):
         swaps.pop(self.rank, None)
         try:
             first = False
-            if tag == COLLECTIVE and self._uncompared != _SETTLED:
-                first = self._uncompared == _IN_NEXT_ROUND and len(swaps) == self.size - 1
-                if self._uncompared == _UNKNOWN:
+            if tag == COLLECTIVE and self._unchecked != _COMPARED:
+                first = self._unchecked == _IN_NEXT_ROUND and len(swaps) == self.size - 1
+                if self._unchecked == _UNKNOWN:
                     self._compare_messages(sends, recvs)
                 elif not first:
-                    self._meet()
-                self._uncompared = _SETTLED
+                    self._synchronize()
+                self._unchecked = _COMPARED
             self._exchange(sends, recvs, tag, swaps, first)
         except CommError:
             raise
@@ -214,7 +219,7 @@ class ProcessGroupTransport(FramedTransport):
     # Collectives that are faster than those derived from `exchange` ---------------------------------
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
-        """See `Transport`. Small arrays go in one round; large sums are gloo's own."""
+        """See `Transport`. Small arrays take one round; gloo computes large sums."""
         if self.size == 1:
             super().allreduce(x, out, op)
         elif x.nbytes * (self.size - 1) <= AT_ONCE_BYTES:
@@ -237,7 +242,7 @@ class ProcessGroupTransport(FramedTransport):
 
     def _allreduce_natively(self, x: Array, out: Array, op: str) -> None:
         self.agree_on_call(f"allreduce {op}", x)
-        self._meet()
+        self._synchronize()
         if x is not out:
             out[...] = x
         options: Any = dist.AllreduceOptions()
@@ -248,40 +253,40 @@ class ProcessGroupTransport(FramedTransport):
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
     def broadcast(self, x: Array, root: int) -> None:
-        """See `Transport`. Small arrays go to all ranks in the round in which these compare the call."""
+        """See `Transport`. Small arrays are sent in the round in which ranks compare the call."""
         self.agree_on_call(f"broadcast from {root}", x)
         if x.nbytes <= BODY_BYTES:
             sends = [(peer, x if self.rank == root else _NOTHING) for peer in self.others()]
             recvs = [(peer, x if peer == root else _NOTHING) for peer in self.others()]
             self.exchange(sends, recvs, tag=COLLECTIVE)
         else:
-            self._meet()
+            self._synchronize()
             super().broadcast(x, root)
 
     def barrier(self) -> None:
         """See `Transport`. One round among all ranks."""
         if self.size > 1:
             self._name_call("barrier")
-            self._meet()
+            self._synchronize()
 
     # Groups, failure and end ------------------------------------------------------------------------
 
     def split(self, color: int, key: int) -> Transport:
         """See `Transport.split`."""
         members = self._members(color, key)
-        where = replace(
-            self._meeting,
-            key=f"{self._meeting.key}/{self._splits}.{color}",
+        info = replace(
+            self._rendezvous,
+            key=f"{self._rendezvous.key}/{self._splits}.{color}",
             rank=members.index(self.rank),
             size=len(members),
         )
         self._splits += 1
-        child = ProcessGroupTransport(timeout_s=self.timeout_s, meeting=where, guard=self._guard)
+        child = ProcessGroupTransport(timeout_s=self.timeout_s, rendezvous=info, guard=self._guard)
         self._children = [each for each in self._children if each._gloo is not None] + [child]
         return child
 
     def abort(self, exit_code: int = 1) -> None:
-        """Close all connections, also those of groups split off: peers that wait fail at once.
+        """Close all connections, those of subgroups included, so that waiting peers fail at once.
 
         This ends no process; but torchrun ends all processes when one ends with an error.
         """
@@ -293,13 +298,13 @@ class ProcessGroupTransport(FramedTransport):
     def close(self) -> None:
         """Close the connections, once short messages have been received and the other ranks close as well.
 
-        Collective. The process group stays. A group split off that was dropped without being closed ends here.
+        Collective. The process group stays. Subgroups that were not closed are closed here.
         """
         try:
             if self._broken is None:
                 for peer, tag in self._sent:
                     self._reclaim(peer, tag, 0)
-                self._take_leave()
+                self._say_goodbye()
         except (RankFailed, CommMismatch):
             pass  # the peer left without receiving everything, or calls differ
         finally:
@@ -309,13 +314,13 @@ class ProcessGroupTransport(FramedTransport):
             self._children.clear()
             self._gloo = None
 
-    def _take_leave(self) -> None:
-        """Exchange a last frame with each rank.
+    def _say_goodbye(self) -> None:
+        """Exchange a last frame with each rank, after which nothing is sent.
 
-        If a connection is closed before everything on it was read, it is reset, and its peer loses what it has
-        not read. After this frame nothing is sent.
+        A connection that is closed before all its data was read is reset, and the peer loses what it has not
+        read.
         """
         self._leaving, self._timeout = True, min(self._timeout, timedelta(seconds=LEAVE_S))
-        self._number, self._uncompared = LEAVING, _SETTLED
+        self._number, self._unchecked = LEAVING, _COMPARED
         with contextlib.suppress(CommError):
             self._round(lambda _: _NOTHING, lambda _: _NOTHING, first=False)

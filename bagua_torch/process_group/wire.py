@@ -1,21 +1,20 @@
-"""Messages over gloo, for a transport: frames, what does not fit, and what goes wrong.
+"""The message protocol over gloo: frames, mismatches, and failures.
 
-Gloo ends the process when a message is longer than the array posted for it, and says nothing when it is
-shorter. So every message begins with a frame of a fixed size, which holds the message's number of bytes and the
-first of them. The receiver posts the frame of the next message ahead, so a short message leaves at once, whatever
-the receiver is doing. The rest of a long message follows once both ends are known to mean the same number of
-bytes:
+Gloo ends the process when a message is longer than the posted array, and reports nothing when it is shorter. So
+every message begins with a frame of a fixed size, which holds the size of the message and its first bytes. The
+receiver posts the frame of the next message ahead, so that a short message is sent at once, whatever the
+receiver is doing. The rest of a long message follows once both ends are known to expect the same size:
 
     one way    sender   -- frame --> receiver     which then posts the array for the rest
                         -- rest -->
-    swap       both post their arrays; frames cross, and tell what their sender expects in return;
+    swap       both post their arrays; frames cross, and hold the size that their sender expects;
                each then sends its rest at once. Used in collectives, between ranks that send one message each.
 
-In a collective call, ranks first compare what they call: the name, dtype, size, op and root. Their number is in
-the frames of a round among all ranks. The first messages of most calls are such a round, so there it costs
-nothing. If numbers differ, all ranks see that, and send each other the texts of their calls, for the error that
-all of them raise. Other messages that do not fit are seen by one rank alone. It leaves a text in the store and
-closes its connections, so that ranks that wait for it raise the same error.
+In a collective call, ranks first compare the call: its name, dtype, size, op and root. A number derived from
+these is in the frames of a round among all ranks. The first messages of most calls are such a round, so that the
+comparison is free. If numbers differ, all ranks detect it, and exchange the descriptions of their calls for the
+error that all of them raise. Other mismatched messages are detected by one rank only. It posts a text in the
+store and closes its connections, so that ranks that wait for it raise the same error.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from .frames import BODY_BYTES, Frame, rest_of, swaps_of
 from .verdicts import TEXT_BYTES, Verdict, as_row, calls_that_differ
 
 UNSENT_FRAMES = 64
-"""How many short messages one rank may leave unreceived before `send` waits."""
+"""How many short messages to one rank may be unreceived before `send` waits."""
 
 _HANG_UP_S = 2.0
 """How long to try to close connections."""
 
 _REST_TAG, _SWAP_TAG, _ABORT_TAG = 4, 8, 9
-"""Frames have our tags, 0 to 3; the rest of a message that goes one way has its tag plus 4."""
+"""Frames have the tags of messages, 0 to 3; the rest of a one-way message has its tag plus 4."""
 
 _TEXTS, LEAVING = -1, -2
-"""Numbers of no call: of the texts of calls that differ, and of the last frames before connections are closed."""
+"""Numbers that belong to no call: of descriptions of calls that differ, and of the last frames before closing."""
 
 _FIRST = 1 << 32
-"""Marks the number of a call in the round in which ranks compare it."""
+"""Flag in the number of a call, in the round in which ranks compare it."""
 
 
 class FramedTransport(Transport):
-    """What a transport over gloo has to send and receive messages: an abstract base.
+    """Abstract base of a transport over gloo: it sends and receives messages.
 
     Args:
         rank: This rank.
@@ -74,15 +73,15 @@ class FramedTransport(Transport):
         self._number = 0  # of the collective call, the same on all ranks
         self._text = ""  # of the collective call
         self._posted: dict[tuple[int, int], Frame] = {}  # by (peer, tag): posted for the next message
-        self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be on their way
+        self._sent: dict[tuple[int, int], deque[Frame]] = {}  # by (peer, tag): may still be pending
         self._free: list[Frame] = []
-        self._own: dict[int, deque[Array]] = {}  # by tag: messages to oneself
+        self._own: dict[int, deque[Array]] = {}  # by tag: messages to this rank itself
         self._interrupted: object = None  # arrays that gloo may use for as long as a connection is open
 
     def _round(self, send: Callable[[int], Array], receive: Callable[[int], Array], *, first: bool) -> None:
         """Send an array to each of the other ranks, and receive one from each.
 
-        Collective. Each message is as long as its receiver expects, if all ranks make the same call.
+        Collective. Sizes match if all ranks make the same call.
         """
         sends, recvs = [[(peer, of(peer)) for peer in self.others()] for of in (send, receive)]
         self._exchange(sends, recvs, COLLECTIVE, swaps_of(sends, recvs), first)
@@ -95,7 +94,7 @@ class FramedTransport(Transport):
         swaps: dict[int, tuple[Array, Array]],
         first: bool = False,
     ) -> None:
-        """`exchange`; `first` if the frames are to show whether all ranks make this call."""
+        """Implementation of `exchange`; if `first`, the frames compare the call between all ranks."""
         number = self._number if tag == COLLECTIVE else 0
         if first:
             number |= _FIRST
@@ -146,7 +145,7 @@ class FramedTransport(Transport):
                 self._post_ahead(peer, tag, frame)
 
     def _compare_numbers(self, frames: Sequence[tuple[int, Frame | None]], number: int) -> None:
-        """Wait for the frames of all other ranks, and raise on all ranks unless all have this number."""
+        """Wait for the frames of all other ranks; raise on all ranks unless all have this number."""
         unlike: dict[int, int] = {}
         for peer, frame in frames:
             if frame is not None:
@@ -157,25 +156,25 @@ class FramedTransport(Transport):
             raise self._calls_differ(unlike)
 
     def _calls_differ(self, unlike: dict[int, int]) -> CommMismatch:
-        """The error to raise, on all ranks, when peers came with the numbers of other calls. Collective."""
+        """The error to raise on all ranks when frames of peers have the numbers of other calls. Collective."""
         mine = f"rank {self.rank} called {self._text}"
         for peer, number in unlike.items():
             if number == LEAVING or number < _FIRST:
                 other = "has closed this communicator" if number == LEAVING else "is within another call"
-                return self._tell(CommMismatch(f"{mine}, but rank {peer} {other}"))
+                return self._close_with(CommMismatch(f"{mine}, but rank {peer} {other}"))
         rows = np.zeros((self.size, TEXT_BYTES), np.uint8)
         rows[self.rank] = as_row(self._text)
         self._number = _TEXTS
         try:
             self._round(lambda _: rows[self.rank], lambda peer: rows[peer], first=False)
         except CommError:
-            return self._tell(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
+            return self._close_with(CommMismatch(f"{mine}, but rank {next(iter(unlike))} another call"))
         error = CommMismatch(calls_that_differ(rows))
         self._break(f"a call failed earlier ({type(error).__name__})")
         return error
 
     def _next_frame(self, peer: int, tag: int) -> Frame:
-        """The frame for the next message from `peer`: posted ahead, or else now."""
+        """The frame for the next message from `peer`, posted ahead or now."""
         frame = self._posted.pop((peer, tag), None)
         if frame is None:
             frame = self._take_frame()
@@ -242,22 +241,22 @@ class FramedTransport(Transport):
             text = f"rank {self.rank} sent {expected[1]} bytes to rank {peer}, which expected {in_return}"
         error = CommMismatch(f"{text}; {WHICH_CALLS}")
         if not last:
-            return self._tell(error)
+            return self._close_with(error)
         if nbytes > BODY_BYTES:
             self._wait(peer, self._receive_rest(peer, _REST_TAG + tag, np.empty(nbytes, np.uint8)))
         self._post_ahead(peer, tag, frame)
         return error
 
-    def _tell(self, error: CommMismatch) -> CommMismatch:
-        """Give up, so that the peers that wait for this rank raise the same error."""
+    def _close_with(self, error: CommMismatch) -> CommMismatch:
+        """Close the connections, so that peers that wait for this rank raise the same error."""
         if not self._leaving and self._verdict is not None:
             self._break(f"a call failed earlier ({type(error).__name__})")
-            self._verdict.tell(str(error))
+            self._verdict.post(str(error))
             self._hang_up()
         return error
 
     def interrupted(self, error: BaseException, arrays: object) -> None:
-        """See `Transport.interrupted`. Closes the connections: gloo would go on to send what is in `arrays`."""
+        """See `Transport.interrupted`. Closes the connections, since gloo would continue to use `arrays`."""
         super().interrupted(error, arrays)
         self._interrupted = arrays
         self._hang_up()
@@ -266,7 +265,7 @@ class FramedTransport(Transport):
         """Close all connections."""
         gloo, until = self._gloo, time.monotonic() + _HANG_UP_S
         for peer in self.others() if gloo is not None else ():
-            # Gloo closes all connections only after a wait in vain, and then none on which it is just sending.
+            # Gloo closes all connections only when a wait times out, and then none on which it is sending.
             while time.monotonic() < until:
                 tensor = torch.empty(1, dtype=torch.uint8)
                 try:
@@ -291,22 +290,22 @@ class FramedTransport(Transport):
             raise self._translate(exc, peer) from exc
 
     def _translate(self, exc: RuntimeError, peer: int | None) -> CommError:
-        """Translate an error of torch.distributed to ours; nothing can be sent after it."""
-        who = "its peers" if peer is None else f"rank {peer}"
+        """Translate an error of torch.distributed to a `CommError`; the transport cannot be used after it."""
+        peers = "its peers" if peer is None else f"rank {peer}"
         reason = str(exc).split(". This is typically caused")[0]
         error: CommError
         if "pair closure" in reason:
-            error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {who}")
+            error = CommAborted(f"rank {self.rank}: this communicator was aborted while it waited for {peers}")
         elif "timed out" in reason.lower() or "timeout" in reason.lower():
-            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {who}")
+            error = CommTimeout(f"rank {self.rank} of {self.size} waited {self.limit_s:g} s for {peers}")
         elif "onnection" in reason or "closed" in reason or "Broken pipe" in reason:
-            told = None if self._leaving or self._verdict is None else self._verdict.heard()
-            if told is not None:
+            text = None if self._leaving or self._verdict is None else self._verdict.read()
+            if text is not None:
                 self._break(f"a call failed earlier ({CommMismatch.__name__})")
                 self._hang_up()  # others may wait for this rank
-                return CommMismatch(told)
+                return CommMismatch(text)
             error = RankFailed(
-                f"rank {self.rank} lost {who}: it died, left, or gave up after an error of its own ({reason})",
+                f"rank {self.rank} lost {peers}: it died, left, or gave up after an error of its own ({reason})",
                 () if peer is None else (peer,),
             )
         else:

@@ -8,7 +8,7 @@ import numpy as np
 
 from bagua_comm import Engine, Plan, Point, QAdam, TensorSpec, elastic, optim
 
-from .training import ADAM_LR, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
+from .model import ADAM_LR, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
 
 SHAPES = {"output.bias": (10,), "output.weight": (48, 10), "hidden.bias": (48,), "hidden.weight": (64, 48)}
 """Tensors in the order of their gradients."""

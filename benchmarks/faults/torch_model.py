@@ -13,7 +13,7 @@ from bagua_comm import elastic
 from bagua_comm.data import PlainSampler
 from bagua_torch import DistributedDataParallel, QAdamOptimizer, fuse, sync_batchnorm
 
-from .training import ADAM_LR, IMAGES, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
+from .model import ADAM_LR, IMAGES, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
 
 WARMUP_STEPS = 20
 """Of QAdam's optimizer; those of the algorithm."""

@@ -47,7 +47,7 @@ from bagua_comm import (
     by_node,
     every,
 )
-from bagua_comm.algorithms.base import Complete, complete
+from bagua_comm.algorithms.base import WithDefaults, with_defaults
 from bagua_comm.algorithms.by_node import ByNode
 from bagua_comm.algorithms.combinators import After, Every
 from bagua_comm.bucket import make_buckets
@@ -305,7 +305,7 @@ def test_integers_are_refused_with_the_tensor(algorithm):
 # Members
 
 
-MEMBERS = {name for name in vars(Complete) if not name.startswith("_")} - {"commits"}
+MEMBERS = {name for name in vars(WithDefaults) if not name.startswith("_")} - {"commits"}
 """All that an algorithm may have."""
 
 
@@ -369,7 +369,7 @@ def test_what_a_combinator_forwards_reaches_the_algorithm(around):
 
     def body(comm):
         bare = Everything()
-        whole = complete(around(bare))
+        whole = with_defaults(around(bare))
         whole.check("float32")
         whole.check_size(3)
         assert bare.asked == ["float32", 3]

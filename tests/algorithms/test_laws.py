@@ -29,7 +29,7 @@ from bagua_comm import (
     by_node,
     every,
 )
-from bagua_comm.algorithms.base import complete, exchanges_weights, phases_of, runs_in_rounds
+from bagua_comm.algorithms.base import exchanges_weights, phases_of, runs_in_rounds, with_defaults
 from bagua_comm.checkpoint import tree_of_engine
 from bagua_comm.testing import run_ranks, sample
 
@@ -89,7 +89,7 @@ def test_after_0_steps_changes_nothing(algorithm):
 @pytest.mark.parametrize("algorithm", ALL, ids=repr)
 def test_by_node_changes_nothing_on_nodes_of_one_rank(algorithm):
     phases = phases_of(algorithm)
-    if runs_in_rounds(algorithm) or any(complete(phase).payload == "grad" for phase in phases):
+    if runs_in_rounds(algorithm) or any(with_defaults(phase).payload == "grad" for phase in phases):
         with pytest.raises(ArrayError, match="by_node"):
             by_node(algorithm)
         return
@@ -105,7 +105,7 @@ def test_every_n_qadam_trains_as_its_optimizer_alone_does_between():
             for _ in range(8):
                 before = momenta[-1] if momenta else None
                 training.step()
-                momenta.append(complete(training.engine.phase).lent(training.engine.states[0]).copy())
+                momenta.append(with_defaults(training.engine.phase).lent(training.engine.states[0]).copy())
                 if before is not None and training.engine.step in (5, 6, 8):
                     expected = 0.9 * before + 0.1 * training.grads[0]
                     np.testing.assert_allclose(momenta[-1], expected, rtol=1e-5, atol=1e-7)
@@ -246,7 +246,7 @@ class FixedTrainer(FittingTrainer):
         self.made += 1
 
 
-LINEAR = [x for x in ALL if not any(complete(p).lends for p in phases_of(x)) and x != DiLoCo(2)]
+LINEAR = [x for x in ALL if not any(with_defaults(p).lends for p in phases_of(x)) and x != DiLoCo(2)]
 """Algorithms that leave the sum of the weights over the ranks as it is, up to rounding."""
 
 
@@ -321,7 +321,7 @@ def test_a_stopped_rank_trains_by_itself_and_goes_on_from_there(algorithm, read)
 
     ranks = run_ranks(2, body)
     for before, now, step in ranks:
-        if not exchanges_weights(complete(algorithm).phase(6)):
+        if not exchanges_weights(with_defaults(algorithm).phase(6)):
             before = {name: (ranks[0][0][name] + ranks[1][0][name]) / 2 for name in before}
         for name in before:
             np.testing.assert_allclose(now[name], before[name], atol=1e-6)
@@ -333,7 +333,7 @@ class Alone:
     """What the next step of a rank that trains by itself comes to, computed apart."""
 
     def __init__(self, training):
-        phase = complete(training.engine.phase)
+        phase = with_defaults(training.engine.phase)
         self.weights = [x.copy() for x in training.weights]
         self.momenta = [phase.lent(state).copy() for state in training.engine.states] if phase.lends else None
         self.variances = [moments.variance.copy() for moments in training.moments]

@@ -105,12 +105,12 @@ def test_every_dtype_and_number_of_ranks_fits_if_it_does_not_say_otherwise():
 
 
 def test_defaults_stand_in_for_what_is_left_out():
-    whole = base.complete(Plain())
-    assert base.complete(whole) is whole
+    whole = base.with_defaults(Plain())
+    assert base.with_defaults(whole) is whole
     assert (whole.algorithm, whole.payload, whole.window) == (Plain(), "grad", Plain.window)
     assert (whole.phases, whole.phase(7), whole.lends) == ((Plain(),), Plain(), None)
     assert not whole.commits
-    assert base.complete(RandomPeer()).commits
+    assert base.with_defaults(RandomPeer()).commits
     whole.check("int8")
     whole.check_size(3)
 
@@ -128,25 +128,24 @@ def test_its_own_methods_come_before_the_defaults():
         def check_size(self, size):
             raise ArrayError(f"{size}")
 
-    whole = base.complete(Particular())
+    whole = base.with_defaults(Particular())
     assert (whole.lends, whole.phases, whole.phase(1)) == ("momentum", (Plain(), RandomPeer()), RandomPeer())
     whole.check("int8")
     with pytest.raises(ArrayError, match="3"):
         whole.check_size(3)
 
 
-def test_a_window_that_never_closes_is_rounds():
-    assert base.complete(Beside(old_spelling=True)).window == Rounds(0.0) == base.complete(Beside()).window
-    assert base.runs_in_rounds(after(5, Plain(), Beside(old_spelling=True)))
+def test_an_algorithm_with_rounds_runs_in_rounds():
+    assert base.with_defaults(Beside()).window == Rounds(0.0)
+    assert base.runs_in_rounds(after(5, Plain(), Beside()))
     assert not base.runs_in_rounds(after(5, Plain(), RandomPeer()))
-    for beside in (Beside(), Beside(old_spelling=True)):
-        with pytest.raises(ArrayError, match="begin by time"):
-            every(2, beside)
+    with pytest.raises(ArrayError, match="begin by time"):
+        every(2, Beside())
 
 
-def test_rounds_make_ranks_equal_when_they_stop_in_either_spelling():
-    def body(comm, algorithm):
-        with Engine(comm, algorithm, PLAN, PLAN.allocate()) as engine:
+def test_rounds_make_ranks_equal_when_they_stop():
+    def body(comm):
+        with Engine(comm, Beside(), PLAN, PLAN.allocate()) as engine:
             for bucket in engine.buckets:
                 bucket.flat[...] = comm.rank
             for _ in range(3):
@@ -155,15 +154,14 @@ def test_rounds_make_ranks_equal_when_they_stop_in_either_spelling():
             engine.stop()
             return [bucket.flat[0] for bucket in engine.buckets]
 
-    for algorithm in (Beside(), Beside(old_spelling=True)):
-        first, second = run_ranks(2, lambda comm, algorithm=algorithm: body(comm, algorithm))
-        np.testing.assert_array_equal(first, second)
+    first, second = run_ranks(2, body)
+    np.testing.assert_array_equal(first, second)
 
 
 def test_check_algorithm_refuses_a_window_that_opens_or_closes_at_no_point_of_a_step():
     @dataclass(frozen=True)
     class Odd(Plain):
-        window = Window(Point.ALWAYS, Point.BACKWARD)
+        window = Window("forward", Point.BACKWARD)
 
     with pytest.raises(AssertionError, match="expected a Point of a step"):
         check_algorithm(Odd())

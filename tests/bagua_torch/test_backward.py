@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bagua_torch.backward import BackwardWatch, watches_of
 from bagua_torch.errors import MisuseError
+from bagua_torch.training.backward import BackwardWatch, watches_of
 
 
 class Heard:

@@ -95,7 +95,7 @@ def test_qadam_without_its_optimizer():
         lambda model, rank: (),
         QADAM,
         ArrayError,
-        r"needs an optimizer that borrows its momentum, such as bagua_torch\.QAdamOptimizer",
+        r"needs an optimizer that shares its momentum, such as bagua_torch\.QAdamOptimizer",
     )
 
 
@@ -234,9 +234,7 @@ def test_an_optimizer_that_takes_sparse_gradients_alone_is_refused_where_they_ar
         rest = [parameter for parameter in model.parameters() if parameter is not model.table.weight]
         optimizers = [torch.optim.SGD(rest, lr=0.1), torch.optim.SparseAdam([model.table.weight])]
         for algorithm in (ByteGrad(), after(1, Decentralized(), ByteGrad())):
-            with pytest.raises(
-                UnsupportedError, match=r"optimizer 1 \(SparseAdam\) takes sparse gradients alone"
-            ):
+            with pytest.raises(UnsupportedError, match=r"optimizer 1 \(SparseAdam\) takes only sparse gradients"):
                 DistributedDataParallel(model, optimizers, algorithm, comm=comm)
         ddp = DistributedDataParallel(model, optimizers, Decentralized(), comm=comm)
         ddp(words(comm.rank, 0)).square().mean().backward()

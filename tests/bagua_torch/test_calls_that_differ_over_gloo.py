@@ -155,4 +155,4 @@ def test_what_a_store_holds_does_not_outlive_its_process():
         def check(self, keys):
             raise RuntimeError("the store is gone")
 
-    assert Verdict(Gone()).heard() is None
+    assert Verdict(Gone()).read() is None

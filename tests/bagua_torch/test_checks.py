@@ -18,7 +18,7 @@ from bagua_comm import (
 )
 from bagua_comm.testing import run_ranks
 from bagua_torch import QAdamOptimizer, checks
-from bagua_torch.contents import Contents
+from bagua_torch.model_state import ModelState
 
 
 class Elsewhere(torch.Tensor):
@@ -26,7 +26,7 @@ class Elsewhere(torch.Tensor):
 
 
 def contents_of(module, *ignored):
-    return Contents(module, set(ignored))
+    return ModelState(module, set(ignored))
 
 
 def trained():
@@ -171,7 +171,7 @@ def test_what_is_no_algorithm_is_refused(algorithm):
 @pytest.mark.parametrize(
     ("optimizers", "message"),
     [
-        (lambda p: [], r"QAdam\(.*needs an optimizer that borrows its momentum.*QAdamOptimizer: give it"),
+        (lambda p: [], r"QAdam\(.*needs an optimizer that shares its momentum.*QAdamOptimizer: give it"),
         (lambda p: sgd(p), r"QAdam averages the momentum of .*QAdamOptimizer, but the optimizer is SGD"),
         (
             lambda p: [QAdamOptimizer(p.values(), warmup_steps=7, betas=(0.8, 0.99))],
@@ -183,7 +183,7 @@ def test_what_is_no_algorithm_is_refused(algorithm):
         ),
     ],
 )
-def test_an_algorithm_that_lends_needs_optimizers_that_borrow(optimizers, message):
+def test_an_algorithm_that_shares_state_needs_optimizers_that_share_it(optimizers, message):
     parameters = trained()
     algorithm = QAdam(warmup_steps=5)
     checks.check_optimizers([QAdamOptimizer(parameters.values(), warmup_steps=5)], parameters, algorithm)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose ranks die at random moments: in steps, commits, meetings, and while it is made.
+"""DistributedDataParallel whose ranks die at random moments: in steps, commits, rendezvous, and while it is made.
 
 With spares, every algorithm but asynchronous averaging ends with the bytes of an undisturbed training; so do
 reproducible sums without spares.

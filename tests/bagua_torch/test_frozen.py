@@ -37,6 +37,15 @@ def freeze(module, frozen):
     module.requires_grad_(not frozen)
 
 
+def train_freezing(comm, ddp, optimizer, frozen_in):
+    """Train on this rank's batches; `frozen_in` says for each step whether the first layer is frozen."""
+    for step, frozen in enumerate(frozen_in):
+        freeze(ddp.module[0], frozen)
+        optimizer.zero_grad()
+        loss_of(ddp, batch(comm.rank, step)).backward()
+        optimizer.step()
+
+
 def alone(ranks, frozen_in):
     """The weights after these steps of one model on the batches of all ranks."""
     model = make_model()
@@ -206,11 +215,7 @@ def test_a_rank_that_has_ended_takes_part_whatever_it_has_frozen(algorithm, froz
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
         with ddp.join():
-            for step in range(1 + 2 * comm.rank):
-                freeze(model[0], step == frozen_in)
-                optimizer.zero_grad()
-                loss_of(ddp, batch(comm.rank, step)).backward()
-                optimizer.step()
+            train_freezing(comm, ddp, optimizer, [step == frozen_in for step in range(1 + 2 * comm.rank)])
         ddp.close()
         return weights(model)
 
@@ -253,11 +258,7 @@ def test_weights_that_are_exchanged_now_and_then_are_frozen_too():
         model = make_model()
         optimizer = adam(model.parameters())
         ddp = DistributedDataParallel(model, optimizer, DiLoCo(local_steps=2), comm=comm)
-        for step in range(4):
-            freeze(model[0], step > 1)
-            optimizer.zero_grad()
-            loss_of(ddp, batch(comm.rank, step)).backward()
-            optimizer.step()
+        train_freezing(comm, ddp, optimizer, [False, False, True, True])
         ddp.close()
         return weights(model)
 

@@ -258,7 +258,7 @@ def test_the_communicator_is_in_use_until_backward_returns():
             return x.grad.tolist()
         thread = threading.Thread(target=lambda: y.sum().backward())
         thread.start()
-        while comm.turn.is_free:
+        while comm.guard.is_free:
             pass
         with pytest.raises(CommError, match="another thread is in a call"):
             functional.allreduce(comm, x)

@@ -354,7 +354,7 @@ def trained(comm, algorithm, make, fusing, bucket_bytes=200):
         if step == 3:
             ddp.replan(bucket_bytes=2000)
         if step == 5 and fusing and ddp.engine.payload == "grad":
-            units = [unit for group in optimizer._units for unit in group]
+            units = [unit for group in optimizer._flat_groups for unit in group]
             assert all(unit.copies is None or unit.gradient is not unit.copies for unit in units)
     saved = through_a_file(optimizer.state_dict())
     ddp.close()
@@ -387,7 +387,7 @@ def test_gradients_are_stepped_in_their_buckets():
         ddp = DistributedDataParallel(model, optimizer, comm=comm)
         for step in range(2):
             train_step(ddp, optimizer, batch(comm.rank, step))
-        ((unit,),) = optimizer._units
+        ((unit,),) = optimizer._flat_groups
         (flat,) = ddp._steps.memory.flats["grad"]
         inside = unit.gradient.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         ddp.close()
@@ -440,7 +440,7 @@ def test_weights_stay_in_their_buckets():
         ddp = DistributedDataParallel(model, optimizer, LowPrecisionDecentralized(), comm=comm)
         for step in range(2):
             train_step(ddp, optimizer, batch(comm.rank, step))
-        ((unit,),) = optimizer._units
+        ((unit,),) = optimizer._flat_groups
         (flat,) = ddp._steps.memory.flats["weight"]
         inside = unit.flat.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
         ddp.close()
@@ -570,14 +570,14 @@ def test_what_cannot_be_fused_is_refused_by_its_name(make, message):
     assert not optimizer.state or type(optimizer) is torch.optim.LBFGS
 
 
-def test_an_optimizer_that_something_waits_for_is_refused():
+def test_an_optimizer_with_hooks_is_refused():
     optimizer = torch.optim.SGD(matrices(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(ArrayError, match="something waits for the steps of this SGD"):
+    with pytest.raises(ArrayError, match="this SGD has hooks or a wrapped step already"):
         fuse(optimizer)
     optimizer = torch.optim.SGD(matrices(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(ArrayError, match="something waits for the steps of this SGD"):
+    with pytest.raises(ArrayError, match="this SGD has hooks or a wrapped step already"):
         fuse(optimizer)
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from bagua_comm.testing import run_ranks
 from bagua_torch import SyncBatchNorm
-from bagua_torch.layer_sync import BatchNormOverRanks
+from bagua_torch.lightning.layer_sync import BatchNormOverRanks
 
 
 def test_batchnorms_become_ours_and_plain_again_and_those_that_were_ours_stay():

@@ -32,6 +32,14 @@ def evaluate_in_half(model):
     model.float().train()
 
 
+def wrapped_with(comm, algorithm, kind, fusing):
+    """A model, its optimizer, which may be fused, and the wrapper that trains them. Collective."""
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=0.05)
+    optimizer = fuse(optimizer) if fusing else optimizer
+    return model, optimizer, DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("change", [convert_and_back, copy_all, evaluate_in_half])
 @pytest.mark.parametrize("keep", [False, True], ids=["no gradients", "gradients"])
@@ -39,10 +47,7 @@ def evaluate_in_half(model):
 @pytest.mark.parametrize("algorithm", [EXACT, WEIGHTS, DiLoCo(local_steps=1)], ids=str)
 def test_a_model_may_be_converted_and_back_between_two_steps(algorithm, fusing, keep, change):
     def trained(comm, algorithm, change, fusing):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        optimizer = fuse(optimizer) if fusing else optimizer
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped_with(comm, algorithm, torch.optim.SGD, fusing)
         for step in range(4):
             train_step(ddp, optimizer, batch(comm.rank, step))
             if not keep:
@@ -107,10 +112,7 @@ def through_a_queue(model):
 @pytest.mark.parametrize("algorithm", [EXACT, WEIGHTS, DiLoCo(local_steps=1)], ids=str)
 def test_weights_that_are_shared_between_processes_stay_shared_and_are_exchanged(algorithm, fusing, change):
     def trained(comm, change):
-        model = make_model()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        optimizer = fuse(optimizer) if fusing else optimizer
-        ddp = DistributedDataParallel(model, optimizer, algorithm, comm=comm)
+        model, optimizer, ddp = wrapped_with(comm, algorithm, torch.optim.Adam, fusing)
         for step in range(5):
             train_step(ddp, optimizer, batch(comm.rank, step))
             if step == 1:

@@ -40,7 +40,7 @@ from bagua_comm.transports.base import COLLECTIVE
 from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group import bootstrap
 from bagua_torch.process_group.frames import BODY_BYTES
-from bagua_torch.process_group.transport import Meeting
+from bagua_torch.process_group.transport import RendezvousInfo
 from bagua_torch.process_group.wire import UNSENT_FRAMES
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
@@ -437,9 +437,9 @@ def test_abort_wakes_a_thread_of_this_rank():
 
 
 def test_nobody_else_to_meet_is_a_timeout():
-    meeting = Meeting(dist.HashStore(), "test", 0, 2)
+    rendezvous = RendezvousInfo(dist.HashStore(), "test", 0, 2)
     with pytest.raises(CommTimeout, match=r"rank 0 of 2 waited 0\.5 s for its peers"):
-        ProcessGroupTransport(timeout_s=0.5, meeting=meeting)
+        ProcessGroupTransport(timeout_s=0.5, rendezvous=rendezvous)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -513,8 +513,8 @@ def test_a_process_group_that_is_there_is_used_and_left_as_it_is():
 def test_a_launcher_may_start_one_rank(monkeypatch):
     for name, value in {**environment_of_a_world(1), "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    fresh = functools.cache(bootstrap.rendezvous.__wrapped__)  # kept as in a process of its own
-    monkeypatch.setattr(bootstrap, "rendezvous", fresh)
+    fresh = functools.cache(bootstrap.torchrun_store.__wrapped__)  # kept as in a process of its own
+    monkeypatch.setattr(bootstrap, "torchrun_store", fresh)
     for _ in range(2):
         with bagua_torch.connect(timeout_s=10) as comm:
             assert (comm.rank, comm.size, comm.transports[0].name) == (0, 1, "torch")
@@ -774,3 +774,10 @@ def test_an_interrupted_call_closes_its_connections_so_that_gloo_sends_no_more_a
                 comm.recv(x, source=0)
 
     run_threads(2, body, timeout_s=20)
+
+
+def test_former_names_of_a_rendezvous_warn():
+    with pytest.warns(DeprecationWarning, match="Meeting is now RendezvousInfo"):
+        former = bagua_torch.process_group.Meeting
+    with pytest.warns(DeprecationWarning, match="meeting is now rendezvous"):
+        ProcessGroupTransport(timeout_s=1, meeting=former(dist.HashStore(), "former", 0, 1)).close()

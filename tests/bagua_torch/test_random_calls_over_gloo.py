@@ -9,7 +9,7 @@ from random_calls import RandomCalls
 from bagua_comm import Communicator
 from bagua_torch import ProcessGroupTransport
 from bagua_torch.process_group.frames import BODY_BYTES
-from bagua_torch.process_group.transport import AT_ONCE_BYTES, RING_CHUNK_BYTES, Meeting
+from bagua_torch.process_group.transport import AT_ONCE_BYTES, RING_CHUNK_BYTES, RendezvousInfo
 
 
 @pytest.mark.parametrize(("ranks", "numbers"), [(2, range(50)), (3, range(50, 100))])
@@ -19,7 +19,7 @@ def test_random_calls_give_what_numpy_gives(ranks, numbers, monkeypatch):
     sizes = BODY_BYTES, AT_ONCE_BYTES, ranks * RING_CHUNK_BYTES
 
     def run(rank):
-        transport = ProcessGroupTransport(timeout_s=30, meeting=Meeting(store, "random", rank, ranks))
+        transport = ProcessGroupTransport(timeout_s=30, rendezvous=RendezvousInfo(store, "random", rank, ranks))
         with RandomCalls(Communicator([transport]), seed=2026, sizes=sizes) as calls:
             calls.run(numbers)
         transport.close()

@@ -38,7 +38,7 @@ def test_the_store_of_a_rank_that_is_started_by_hand_listens_where_it_is_asked_t
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": HERE, "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     before = listening()
-    store, rank, size = functools.cache(bootstrap.rendezvous.__wrapped__)()
+    store, rank, size = functools.cache(bootstrap.torchrun_store.__wrapped__)()
     assert (store.port, rank, size) == (port, 0, 1)
     assert listening() == sorted([*before, HERE])
 

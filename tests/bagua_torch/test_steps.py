@@ -5,9 +5,9 @@ from support.torch_training import QADAM, batch, loss_of, wrapped
 
 from bagua_comm import ByteGrad, Decentralized
 from bagua_comm.testing import run_ranks
-from bagua_torch.stage import Stage
+from bagua_torch.training.stage import Stage
 
-IDLE, OPEN, AVERAGED, AGAIN, TOLD, CLOSED = Stage
+IDLE, OPEN, AVERAGED, REOPENED, ANNOUNCED, CLOSED = Stage
 
 
 class Driven:
@@ -43,70 +43,76 @@ class Driven:
 @pytest.mark.parametrize("algorithm", [ByteGrad(), Decentralized(), QADAM], ids=repr)
 def test_a_step_is_opened_averaged_and_ended(algorithm):
     def body(comm):
-        told = Driven(comm, algorithm)
-        assert told.after(*["forward", "backward", "step"] * 2) == [OPEN, AVERAGED, IDLE] * 2
-        assert told.ddp.engine.step == 2
-        assert told.after("forward", "forward", "backward") == [OPEN, OPEN, AVERAGED]
-        assert told.after("close", "close") == [CLOSED, CLOSED]
+        driven = Driven(comm, algorithm)
+        assert driven.after(*["forward", "backward", "step"] * 2) == [OPEN, AVERAGED, IDLE] * 2
+        assert driven.ddp.engine.step == 2
+        assert driven.after("forward", "forward", "backward") == [OPEN, OPEN, AVERAGED]
+        assert driven.after("close", "close") == [CLOSED, CLOSED]
 
     run_ranks(2, body)
 
 
 def test_gradients_that_are_averaged_twice_before_a_step():
     def body(comm):
-        told = Driven(comm)
-        assert told.after(*["forward", "backward"] * 2, "step") == [OPEN, AVERAGED, AGAIN, AVERAGED, IDLE]
+        driven = Driven(comm)
+        assert driven.after(*["forward", "backward"] * 2, "step") == [OPEN, AVERAGED, REOPENED, AVERAGED, IDLE]
         # A forward pass before the optimizer steps belongs to the next step.
-        assert told.after("forward", "backward", "forward", "step") == [OPEN, AVERAGED, AGAIN, TOLD]
-        assert told.after("forward", "backward") == [OPEN, AVERAGED]
-        assert told.ddp.engine.step == 2
-        told.ddp.close()
+        assert driven.after("forward", "backward", "forward", "step") == [OPEN, AVERAGED, REOPENED, ANNOUNCED]
+        assert driven.after("forward", "backward") == [OPEN, AVERAGED]
+        assert driven.ddp.engine.step == 2
+        driven.ddp.close()
 
     run_ranks(2, body)
 
 
 def test_where_weights_are_exchanged_a_step_that_was_left_out_counts():
     def body(comm):
-        told = Driven(comm, Decentralized())
-        assert told.after("forward", "backward", "forward", "backward") == [OPEN, AVERAGED] * 2
-        assert told.ddp.engine.step == 1
-        assert told.after("evaluate") == [IDLE]  # weights are read
-        assert told.ddp.engine.step == 2
-        told.ddp.close()
+        driven = Driven(comm, Decentralized())
+        assert driven.after("forward", "backward", "forward", "backward") == [OPEN, AVERAGED] * 2
+        assert driven.ddp.engine.step == 1
+        assert driven.after("evaluate") == [IDLE]  # weights are read
+        assert driven.ddp.engine.step == 2
+        driven.ddp.close()
 
     run_ranks(2, body)
 
 
 def test_what_stays_on_a_rank_opens_nothing():
     def body(comm):
-        told = Driven(comm)
-        assert told.after("no_sync", "evaluate") == [IDLE, IDLE]
-        assert told.after("forward", "no_sync", "backward") == [OPEN, OPEN, AVERAGED]
-        told.ddp.close()
+        driven = Driven(comm)
+        assert driven.after("no_sync", "evaluate") == [IDLE, IDLE]
+        assert driven.after("forward", "no_sync", "backward") == [OPEN, OPEN, AVERAGED]
+        driven.ddp.close()
 
     run_ranks(2, body)
 
 
 def test_an_optimizer_ends_a_pass_that_reached_no_parameter():
     def body(comm):
-        told = Driven(comm)
-        before = told.ddp.engine.counter.calls
-        assert told.after("forward", "step") == [OPEN, IDLE]
-        assert told.ddp.engine.counter.calls == before + 1
-        assert told.after("step") == [IDLE]  # nothing is open: nothing is exchanged
-        assert told.ddp.engine.counter.calls == before + 1
-        told.ddp.close()
+        driven = Driven(comm)
+        before = driven.ddp.engine.counter.calls
+        assert driven.after("forward", "step") == [OPEN, IDLE]
+        assert driven.ddp.engine.counter.calls == before + 1
+        assert driven.after("step") == [IDLE]  # nothing is open: nothing is exchanged
+        assert driven.ddp.engine.counter.calls == before + 1
+        driven.ddp.close()
 
     run_ranks(2, body)
 
 
 def test_loading_begins_a_new_step_and_a_closed_wrapper_stays_closed():
     def body(comm):
-        told = Driven(comm)
-        assert told.after("forward", "load", "forward", "backward", "load") == [OPEN, IDLE, OPEN, AVERAGED, IDLE]
-        assert told.after("close") == [CLOSED]
-        told.ddp.load_state_dict(told.ddp.state_dict())
-        assert told.ddp._steps.stage is CLOSED
+        driven = Driven(comm)
+        assert driven.after("forward", "load", "forward", "backward", "load") == [
+            OPEN,
+            IDLE,
+            OPEN,
+            AVERAGED,
+            IDLE,
+        ]
+        assert driven.after("close") == [CLOSED]
+        driven.ddp.load_state_dict(driven.ddp.state_dict())
+        assert driven.ddp._steps.stage is CLOSED
 
     run_ranks(2, body)
 
@@ -114,12 +120,12 @@ def test_loading_begins_a_new_step_and_a_closed_wrapper_stays_closed():
 def test_a_step_of_this_rank_alone_averages_nothing_though_a_forward_pass_came_before_the_last_step():
     def body(comm):
         driven = Driven(comm)
-        assert driven.after("forward", "backward", "forward", "step")[-1] is TOLD
+        assert driven.after("forward", "backward", "forward", "step")[-1] is ANNOUNCED
         calls = driven.ddp.engine.counter.calls
         driven.optimizer.zero_grad()
-        assert driven.after("no_sync", "step") == [TOLD, TOLD]
+        assert driven.after("no_sync", "step") == [ANNOUNCED, ANNOUNCED]
         driven.optimizer.zero_grad()
-        assert driven.after("step") == [TOLD]
+        assert driven.after("step") == [ANNOUNCED]
         assert all(parameter.grad is None for parameter in driven.model.parameters())
         assert driven.ddp.engine.counter.calls == calls
         assert driven.after("forward", "backward", "step") == [OPEN, AVERAGED, IDLE]

@@ -35,6 +35,13 @@ def step(comm, ddp, optimizer, number=0):
     optimizer.step()
 
 
+def resume_and_close(comm, ddp, optimizer):
+    """Make one more step together."""
+    ddp.resume()
+    step(comm, ddp, optimizer)
+    ddp.close()
+
+
 def buffers_of(model):
     return [buffer.clone() for buffer in model.buffers()]
 
@@ -84,9 +91,7 @@ def test_a_stopped_rank_freezes_layers_by_itself(algorithm, find_unused):
             step(comm, ddp, optimizer, number)
             assert model[0].weight.grad is None
             model[0].requires_grad_(True)
-        ddp.resume()
-        step(comm, ddp, optimizer)
-        ddp.close()
+        resume_and_close(comm, ddp, optimizer)
 
     run_ranks(2, body, timeout_s=5)
 
@@ -115,9 +120,7 @@ def test_a_tuner_rests_while_ranks_are_stopped():
         for number in range(5 * comm.rank):
             step(comm, ddp, optimizer, number)
         assert tuner.searching
-        ddp.resume()
-        step(comm, ddp, optimizer)
-        ddp.close()
+        resume_and_close(comm, ddp, optimizer)
 
     run_ranks(2, body, timeout_s=5)
 
@@ -147,3 +150,24 @@ def test_ranks_with_unevenly_much_data_share_their_buffers_at_the_end(algorithm)
 
     first, second = run_ranks(2, body, timeout_s=5)
     assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("saved_when", ["stopped", "resumed"])
+def test_a_state_saved_while_stopped_after_uneven_steps_says_to_resume_first(saved_when):
+    def body(comm):
+        _, optimizer, ddp = wrapped(comm, Decentralized())
+        ddp.stop()
+        for number in range(comm.rank):
+            step(comm, ddp, optimizer, number)
+        if saved_when == "resumed":
+            ddp.resume()
+        state = ddp.state_dict()
+        ddp.resume()
+        if saved_when == "resumed":
+            ddp.load_state_dict(state)
+        else:
+            with pytest.raises(ArrayError, match=r"'step' is 0 on rank 0 and 1 on rank 1.*resume first"):
+                ddp.load_state_dict(state)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)

@@ -1,4 +1,4 @@
-"""The fleet under torchrun: processes that meet in a store, die there, and go on without each other."""
+"""The fleet under torchrun: processes that hold a rendezvous in a store, die, and continue without each other."""
 
 import ast
 import os
@@ -15,15 +15,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support.forked_fleet import TIMEOUT_S, Processes, run, wait_for
+from support.forked_fleet import TIMEOUT_S, Processes, run
 from support.launch import torchrun, with_packages
+from support.waiting import until
 
 from bagua_comm import ArrayError, BootstrapError, CommError, RankFailed, UnsupportedError, elastic
 from bagua_comm.elastic import start
 from bagua_comm.files import shared_memory
 from bagua_torch.process_group import agent_folder, fleet
-from bagua_torch.process_group.board import Board, enter
 from bagua_torch.process_group.fleet import TorchrunFleet
+from bagua_torch.process_group.rendezvous import join
+from bagua_torch.process_group.store import FleetStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
 
@@ -48,12 +50,12 @@ def total(comm):
     return float(comm.allreduce(np.full(3, comm.rank + 1.0, np.float32))[0])
 
 
-def numbers(meeting):
-    return [process.number for process in meeting.alive]
+def numbers(rendezvous):
+    return [process.number for process in rendezvous.alive]
 
 
-def connect_all(fleet, meeting):
-    return fleet.connect(numbers(meeting))
+def connect_all(fleet, rendezvous):
+    return fleet.connect(numbers(rendezvous))
 
 
 def leave(fleet, comm):
@@ -70,17 +72,17 @@ def leave(fleet, comm):
 @pytest.mark.parametrize("victims", [[1], pytest.param([0, 3], marks=pytest.mark.slow)])
 def test_those_that_are_left_meet_and_go_on(processes, victims):
     def body(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         sums = [total(comm)]
         if fleet.me in victims:
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        meeting = fleet.meet(error.value)
-        comm = connect_all(fleet, meeting)
+        rendezvous = fleet.rendezvous(error.value)
+        comm = connect_all(fleet, rendezvous)
         sums.append(total(comm))
         leave(fleet, comm)
-        return numbers(meeting), [(death.process.number, death.reason) for death in meeting.dead], sums
+        return numbers(rendezvous), [(death.process.number, death.reason) for death in rendezvous.dead], sums
 
     size = 3 if len(victims) == 1 else 4
     alive = [n for n in range(size) if n not in victims]
@@ -91,15 +93,15 @@ def test_those_that_are_left_meet_and_go_on(processes, victims):
 
 def test_a_process_that_hangs_is_killed(processes):
     def body(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         if fleet.me == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(CommError) as error:
             comm.barrier(timeout_s=0.5)
         fleet.timeout_s = 0.5
-        meeting = fleet.meet(error.value)
+        rendezvous = fleet.rendezvous(error.value)
         fleet.end()
-        return [str(death) for death in meeting.dead], [death.reason for death in meeting.dead]
+        return [str(death) for death in rendezvous.dead], [death.reason for death in rendezvous.dead]
 
     left, hung = run(processes, 2, body)
     assert hung is None
@@ -108,15 +110,15 @@ def test_a_process_that_hangs_is_killed(processes):
 
 def test_a_death_while_the_others_connect_is_found_long_before_the_timeout(processes):
     def body(fleet):
-        meeting = fleet.meet()
+        rendezvous = fleet.rendezvous()
         if fleet.me == 2:
             die()
         began_s = time.monotonic()
-        with pytest.raises(CommError, match=r"died meanwhile|calls a meeting") as error:
-            connect_all(fleet, meeting)
-        meeting = fleet.meet(error.value)
+        with pytest.raises(CommError, match=r"died meanwhile|started a rendezvous") as error:
+            connect_all(fleet, rendezvous)
+        rendezvous = fleet.rendezvous(error.value)
         took_s = time.monotonic() - began_s
-        result = total(comm := connect_all(fleet, meeting))
+        result = total(comm := connect_all(fleet, rendezvous))
         leave(fleet, comm)
         return result, took_s < TIMEOUT_S / 2
 
@@ -127,14 +129,14 @@ def test_who_is_about_to_be_ended_by_torchrun_trains_no_more(processes, monkeypa
     monkeypatch.setattr(fleet, "AGENT_S", 0.01)
 
     def body(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         if fleet.me == 1:
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        meeting = fleet.meet(error.value)
+        rendezvous = fleet.rendezvous(error.value)
         fleet.end()
-        return numbers(meeting), [death.reason.partition(" process")[0] for death in meeting.dead]
+        return numbers(rendezvous), [death.reason.partition(" process")[0] for death in rendezvous.dead]
 
     first, second, third = run(processes, 3, body, agents=[7, 7, 8])
     assert first.startswith("RankFailed: process 0 is ended by torchrun, together with process 1")
@@ -145,7 +147,7 @@ def test_who_is_about_to_be_ended_by_torchrun_trains_no_more(processes, monkeypa
 @pytest.mark.slow
 def test_a_death_while_a_group_is_split_off_is_found_long_before_the_timeout(processes):
     def body(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         total(comm)
         began_s = time.monotonic()
         if fleet.me == 1:
@@ -154,38 +156,38 @@ def test_a_death_while_a_group_is_split_off_is_found_long_before_the_timeout(pro
         comm.allgather_object(0)
         with pytest.raises(CommError) as error:
             comm.dup()
-        fleet.meet(error.value)
+        fleet.rendezvous(error.value)
         fleet.end()
         return time.monotonic() - began_s < TIMEOUT_S / 2
 
     assert run(processes, 3, body) == [True, None, True]
 
 
-def test_one_that_waits_for_a_living_rank_learns_of_a_meeting(processes):
+def test_one_that_waits_for_a_living_rank_learns_of_a_rendezvous(processes):
     def body(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         total(comm)
         if fleet.me == 1:
-            meeting = fleet.meet()  # in no call: rank 0 waits for this rank, which lives
+            rendezvous = fleet.rendezvous()  # in no call: rank 0 waits for this rank, which lives
         else:
             with pytest.raises(CommError) as error:
                 total(comm)
-            meeting = fleet.meet(error.value)
+            rendezvous = fleet.rendezvous(error.value)
         fleet.end()
-        return meeting.number, numbers(meeting), meeting.dead
+        return rendezvous.number, numbers(rendezvous), rendezvous.dead
 
     assert run(processes, 2, body) == [(2, [0, 1], ())] * 2
 
 
 # ---------------------------------------------------------------------------------------------------
-# Those that stand by, and newcomers
+# Spares, and processes that join
 # ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
     def body(fleet):
-        meeting = fleet.meet()
+        rendezvous = fleet.rendezvous()
         assert fleet.wanted == 2
         members = [0, 1]
         heard = []
@@ -193,45 +195,45 @@ def test_a_spare_is_called_when_one_dies_and_released_at_the_end(processes):
             heard.append(fleet.stand_by(members))
             if not heard[-1]:
                 return heard
-            meeting = fleet.meet()
-            members = numbers(meeting)[: fleet.wanted]
+            rendezvous = fleet.rendezvous()
+            members = numbers(rendezvous)[: fleet.wanted]
         while True:
             try:
                 result = total(comm := fleet.connect(members))
                 if fleet.me == 1:
                     die()
                 total(comm)
-                if len(meeting.alive) == 4:
+                if len(rendezvous.alive) == 4:
                     total(comm)
                 leave(fleet, comm)
                 return heard, result
             except CommError as exc:
-                meeting = fleet.meet(exc)
-                members = numbers(meeting)[: fleet.wanted]
+                rendezvous = fleet.rendezvous(exc)
+                members = numbers(rendezvous)[: fleet.wanted]
 
     assert run(processes, 4, body, spares=2) == [([], 3.0), None, ([True], 3.0), [True, False]]
 
 
 def test_a_process_that_is_started_again_alone_is_let_in(processes):
     def old(fleet):
-        comm = connect_all(fleet, fleet.meet())
+        comm = connect_all(fleet, fleet.rendezvous())
         if fleet.me == 1:
             die()
         with pytest.raises(CommError) as error:
             total(comm)
-        wait_for(fleet.recruits_wait)
-        meeting = fleet.meet(error.value)
-        comm = connect_all(fleet, meeting)
+        until(fleet.has_joining)
+        rendezvous = fleet.rendezvous(error.value)
+        comm = connect_all(fleet, rendezvous)
         result = total(comm)
         leave(fleet, comm)
-        return numbers(meeting), result
+        return numbers(rendezvous), result
 
     def new(fleet):
-        meeting = fleet.meet()
-        comm = connect_all(fleet, meeting)
+        rendezvous = fleet.rendezvous()
+        comm = connect_all(fleet, rendezvous)
         result = total(comm)
         leave(fleet, comm)
-        return numbers(meeting), result
+        return numbers(rendezvous), result
 
     first, second = (processes.start(rank, 2, old) for rank in range(2))
     processes.serve()
@@ -243,7 +245,7 @@ def test_a_process_that_is_started_again_alone_is_let_in(processes):
 def test_this_fleet_starts_no_processes():
     fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
     with pytest.raises(UnsupportedError, match="give it --max-restarts"):
-        fleet.recruit(1)
+        fleet.spawn(1)
     fleet.end()
 
 
@@ -255,7 +257,7 @@ def test_a_process_ends_well_while_its_fleet_looks_in_the_store(end):
         import torch.distributed as dist
         from bagua_torch.process_group import fleet as module
 
-        module.LOOK_S = 0  # all the time
+        module.WATCH_S = 0  # all the time
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         fleet = module.TorchrunFleet(store, 0, 1, timeout_s=5)
         time.sleep(0.2)
@@ -270,7 +272,7 @@ def test_what_cannot_be_asked_for():
     with pytest.raises(ArrayError, match="2 of 2 processes are spares"):
         TorchrunFleet(dist.HashStore(), 0, 2, timeout_s=5, spares=2)
     fleet = TorchrunFleet(dist.HashStore(), 0, 1, timeout_s=5)
-    fleet.meet()
+    fleet.rendezvous()
     with pytest.raises(ArrayError, match=r"members are \[0, 1\], expected different ones of \[0\]"):
         fleet.connect([0, 1])
     fleet.end()
@@ -281,48 +283,48 @@ def test_what_cannot_be_asked_for():
 # ---------------------------------------------------------------------------------------------------
 
 
-def enter_all(store, size, timeout_s=TIMEOUT_S):
+def join_all(store, size, timeout_s=TIMEOUT_S):
     with ThreadPoolExecutor(size) as pool:
-        ranks = [pool.submit(enter, store, rank, size, timeout_s=timeout_s) for rank in range(size)]
+        ranks = [pool.submit(join, store, rank, size, timeout_s=timeout_s) for rank in range(size)]
         return [rank.result() for rank in ranks]
 
 
 def test_what_an_earlier_attempt_has_left_in_the_store_misleads_nobody():
     store = dist.HashStore()
-    before = {entry.key for entry in enter_all(store, 3)}
+    before = {each.prefix for each in join_all(store, 3)}
     with pytest.raises(BootstrapError, match=r"rank 1 of 3 has waited 0\.05 s"):
-        enter(store, 1, 3, timeout_s=0.05)  # and dies before the others are there
-    after = enter_all(store, 3)
-    assert [entry.number for entry in after] == [0, 1, 2]
-    assert len({entry.key for entry in after}) == 1
-    assert before.isdisjoint({after[0].key})
+        join(store, 1, 3, timeout_s=0.05)  # and dies before the others are there
+    after = join_all(store, 3)
+    assert [each.number for each in after] == [0, 1, 2]
+    assert len({each.prefix for each in after}) == 1
+    assert before.isdisjoint({after[0].prefix})
 
 
 def test_who_does_not_come_is_named():
     with pytest.raises(BootstrapError, match=r"rank 0 of 3 has waited 0.05 s .* nothing of ranks \[1, 2\]"):
-        enter(dist.HashStore(), 0, 3, timeout_s=0.05)
+        join(dist.HashStore(), 0, 3, timeout_s=0.05)
 
 
 def test_a_store_that_is_gone_is_an_error_that_says_what_to_do():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = Board(dist.TCPStore("127.0.0.1", server.port, is_master=False), "test")
-    client.put("here")
+    client = FleetStore(dist.TCPStore("127.0.0.1", server.port, is_master=False), "test")
+    client.set("here")
     del server
     with pytest.raises(RankFailed, match=r"the store at 127.0.0.1:.* is gone: .* --max-restarts"):
-        wait_for(lambda: not client.has("here"))
+        until(lambda: not client.has("here"))
 
 
 def test_the_first_of_several_values_holds():
     store = dist.HashStore()
-    boards = [Board(store, "test") for _ in range(8)]
+    stores = [FleetStore(store, "test") for _ in range(8)]
     gate = threading.Barrier(8)
 
-    def settle(n):
+    def set_once(n):
         gate.wait()
-        return boards[n].settle("result", n)
+        return stores[n].set_once("result", n)
 
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(settle, range(8)))) == 1
+        assert len(set(pool.map(set_once, range(8)))) == 1
 
 
 def test_under_torchrun_without_bagua_torch_the_error_says_what_to_import(monkeypatch):
@@ -462,7 +464,7 @@ def test_workers_of_other_agents_go_on_in_the_same_processes(tmp_path):
     try:
         for agent in agents[1:]:
             agent.wait(timeout=200)
-        wait_for((tmp_path / "result-0").exists)
+        until((tmp_path / "result-0").exists)
     finally:
         for agent in agents:
             agent.kill()

@@ -4,7 +4,8 @@ import os
 
 import numpy as np
 import pytest
-from support.forked_fleet import Processes, run, wait_for
+from support.forked_fleet import Processes, run
+from support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about fork
 
@@ -17,20 +18,20 @@ def processes(tmp_path, monkeypatch):
     found.close()
 
 
-def total(fleet, meeting):
-    """The sum of all processes' numbers, each plus one, over a communicator of those at the meeting."""
-    with fleet.connect([process.number for process in meeting.alive]) as comm:
+def total(fleet, rendezvous):
+    """The sum of all processes' numbers, each plus one, over a communicator of those in the rendezvous."""
+    with fleet.connect([process.number for process in rendezvous.alive]) as comm:
         return float(comm.allreduce(np.full(3, fleet.me + 1.0, np.float32))[0])
 
 
 def test_living_processes_of_other_containers_are_not_taken_for_dead(processes):
     def body(fleet):
-        board, look = fleet._board, fleet._vigil.look
-        fleet._vigil.look = lambda *args, **options: [look(*args, **options), board.put("looked")][0]
+        store, find_dead = fleet._fleet_store, fleet._detector.find_dead
+        fleet._detector.find_dead = lambda *args, **options: [find_dead(*args, **options), store.set("looked")][0]
         if fleet.me == 1:
-            wait_for(lambda: board.has("looked"))  # rank 0 has missed this one, and looked for its process
-        meeting = fleet.meet()
-        found = len(meeting.alive), meeting.dead, total(fleet, meeting)
+            until(lambda: store.has("looked"))  # rank 0 has missed this one, and looked for its process
+        rendezvous = fleet.rendezvous()
+        found = len(rendezvous.alive), rendezvous.dead, total(fleet, rendezvous)
         fleet.end()
         return found
 
@@ -40,11 +41,11 @@ def test_living_processes_of_other_containers_are_not_taken_for_dead(processes):
 @pytest.mark.slow
 def test_a_death_in_a_container_does_not_end_those_of_another_one_whose_agent_has_the_same_number(processes):
     def body(fleet):
-        total(fleet, fleet.meet())
+        total(fleet, fleet.rendezvous())
         if fleet.me == 0:
             os._exit(1)
-        meeting = fleet.meet()
-        found = [process.number for process in meeting.alive], len(meeting.dead), total(fleet, meeting)
+        rendezvous = fleet.rendezvous()
+        found = [process.number for process in rendezvous.alive], len(rendezvous.dead), total(fleet, rendezvous)
         fleet.end()
         return found
 

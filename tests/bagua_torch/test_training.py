@@ -396,7 +396,20 @@ def test_a_rank_may_skip_a_step_alone_where_weights_are_exchanged(algorithm, the
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_closing_after_a_rank_skipped_a_step_alone(algorithm):
-    run_ranks(2, lambda comm: skipping_a_step(comm, algorithm)[2].close(), timeout_s=3)
+    """It ends the step as `stop` does."""
+
+    def body(comm, stop):
+        model, _, ddp = skipping_a_step(comm, algorithm)
+        if stop:
+            ddp.stop()
+            stopped = weights(model)
+        ddp.close()
+        assert not stop or torch.equal(weights(model), stopped)
+        return weights(model)
+
+    closed = run_ranks(2, lambda comm: body(comm, False), timeout_s=3)
+    stopped = run_ranks(2, lambda comm: body(comm, True), timeout_s=3)
+    assert all(map(torch.equal, closed, stopped))
 
 
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -783,18 +796,20 @@ def test_evaluation_between_steps_sees_the_mixed_weights(through):
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_an_evaluation_on_one_rank_alone_waits_for_no_other(algorithm):
-    def body(comm):
-        _, optimizer, ddp = wrapped(comm, algorithm)
+def test_an_evaluation_on_one_rank_alone_waits_for_no_other_and_changes_nothing(algorithm):
+    def body(comm, evaluates):
+        model, optimizer, ddp = wrapped(comm, algorithm)
         for step in range(5):
             train_step(ddp, optimizer, batch(comm.rank, step))
-            if comm.rank == 0:
+            if evaluates and comm.rank == 0:
                 with torch.inference_mode():
                     ddp.eval()(batch(0, 0))
                 ddp.train()
         ddp.close()
+        return weights(model)
 
-    run_ranks(2, body, timeout_s=5)
+    evaluated = run_ranks(2, lambda comm: body(comm, True), timeout_s=5)
+    assert all(map(torch.equal, evaluated, run_ranks(2, lambda comm: body(comm, False), timeout_s=5)))
 
 
 @pytest.mark.algorithms("sample")
@@ -863,3 +878,22 @@ def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
         ddp.close()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
+def test_an_optimizer_may_step_twice_before_the_plain_module_runs(algorithm):
+    """The second step is exchanged before a graph of the plain module needs the weights."""
+
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = batch(comm.rank, step)
+            (loss_of(model, x) + loss_of(ddp, x)).backward()
+            optimizer.step()
+            optimizer.step()
+        ddp.switch(GradientAllReduce())
+        assert_same_on_all_ranks(comm, model)
+        ddp.close()
+
+    run_ranks(2, body, timeout_s=5)

@@ -22,7 +22,7 @@ def test_every_codec_has_a_row_with_figures_beside_a_copy(tmp_path):
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True).stdout
 
     rows = [line.split() for line in printed.splitlines() if not line.startswith("#")]
-    modules = ["host", "compiled"] if kernels.making.is_installed() else ["host"]
+    modules = ["host", "compiled"] if kernels.numba_is_installed() else ["host"]
     expected = product(["float32", "float16", "bfloat16"], ["minmax", "bagua", "float16", "bfloat16"], modules)
     assert [tuple(row[1:4]) for row in rows] == list(expected)
     assert all(len(row) == 13 for row in rows)

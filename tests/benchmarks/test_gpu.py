@@ -28,6 +28,7 @@ from benchmarks.gpu import part as gpu_part
 from benchmarks.gpu import ranks as gpu_ranks
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
+from benchmarks.gpu import sections as gpu_sections
 from benchmarks.gpu import training as gpu_training
 from benchmarks.gpu import world as gpu_world
 
@@ -343,7 +344,7 @@ def run(tmp_path):
         options = gpu.parse_arguments(["--quick", "--out", str(tmp_path / "gpu.json")])
         chosen = [gpu.Section("a", section, limit_s)]
         gpu.begin_lines(tmp_path / "gpu.jsonl", options, chosen)
-        said = gpu.recorded(chosen[0], gpu.Run(options, "a", time.monotonic() + limit_s))
+        said = gpu.recorded(chosen[0], gpu_sections.Run(options, "a", time.monotonic() + limit_s))
         entry = gpu.report(options)["sections"]["a"]
         assert said.items() <= entry.items()
         return entry
@@ -395,9 +396,9 @@ def failing(error):
     ("error", "outcome", "reason"),
     [
         (ZeroDivisionError("no"), "failed", "ZeroDivisionError: no"),
-        (gpu.SectionError("no"), "failed", "no"),
-        (gpu.OutOfTimeError("not done"), "out of time", "not done"),
-        (gpu.LeftOutError("no such thing"), "left out", "no such thing"),
+        (gpu_sections.SectionError("no"), "failed", "no"),
+        (gpu_sections.OutOfTimeError("not done"), "out of time", "not done"),
+        (gpu_sections.LeftOutError("no such thing"), "left out", "no such thing"),
     ],
 )
 def test_a_section_that_raises_is_recorded(run, error, outcome, reason):
@@ -427,10 +428,10 @@ def test_worlds_share_the_time_and_go_on_after_one_that_fails(run, monkeypatch):
     def part(self, *arguments, ranks, share, under):
         shares.append((arguments[-1], ranks, share))
         if ranks == 4:
-            raise gpu.OutOfTimeError("not done")
+            raise gpu_sections.OutOfTimeError("not done")
 
-    monkeypatch.setattr(gpu.Run, "part", part)
-    entry = run(gpu.ranks)
+    monkeypatch.setattr(gpu_sections.Run, "part", part)
+    entry = run(gpu_sections.ranks)
     assert shares == [("nccl", 2, 0.4), ("nccl", 4, 0.6), ("staged", 2, 1.0)]
     assert (entry["outcome"], entry["reason"]) == ("out of time", "nccl, 4 ranks: not done")
 
@@ -461,7 +462,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
         f"    assert float(os.environ[{gpu_world.SECTION_ENDS!r}]) < {time.time() + 61}\n"
     )
     monkeypatch.setattr(gpu, "GPU_TESTS", folder)
-    entry = run(lambda run: gpu.gpu_tests(run, "test_it.py"))
+    entry = run(lambda run: gpu_sections.gpu_tests(run, "test_it.py"))
 
     results = entry["results"]
     names = [failure["test"].split("::")[1] for failure in results["failures"]]
@@ -479,7 +480,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
 def test_what_cannot_be_collected_has_failed(run, tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("import there_is_no_such_module")
     monkeypatch.setattr(gpu, "GPU_TESTS", tmp_path)
-    entry = run(lambda run: gpu.gpu_tests(run, "test_it.py"))
+    entry = run(lambda run: gpu_sections.gpu_tests(run, "test_it.py"))
     assert entry["outcome"] == "failed"
     assert "there_is_no_such_module" in entry["results"]["failures"][0]["message"]
 
@@ -500,18 +501,18 @@ def test_the_sanitizer_is_heard(run, tmp_path, monkeypatch, says, code, outcome)
     program = sanitizer_that(tmp_path / "bin", says, code)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(
-        gpu.shutil, "which", lambda name, path: str(program) if str(program.parent) in path else None
+        gpu_sections.shutil, "which", lambda name, path: str(program) if str(program.parent) in path else None
     )
-    entry = run(gpu.sanitizer)
+    entry = run(gpu_sections.sanitizer)
 
     assert entry["outcome"] == outcome
     assert entry["results"] == {"memcheck": {"program": str(program), "exit_code": code, "summary": [says]}}
 
 
 def test_a_sanitizer_that_is_nowhere(monkeypatch):
-    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: None)
-    monkeypatch.setattr(gpu.importlib.metadata, "files", lambda name: [])
-    assert gpu.find_sanitizer({}) is None
+    monkeypatch.setattr(gpu_sections.shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(gpu_sections.importlib.metadata, "files", lambda name: [])
+    assert gpu_sections.find_sanitizer({}) is None
 
 
 # The record ---------------------------------------------------------------------------------------------
@@ -595,7 +596,7 @@ def test_results_that_are_wrong_are_named():
 
 COMMAND = """
 import pathlib, time, types
-from benchmarks.gpu import run, world
+from benchmarks.gpu import run, sections, world
 folder = pathlib.Path({folder!r})
 
 def part(script):
@@ -605,7 +606,7 @@ def monotonic():
     return time.monotonic() + sum(float(late.read_text()) for late in folder.glob("late *"))
 
 world.END_S = 0.3
-run.time = world.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+run.time = sections.time = world.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
 run.SECTIONS = [run.Section(name, part(name + ".py"), limit_s) for name, limit_s in {sections!r}]
 run.command()
 """

@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import net, net_check
+from benchmarks import net_check
+from benchmarks.net import link, report, run
 from benchmarks.net_traffic import random_sizes
 
 
@@ -20,12 +21,12 @@ def result(name="capped", line_mb_s=0.0, **scale):
 
 
 def test_the_table_compares_with_the_default_and_with_the_best_of_the_grid():
-    lines = net.table(result(plugin=80.0, default=10.0, **{"4x1": 40.0, "one flow": 11.0}))
+    lines = report.table(result(plugin=80.0, default=10.0, **{"4x1": 40.0, "one flow": 11.0}))
     assert lines[2] == "| 8 | 80 | 11 | 10 | 40 (4x1) | 8.00 | 2.00 |"
 
 
 def test_a_burst_above_what_the_link_carries_counts_as_what_it_carries():
-    lines = net.table(result(plugin=80.0, default=10.0, **{"4x1": 160.0}, line_mb_s=100.0))
+    lines = report.table(result(plugin=80.0, default=10.0, **{"4x1": 160.0}, line_mb_s=100.0))
     assert lines[2] == "| 8 | 80 | - | 10 | 160 (4x1) | 8.00 | 0.80 |"
 
 
@@ -35,14 +36,16 @@ def test_a_record_is_reported_and_drawn(tmp_path):
     machine = {"cpu": "one", "cores": 2}
     record = {"machine": machine, "ranks": 1, "versions": {}, "results": [result(plugin=2.0, default=1.0)]}
     path.write_text(json.dumps(record))
-    assert net.main(["--report", "--out", str(tmp_path / "net")]) == 0
+    assert run.main(["--report", "--out", str(tmp_path / "net")]) == 0
     assert "| 8 | 2 | - | 1 | 1 (default) | 2.00 | 2.00 |" in (tmp_path / "net.md").read_text()
     assert (tmp_path / "net.png").stat().st_size > 1000
 
 
 def test_each_source_port_has_a_class_of_its_own():
-    lines = [net.class_line("add", port, "1mbit") for port in range(net.FIRST_PORT, net.FIRST_PORT + net.PORTS)]
-    assert len({*lines}) == net.PORTS
+    lines = [
+        link.class_line("add", port, "1mbit") for port in range(link.FIRST_PORT, link.FIRST_PORT + link.PORTS)
+    ]
+    assert len({*lines}) == link.PORTS
     assert "classid 1:10 " in lines[0]
 
 

@@ -17,7 +17,7 @@ with bagua_comm.connect() as comm:
     x = np.arange(300_000, dtype=np.float32) + comm.rank
     mean = comm.allreduce(x, op="avg")
     assert (mean == x - comm.rank + 1.5).all()
-    assert comm.transports[0]._window is None, "hosts share no memory"
+    assert comm.transports[0]._endpoint.window is None, "hosts share no memory"
     comm.check_consistency(bagua_comm.quantized_allreduce(comm, x, op="avg"))
     places = comm.allgather_object((socket.gethostname(), comm.local_rank))
     print(places if comm.rank == 0 else "")

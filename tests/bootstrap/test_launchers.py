@@ -112,7 +112,7 @@ def test_what_another_step_handed_down_does_not_count(variables, step, launcher)
 def test_a_job_that_a_task_submitted_is_a_world_of_one(monkeypatch):
     for name, value in {**STEP, **NEXT_JOB, **BY_PMIX}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(bagua_comm.bootstrap.connection, "slurm_step", lambda: "8.batch")
+    monkeypatch.setattr(bagua_comm.bootstrap.environment, "slurm_step", lambda: "8.batch")
     with bagua_comm.connect() as comm:
         assert (comm.size, comm.transports[0].name) == (1, "local")
 

@@ -65,7 +65,7 @@ import bagua_comm
 
 with bagua_comm.connect(timeout_s=60) as comm:
     here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    print(here.Get_size(), comm.local_size, comm.transports[0]._window is not None)
+    print(here.Get_size(), comm.local_size, comm.transports[0]._endpoint.window is not None)
 """
 
 

@@ -370,7 +370,7 @@ def test_two_threads_on_one_communicator_are_refused():
         x = np.ones(3, np.float32)
         thread = threading.Thread(target=comm.recv, args=(np.zeros(3),), kwargs={"source": 1})
         thread.start()
-        while comm.turn.is_free:
+        while comm.guard.is_free:
             time.sleep(0.001)  # sleeps: until the thread is in its call
         for call in (
             comm.barrier,

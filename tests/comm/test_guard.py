@@ -24,7 +24,7 @@ from bagua_comm import (
     quantized_allreduce,
     reproducible_allreduce,
 )
-from bagua_comm.bootstrap.rendezvous import Limit
+from bagua_comm.bootstrap.rendezvous import Deadline
 from bagua_comm.bucket import Plan, TensorSpec, make_buckets
 from bagua_comm.engine.schedule import Exchanges
 from bagua_comm.files import write_at_once
@@ -89,19 +89,19 @@ def test_a_call_that_is_interrupted_anywhere_does_not_keep_its_turn(name, known)
 
     def again():
         if not known:
-            comm.kinds.clear()
+            comm.call_cache.clear()
         call(comm)
 
     def check():
         nonlocal tried
         tried += 1
         comm.hooks.all = ()
-        assert comm.turn.is_free
-        assert not comm.turn.owner
+        assert comm.guard.is_free
+        assert not comm.guard.owner
         if tried % 8 == 0:  # the other thread takes longer than all the rest
             assert on_another_thread(lambda: comm.allreduce(X)).tolist() == [1, 1, 1]
         assert comm.allreduce(X).tolist() == [1, 1, 1]
-        assert comm.turn.limit_s is None
+        assert comm.guard.limit_s is None
 
     call(comm)
     assert interrupted_everywhere(again, check) > 3
@@ -143,7 +143,7 @@ def test_random_interrupts_leave_a_world_of_one_usable(random_interrupts, rounds
             interrupted += 1
             comm.hooks.all = ()
         assert comm.allreduce(X).tolist() == [1, 1, 1], i
-        assert not comm.turn.owner
+        assert not comm.guard.owner
     assert interrupted > rounds / 10
 
 
@@ -170,15 +170,15 @@ def test_a_rank_that_is_interrupted_in_a_call_ends_it_on_all_ranks_with_the_reas
 def test_a_call_that_was_not_ended_is_ended_by_the_next():
     """As if an exception had come at the very beginning of its end."""
     comm = Communicator([LocalTransport()])
-    end, comm.turn.end = comm.turn.end, lambda **_: None
+    end, comm.guard.leave = comm.guard.leave, lambda **_: None
     with pytest.raises(CommTimeout):
         comm.recv(X.copy(), source=0, timeout_s=0.01)
-    comm.turn.end = end
-    assert comm.turn.limit_s == 0.01
+    comm.guard.leave = end
+    assert comm.guard.limit_s == 0.01
     fresh = Communicator([LocalTransport()])
     comm.transports[0]._broken = None
     comm.barrier()
-    assert comm.turn.limit_s is None
+    assert comm.guard.limit_s is None
     assert comm.transports[0].limit_s == fresh.transports[0].limit_s
 
 
@@ -197,7 +197,7 @@ def test_notices_that_were_interrupted_while_they_listened_listen_again():
         return True
 
     notices = Notices(lambda rank, message: post.append(message), take)
-    notices.tell([1], notice)
+    notices.send([1], notice)
 
     def check():
         notices.listen()
@@ -283,13 +283,13 @@ def test_a_call_after_an_interrupted_exchange_is_not_made_for_its_bucket():
 
     class Noting:
         def exchange(self, *_):
-            seen.append(comm.work.place)
+            seen.append(comm.context.bucket_step)
 
     lane = types.SimpleNamespace(comm=comm, note=lambda **_: None)
     exchanges = Exchanges(lane, NULL)
 
     def check():
-        assert (comm.work.bucket, comm.work.place) == (None, None)
+        assert (comm.context.bucket, comm.context.bucket_step) == (None, None)
 
     assert interrupted_everywhere(lambda: exchanges._exchange(Noting(), bucket, None), check) > 3
     assert seen[-1] == (0, bucket.step)
@@ -309,7 +309,9 @@ def test_a_limit_that_was_interrupted_ends_no_process(monkeypatch):
             poll()
         polls.clear()
 
-    assert interrupted_everywhere(lambda: Limit(lambda: "too long", fail).run(lambda: done.append(1)), check) > 3
+    assert (
+        interrupted_everywhere(lambda: Deadline(lambda: "too long", fail).run(lambda: done.append(1)), check) > 3
+    )
     assert done
 
 

@@ -64,11 +64,11 @@ def levels(where):
     [
         ({}, "ok", "all hosts have NCCL's network plugin (source 01)"),
         ({"source": "02"}, "problem", "hosts have different sources of NCCL's network plugin: 01, 02"),
-        ({"built": False, "compilers": "none; apt install gcc"}, "problem", "node2 can have no network plugin"),
+        ({"built": False, "compilers": "none; apt install gcc"}, "problem", "node2 cannot build NCCL"),
         (
             {"kept away by": "NCCL_NET_PLUGIN=none: NCCL loads no plugin"},
             "problem",
-            "on node2 NCCL would not use",
+            "on node2, NCCL would not use",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_what_keeps_the_plugin_from_nccl_is_found_where_it_is_asked_for(change, 
 def test_the_plugin_does_nothing_on_one_host_and_is_not_spoken_of_without_gpus():
     one = world(size=2, hosts=1)
     one.facts[0]["plugin"] = HEALTHY["plugin"] | {"net": "bagua"}
-    assert found("note", "BAGUA_NET=bagua does nothing here: on one host NCCL uses shared memory", one)
+    assert found("note", "BAGUA_NET=bagua has no effect: on one host, NCCL uses shared memory", one)
     assert not any("plugin" in each.what for each in examine(world()))
 
 
@@ -104,9 +104,9 @@ def test_another_version_on_one_rank_is_warned_of_and_a_problem_if_it_is_of_mpi(
 def test_full_shared_memory_is_a_problem_that_names_containers():
     few = {"total": 64 << 20, "free": 20 << 20}
     finding = found("problem", "/dev/shm", shared(few))
-    assert finding.what == "/dev/shm of node1 has 20 MiB free, and Open MPI wants 32 MiB for ranks 0, 1"
+    assert finding.what == "/dev/shm of node1 has 20 MiB free, and Open MPI needs 32 MiB for ranks 0, 1"
     assert "--shm-size" in finding.do
-    assert "is not there" in found("problem", "/dev/shm", shared(None)).what
+    assert "does not exist" in found("problem", "/dev/shm", shared(None)).what
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_more_ranks_than_cores_and_bound_ranks_are_warned_of():
 def test_ranks_of_one_host_that_mpi_takes_apart_are_warned_of():
     apart = world(size=2, hosts=1)
     apart.together[:] = [0, 1]
-    assert "slurm.conf" in found("warning", "ranks 0, 1 run on node1, but MPI takes them", apart).do
+    assert "slurm.conf" in found("warning", "ranks 0, 1 run on node1, but MPI treats them", apart).do
     apart.together[:] = []  # without MPI, nobody says so
     assert levels(apart) == set()
 
@@ -188,7 +188,7 @@ def test_nodes_are_compared_with_what_mpi_says(monkeypatch):
     assert run_ranks(2, lambda comm: doctor.examine_world(comm).together) == [[], []]
     monkeypatch.setattr(doctor, "_together", lambda comm: [0, 1])
     (world, _) = run_ranks(2, doctor.examine_world)
-    assert found("warning", "ranks 0, 1 run on node1, but MPI takes them", world)
+    assert found("warning", "ranks 0, 1 run on node1, but MPI treats them", world)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_the_network_that_was_chosen_is_seen_for_each_mpi(monkeypatch, library, 
         THREAD_MULTIPLE = 3
 
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", OneRank)
-    monkeypatch.setattr(doctor.facts.bootstrap, "_has_ulfm", lambda: False)
+    monkeypatch.setattr(doctor.facts.environment, "has_ulfm", lambda: False)
     for name in ("OMPI_MCA_btl_tcp_if_include", "FI_TCP_IFACE"):
         monkeypatch.setenv(name, "eth0" if name == variable else "other")
     assert facts._mpi()["network chosen"] == "eth0"
@@ -265,7 +265,7 @@ def test_gpus_that_cannot_be_used_are_warned_of():
     assert found("note", "no host has an NVIDIA driver", world())
     gpu = {"driver": True, "count": 1, "CUDA": ""}
     some = world(size=2, gpu=gpu)
-    assert "node1 has no GPU that can be used" in found("warning", "no GPU", some).what
+    assert "node1 has no usable GPU" in found("warning", "no usable GPU", some).what
     every = world(size=2, hosts=1, gpu=gpu)
     every.facts[0]["gpu"] = gpu
     assert found("ok", "each rank has a GPU", every)
@@ -343,7 +343,7 @@ def test_a_problem_makes_the_exit_code_1_on_all_ranks(monkeypatch, capsys):
     options = argparse.Namespace(json=False, plot=None)
     assert run_ranks(2, lambda comm: doctor._examine_all(comm, options)) == [1, 1]
     text = capsys.readouterr().out
-    assert "PROBLEM  /dev/shm of node1 is not there" in text
+    assert "PROBLEM  /dev/shm of node1 does not exist" in text
     assert "1 problem, 0 warnings" in text
 
 

@@ -15,8 +15,10 @@ from support.waiting import until
 from bagua_comm import __main__ as cli
 from bagua_comm.commands import run
 from bagua_comm.launch import cli as base
+from bagua_comm.launch.cli import CommandError
 from bagua_comm.launch.hosts import Host, first_allocated
 from bagua_comm.launch.mpirun import PER_RANK, Mpirun, recognise
+from bagua_comm.launch.plan import ALLOCATIONS, make_plan
 
 OPEN_MPI = Mpirun("mpirun", "Open MPI", "5.0.11")
 MPICH = Mpirun("/opt/mpich/bin/mpirun", "MPICH", "5.0.2")
@@ -30,13 +32,13 @@ def quiet(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     monkeypatch.setattr(base, "CPUS", Path("nothing/is/known"))
     unsaid = ("OMPI_MCA_btl", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "OMPI_MCA_btl_tcp_eager_limit")
-    for name in (*unsaid, "SLURM_NTASKS", *run.ALLOCATIONS):
+    for name in (*unsaid, "SLURM_NTASKS", *ALLOCATIONS):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
 
 def plan(*arguments, mpirun=OPEN_MPI):
-    return run.make_plan(cli.make_parser().parse_args(["run", *arguments, __file__]), mpirun)
+    return make_plan(cli.make_parser().parse_args(["run", *arguments, __file__]), mpirun)
 
 
 def has(made, *words):
@@ -243,7 +245,7 @@ def test_ranks_on_several_hosts_meet_on_the_first(quiet):
     made = plan("--host", "node1:2,node2:2")
     assert made.variables["MASTER_ADDR"] == "node1"
     assert made.variables["MASTER_PORT"] == "29500"
-    assert "whether the port is free on node1 cannot be seen from here" in "\n".join(made.lines())
+    assert "whether the port is free on node1 is not known here" in "\n".join(made.lines())
     assert has(made, "-x", "MASTER_ADDR", "-x", "MASTER_PORT")
     quiet.setenv("MASTER_PORT", "8")  # what is set already stays, and goes to the other hosts, too
     assert has(plan("--host", "node1:2,node2:2"), "-x", "MASTER_PORT", "sh")
@@ -302,7 +304,7 @@ def test_ulfm_and_links_are_flags_of_open_mpi_and_of_no_other():
         assert has(plan("-n", "2", "--links", asked), "--mca", "btl_tcp_links", made)
     assert "ulfm" not in plan("-n", "2").command
     for flag in (["--ulfm"], ["--links", "4"]):
-        with pytest.raises(run.CommandError, match=f"{flag[0]} needs Open MPI, and .* belongs to MPICH 5.0.2"):
+        with pytest.raises(CommandError, match=f"{flag[0]} needs Open MPI, and .* belongs to MPICH 5.0.2"):
             plan(*flag, mpirun=MPICH)
 
 
@@ -313,7 +315,7 @@ def test_spares_and_restarts_start_more_ranks_which_may_die():
     assert {"BAGUA_SPARES": "2", "BAGUA_MIN_RANKS": "2"}.items() <= made.variables.items()
     assert plan("--host", "a:4,b:4", "--spares", "1").ranks == 8  # without -n, as many as there is room for
     assert has(plan("-n", "2", "--restarts", "0"), "--with-ft", "ulfm")
-    with pytest.raises(run.CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
+    with pytest.raises(CommandError, match=r"--restarts needs Open MPI, and .* belongs to MPICH"):
         plan("--restarts", "1", mpirun=MPICH)
 
 
@@ -333,10 +335,10 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
     for given in (listed, filed):
         assert has(plan(*given, mpirun=MPICH), "-n", "4", "-hosts", "node1:2,node2:2")
         assert has(plan(*given, mpirun=INTEL), "-n", "4", "-hosts", "node1,node2", "-ppn", "2")
-        with pytest.raises(run.CommandError, match=f"{given[0]} needs Open MPI, MPICH or Intel MPI"):
+        with pytest.raises(CommandError, match=f"{given[0]} needs Open MPI, MPICH or Intel MPI"):
             plan(*given, mpirun=UNKNOWN)
     assert has(plan("-n", "2", "--host", "a,b", mpirun=INTEL), "-hosts", "a,b", sys.executable)
-    with pytest.raises(run.CommandError, match="give every host the same number"):
+    with pytest.raises(CommandError, match="give every host the same number"):
         plan("--host", "a:1,b:2", mpirun=INTEL)
 
 
@@ -438,14 +440,25 @@ def test_the_plan_gives_a_reason_for_each_of_its_words(capsys):
     assert len(out.splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", ["TOKEN", "TOKEN=a secret"])
+def test_the_values_of_env_are_hidden_in_output_and_reach_mpirun(text, capsys, monkeypatch):
+    monkeypatch.setenv("TOKEN", "a secret")
+    assert cli.main(["run", "-n", "2", "-v", "--dry-run", "--env", text, __file__]) == 0
+    out, err = capsys.readouterr()
+    assert "secret" not in out + err
+    assert " TOKEN=... " in out
+    assert "  TOKEN=...\n" in err
+    assert plan("-n", "2", "--env", text).variables["TOKEN"] == "a secret"
+
+
 def test_the_printed_command_does_what_it_says_when_a_shell_runs_it(tmp_path):
     """The mpirun is a program that shows what it was called with."""
     mpirun = tmp_path / "an mpirun"
-    mpirun.write_text('#!/bin/sh\nprintf "%s\\n" "$A" "$@"\n')
+    mpirun.write_text('#!/bin/sh\nprintf "%s\\n" "$OMP_NUM_THREADS" "$A" "$@"\n')
     mpirun.chmod(0o755)
     made = plan("-n", "1", "--env", 'A=it\'s $HOME; "b" \\', mpirun=Mpirun(str(mpirun), "Open MPI", "5.0.11"))
     result = subprocess.run(["sh", "-c", made.shell()], capture_output=True, text=True, check=True)
-    assert result.stdout.splitlines() == ['it\'s $HOME; "b" \\', *made.command[1:]]
+    assert result.stdout.splitlines() == ["2", "...", *made.command[1:]]
 
 
 @pytest.mark.slow
@@ -457,4 +470,4 @@ def test_the_printed_command_starts_the_ranks(tmp_path):
     line = subprocess.run(run_line, capture_output=True, text=True, check=True, timeout=60).stdout
     result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["0 b c ['x y', '$z']", "1 b c ['x y', '$z']"]
+    assert sorted(result.stdout.splitlines()) == ["0 ... ['x y', '$z']", "1 ... ['x y', '$z']"]

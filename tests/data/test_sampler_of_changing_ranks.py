@@ -1,7 +1,7 @@
 """A sampler follows the communicator that is open: ranks may change, and nothing is lost or seen twice."""
 
 import bagua_comm
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm import bootstrap
 from bagua_comm.data import PlainSampler
 
 

@@ -215,7 +215,10 @@ def test_what_by_node_keeps_of_parts_of_a_bucket_is_made_anew_on_another_number_
     outcomes = run_fleet(program.job, program)
     assert not [each for each in outcomes if "error" in each], outcomes
     assert any(program.seen[4, 2, n] for n in range(4))
-    assert "engine 0 begins anew: on another number of ranks nothing can be made of what it kept" in caplog.text
+    assert (
+        "engine 0 starts with a new state: on another number of ranks nothing can be made of what it kept"
+        in caplog.text
+    )
 
 
 def test_a_commit_inside_of_a_training_step_is_an_error_on_all_ranks():
@@ -258,7 +261,7 @@ def test_another_algorithm_than_before_begins_anew(caplog):
     job = ThreadJob(2)
     _, second = run_fleet(job, body)
     assert second["result"] == 1
-    assert "engine 0 begins anew: Decentralized(peers='shift_one'" in caplog.text
+    assert "engine 0 starts with a new state: Decentralized(peers='shift_one'" in caplog.text
 
 
 def test_engines_that_were_given_up_leave_no_thread():

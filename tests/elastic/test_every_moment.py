@@ -1,4 +1,4 @@
-"""A rank dies at every single moment: in meetings, in restores, and in commits before and after the flip."""
+"""A rank dies at every single moment: in rendezvous, in restores, and in commits before and after the flip."""
 
 import numpy as np
 import pytest

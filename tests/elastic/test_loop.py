@@ -171,9 +171,7 @@ def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
             comm.barrier()
 
     job = ThreadJob(3, wanted=2)
-    with pytest.raises(
-        RankFailed, match=r"nobody who is left knows the state; dead: process 0 .* died; process 1"
-    ):
+    with pytest.raises(RankFailed, match=r"no snapshot of the state is left; dead: process 0 .* died; process 1"):
         raise run_fleet(job, body)[2]["error"]
 
 
@@ -185,7 +183,7 @@ def test_errors_that_caused_each_other_lose_their_frames():
     assert _without_frames(caught.value).__traceback__ is None
 
 
-def test_what_a_meeting_has_to_say_needs_no_communicator_for_devices_and_large_arrays(monkeypatch):
+def test_a_rendezvous_needs_no_communicator_for_devices_and_large_arrays(monkeypatch):
     made, connect = [], ThreadFleet.connect
 
     def note(fleet, members, *, control=False):
@@ -195,7 +193,7 @@ def test_what_a_meeting_has_to_say_needs_no_communicator_for_devices_and_large_a
     monkeypatch.setattr(ThreadFleet, "connect", note)
     job = ThreadJob(3, wanted=2)
     run_fleet(job, counting(job, kills=[(1, 4)]))
-    # The first meeting is the exception: so those who stand by have once made such a communicator.
+    # The first rendezvous is the exception: so those who stand by have once made such a communicator.
     first = [(me, [0, 1, 2], False) for me in (0, 1, 2)] + [(me, [0, 1], False) for me in (0, 1)]
     second = [(me, [0, 2], control) for me in (0, 2) for control in (True, False)]
     assert sorted(made) == sorted(first + second)

@@ -1,4 +1,4 @@
-"""Fleets over mpirun: processes die or stop, and the others meet, connect and go on."""
+"""Fleets over mpirun: processes die or stop, and the others hold a rendezvous, connect and continue."""
 
 import json
 import os
@@ -38,7 +38,7 @@ DYING = """
             said["errors"].append(f"{type(exc).__name__}: {exc}")
             return exc
 
-    first = fleet.meet()
+    first = fleet.rendezvous()
     said["first"] = [process.number for process in first.alive]
     error_of(fleet.connect, [fleet.me, fleet.me])
     spares = said["first"][fleet.wanted :]
@@ -53,7 +53,7 @@ DYING = """
         if fleet.me in VICTIMS:
             os.kill(os.getpid(), signal.SIGNAL)
         cause = error_of(old.allreduce, np.ones(3))
-    second = fleet.meet(cause)
+    second = fleet.rendezvous(cause)
     if old is not None:
         error_of(old.allreduce, np.ones(3))
     said["dead"] = [[death.process.number, death.process.host, death.reason] for death in second.dead]
@@ -131,7 +131,7 @@ def test_conformance_of_a_channel(tmp_path, ranks):
         from bagua_comm.testing import check_transport
 
         fleet = start(timeout_s=60)
-        comm = fleet.connect([process.number for process in fleet.meet().alive])
+        comm = fleet.connect([process.number for process in fleet.rendezvous().alive])
         check_transport(comm, sizes=(2048, 65536, 1 << 18))
         fleet.end()
         print("conforms", flush=True)
@@ -158,18 +158,18 @@ def test_one_process_without_a_launcher_is_a_fleet_that_meets_once():
     fleet = start(timeout_s=7)
     with pytest.raises(BootstrapError, match="connected already"):
         start()
-    (process,) = fleet.meet().alive
+    (process,) = fleet.rendezvous().alive
     assert (process.number, process.pid, fleet.timeout_s) == (0, os.getpid(), 7)
     with fleet.connect([0]) as comm:
         assert comm.allreduce(np.ones(2)).tolist() == [1, 1]
     with pytest.raises(UnsupportedError, match=r"members are \[0, 1\], expected all 1 processes"):
         fleet.connect([0, 1])
     with pytest.raises(UnsupportedError, match="run --ulfm"):
-        fleet.recruit(1)
-    assert not fleet.recruits_wait()
+        fleet.spawn(1)
+    assert not fleet.has_joining()
     assert not fleet.stand_by([0])
     with pytest.raises(RankFailed, match=r"lost \(rank 1 died\); start it by .*--ulfm") as caught:
-        fleet.meet(RankFailed("rank 1 died", [1]))
+        fleet.rendezvous(RankFailed("rank 1 died", [1]))
     assert caught.value.ranks == (1,)
     fleet.end()
     assert bagua_comm.bootstrap.current() is None
@@ -197,7 +197,7 @@ def test_at_the_end_a_process_that_hangs_is_not_waited_for(tmp_path):
         from bagua_comm.elastic.start import start
 
         fleet = start(timeout_s=5)
-        fleet.meet()
+        fleet.rendezvous()
         if fleet.me == 2:
             os.kill(os.getpid(), signal.SIGSTOP)
         fleet.connect([0, 1]).barrier()
@@ -249,7 +249,7 @@ def test_training_goes_on_undisturbed_when_one_that_stands_by_dies(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(100)
-def test_what_waits_on_a_device_hears_of_a_death_and_of_a_meeting(tmp_path):
+def test_what_waits_on_a_device_ends_with_a_death_and_a_rendezvous(tmp_path):
     text = """
         import os
         import signal
@@ -258,20 +258,20 @@ def test_what_waits_on_a_device_hears_of_a_death_and_of_a_meeting(tmp_path):
         from bagua_comm.elastic.start import start
 
         fleet = start(timeout_s=20)
-        comm = fleet.connect([process.number for process in fleet.meet().alive])
+        comm = fleet.connect([process.number for process in fleet.rendezvous().alive])
         comm.barrier()
         if fleet.me == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         until = time.monotonic() + 20
-        while (error := comm.transports[0].heard(["a communicator of a device"])) is None:
+        while (error := comm.transports[0].poll_failures(["a communicator of a device"])) is None:
             assert time.monotonic() < until
             time.sleep(0.01)
         print(f"{type(error).__name__}: {error}", flush=True)
-        fleet.meet(error)
+        fleet.rendezvous(error)
         fleet.end()
     """
     result = run_python(3, script=(tmp_path / "hear.py", text), flags=["--ulfm"], timeout_s=90)
     heard = result.stdout.splitlines()
     assert len(heard) == 2, result.stderr
-    for line in heard:  # the one that notices the death calls a meeting, which the other may hear of first
+    for line in heard:  # the one that notices the death starts a rendezvous, of which the other may hear first
         assert re.match(r"(RankFailed|CommAborted): .*(rank|process) 1 \(.*\) died", line), line

@@ -1,4 +1,4 @@
-"""Processes that are started in the place of dead ones, over mpirun: they are let in at a commit."""
+"""Processes that are spawned to replace dead ones, over mpirun: they join after a commit."""
 
 import json
 import os
@@ -62,7 +62,7 @@ TRAINING = """
     state = elastic.State(step=0, sums=np.zeros(3))
 
     def train(comm):
-        if is_new and "newcomer" in kills and once("newcomer"):
+        if is_new and "spawned" in kills and once("spawned"):
             die()
         until = time.monotonic() + hold_s
         while state.step < last:
@@ -111,7 +111,7 @@ def test_a_process_is_started_in_the_place_of_a_dead_one(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_newcomer_has_the_variables_of_the_job_and_nobody_else_can_read_them(tmp_path):
+def test_a_spawned_process_has_the_variables_of_the_job_and_nobody_else_can_read_them(tmp_path):
     said = regrow(tmp_path, 2, ["rank 1"])
     assert [each["secret"] for each in said] == [True, True]
     assert [each["shown"] for each in said] == [[], []]
@@ -127,15 +127,15 @@ def test_another_one_starts_processes_when_the_first_ones_die(tmp_path, kills):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_newcomer_that_dies_after_it_was_let_in_is_replaced(tmp_path):
-    (old,) = (each for each in regrow(tmp_path, 2, ["rank 1", "newcomer"]) if not each["new"])
+def test_a_spawned_process_that_dies_after_it_has_joined_is_replaced(tmp_path):
+    (old,) = (each for each in regrow(tmp_path, 2, ["rank 1", "spawned"]) if not each["new"])
     assert old["dead"] == [1, 2]
     assert old["joined"][-1] == [3]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_newcomer_that_dies_before_it_is_ready_is_replaced(tmp_path):
+def test_a_spawned_process_that_dies_before_it_is_ready_is_replaced(tmp_path):
     (old,) = (each for each in regrow(tmp_path, 2, ["rank 1", "early"]) if not each["new"])
     assert old["dead"] == [1]
     assert old["joined"] == [[], [2]]
@@ -143,6 +143,6 @@ def test_a_newcomer_that_dies_before_it_is_ready_is_replaced(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("newcomer", ["exit", "lives"])
-def test_a_supervised_job_that_has_grown_again_ends_well(tmp_path, newcomer):
-    regrow(tmp_path, 2, ["rank 1", newcomer], "--restarts", "1")
+@pytest.mark.parametrize("spawned", ["exit", "lives"])
+def test_a_supervised_job_that_has_grown_again_ends_well(tmp_path, spawned):
+    regrow(tmp_path, 2, ["rank 1", spawned], "--restarts", "1")

@@ -1,4 +1,4 @@
-"""Environment variables of newcomers: only the same user can read them."""
+"""Environment variables of spawned processes: only the same user can read them."""
 
 import os
 import subprocess

@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 
-from bagua_comm.elastic.snapshot.slot import COMMITTED, PREPARED, Kind, Slot, checksum, copy_into, offsets, views
-from bagua_comm.elastic.snapshot.snapshots import Side
+from bagua_comm.elastic.snapshot.slot import (
+    COMMITTED,
+    PREPARED,
+    ArraySpec,
+    Slot,
+    checksum,
+    copy_into,
+    offsets,
+    views,
+)
+from bagua_comm.elastic.snapshot.snapshots import Buffer
 
 ARRAYS = [
     np.arange(5, dtype=np.float32),
@@ -16,23 +25,23 @@ ARRAYS = [
 
 
 def fill(slot, version, arrays=ARRAYS, header=None):
-    kinds = [Kind.of(x) for x in arrays]
-    _, size = offsets(kinds)
-    sums = [copy_into(out, x) for out, x in zip(views(slot.begin(size), kinds), arrays, strict=True)]
+    specs = [ArraySpec.of(x) for x in arrays]
+    _, size = offsets(specs)
+    sums = [copy_into(out, x) for out, x in zip(views(slot.begin(size), specs), arrays, strict=True)]
     slot.finish(version, header or {"sums": sums}, size)
-    return kinds
+    return specs
 
 
 def test_what_was_written_is_read():
     slot = Slot()
-    kinds = fill(slot, 3)
+    specs = fill(slot, 3)
     found = slot.read()
-    assert (found.version, found.mark) == (3, PREPARED)
-    for x, there, total in zip(ARRAYS, views(found.data, kinds), found.header["sums"], strict=True):
+    assert (found.version, found.state) == (3, PREPARED)
+    for x, there, total in zip(ARRAYS, views(found.data, specs), found.header["sums"], strict=True):
         np.testing.assert_array_equal(x, there)
         assert (x.dtype, checksum(there)) == (there.dtype, total)
     slot.commit()
-    assert slot.read().mark == COMMITTED
+    assert slot.read().state == COMMITTED
 
 
 def test_an_empty_slot_and_one_half_written_hold_nothing():
@@ -54,17 +63,17 @@ def test_a_slot_allocates_nothing_once_it_is_large_enough():
 
 def test_a_header_that_has_grown_keeps_the_data():
     slot = Slot()
-    kinds = fill(slot, 1)
+    specs = fill(slot, 1)
     fill(slot, 2, header={"text": "x" * 200_000})
-    np.testing.assert_array_equal(ARRAYS[0], views(slot.read().data, kinds)[0])
+    np.testing.assert_array_equal(ARRAYS[0], views(slot.read().data, specs)[0])
 
 
 def test_a_file_outlives_the_slot(tmp_path):
-    kinds = fill(slot := Slot(tmp_path / "slot"), 9)
+    specs = fill(slot := Slot(tmp_path / "slot"), 9)
     slot.commit()
     found = Slot(tmp_path / "slot").read()
-    assert (found.version, found.mark) == (9, COMMITTED)
-    np.testing.assert_array_equal(ARRAYS[2], views(found.data, kinds)[2])
+    assert (found.version, found.state) == (9, COMMITTED)
+    np.testing.assert_array_equal(ARRAYS[2], views(found.data, specs)[2])
     slot.close()
     assert not list(tmp_path.iterdir())
 
@@ -113,14 +122,14 @@ def test_arrays_that_are_not_contiguous_are_copied():
 def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(tmp_path):
     """After a restart: its own, and those that it kept for other ranks."""
 
-    def kept(side):
-        return {(copy.header["rank"], copy.whole): copy.arrays[0].tolist() for copy in side.copies()}
+    def kept(buffer):
+        return {(each.header["rank"], each.whole): each.arrays[0].tolist() for each in buffer.snapshots()}
 
-    side = Side("a", tmp_path, 0)
-    for rank, slot in enumerate((side.own, *side.guard(2))):
-        kind = Kind("float32", (3,))
-        data = slot.begin(offsets([kind])[1])
-        (out,) = views(data, [kind])
+    buffer = Buffer("a", tmp_path, 0)
+    for rank, slot in enumerate((buffer.local, *buffer.peer_slots(2))):
+        spec = ArraySpec("float32", (3,))
+        data = slot.begin(offsets([spec])[1])
+        (out,) = views(data, [spec])
         total = copy_into(out, np.full(3, rank, np.float32))
         header = {
             "rank": rank,
@@ -131,20 +140,20 @@ def test_a_process_that_takes_the_number_of_an_older_one_has_all_of_its_copies(t
         }
         slot.finish(7, header, data.size)
         slot.commit()
-    assert kept(side) == {(0, True): [0] * 3, (1, False): [1] * 3, (2, False): [2] * 3}
-    again = Side("a", tmp_path, 0)
-    assert kept(again) == kept(side)
+    assert kept(buffer) == {(0, True): [0] * 3, (1, False): [1] * 3, (2, False): [2] * 3}
+    again = Buffer("a", tmp_path, 0)
+    assert kept(again) == kept(buffer)
     again.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_prepared_for_a_commit_that_another_rank_has_made_is_committed():
-    side = Side("a", None, 0)
-    for slot, rank in [(side.own, 0), *((slot, 1) for slot in side.guard(1))]:
+    buffer = Buffer("a", None, 0)
+    for slot, rank in [(buffer.local, 0), *((slot, 1) for slot in buffer.peer_slots(1))]:
         slot.begin(0)
         slot.finish(5, {"run": "this", "rank": rank}, 0)
     for version, run in [(4, "this"), (5, "another")]:
-        side.confirm(version, run)
-        assert {slot.read().mark for slot in (side.own, *side.guarded)} == {PREPARED}
-    side.confirm(5, "this")
-    assert {slot.read().mark for slot in (side.own, *side.guarded)} == {COMMITTED}
+        buffer.confirm(version, run)
+        assert {slot.read().state for slot in (buffer.local, *buffer.peers)} == {PREPARED}
+    buffer.confirm(5, "this")
+    assert {slot.read().state for slot in (buffer.local, *buffer.peers)} == {COMMITTED}

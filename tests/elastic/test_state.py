@@ -9,7 +9,7 @@ import pytest
 from bagua_comm import ArrayError, CommError, Own, UnsupportedError
 from bagua_comm.elastic import State, run
 from bagua_comm.elastic.session import Session
-from bagua_comm.elastic.snapshot.snapshots import Side
+from bagua_comm.elastic.snapshot.snapshots import Buffer
 from bagua_comm.testing.fleets import ThreadJob, run_fleet
 
 
@@ -125,7 +125,7 @@ def rules(body_of):
                 if comm.rank == 2:
                     job.kill(2)
                 comm.barrier()
-            return {name: state.__getattr__(name) for name in state.__dict__["_parts"]}
+            return {name: state.__getattr__(name) for name in state._internals.parts}
 
         return train
 
@@ -251,7 +251,7 @@ def test_processes_that_wait_are_let_in_at_a_commit():
 
         return train, [len(change.after) for change in state.history]
 
-    job = ThreadJob(3, recruit=body)
+    job = ThreadJob(3, spawn=body)
     first, _, third = run_fleet(job, body)
     assert first["result"] == ((0, 3), [2, 3])
     assert third["result"] == ((1, 3), [2, 3])
@@ -291,16 +291,16 @@ def test_a_commit_of_one_taken_for_dead_is_not_taken_for_that_of_the_others(tmp_
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
     went_on = threading.Event()
 
-    side_write = Side.write
+    buffer_write = Buffer.write
     its_writes = itertools.count(1)
 
     def write(self, packed, layout):
         if threading.current_thread().name == "process 1" and next(its_writes) == 4:  # the commit of step 3
             job.kill(1)
             assert went_on.wait(20)
-        return side_write(self, packed, layout)
+        return buffer_write(self, packed, layout)
 
-    monkeypatch.setattr(Side, "write", write)
+    monkeypatch.setattr(Buffer, "write", write)
 
     def body(fleet):
         state = State(step=0, x=np.zeros(4))
@@ -334,7 +334,7 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
     monkeypatch.setenv("BAGUA_JOB", "test")
     monkeypatch.setenv("BAGUA_JOB_FOLDER", str(tmp_path))
     writes, has_taken = threading.Event(), threading.Event()
-    restore, side_write = Session.restore, Side.write
+    restore, buffer_write = Session.restore, Buffer.write
 
     def late(self, *args):
         mine = threading.current_thread().name == "process 1"
@@ -344,12 +344,12 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
             has_taken.set()
 
     def write(self, packed, layout):
-        draft = side_write(self, packed, layout)
+        pending = buffer_write(self, packed, layout)
         if threading.current_thread().name == "process 0" and not writes.is_set():
-            self.own.finish(99, {"no": "header"}, draft.size)
+            self.local.finish(99, {"no": "header"}, pending.size)
             writes.set()
             assert has_taken.wait(20)
-        return draft
+        return pending
 
     def body(fleet):
         state = State(step=0, x=np.zeros(4))
@@ -370,7 +370,7 @@ def test_nothing_is_read_of_another_process_once_it_may_write_again(tmp_path, mo
     job = ThreadJob(2)
     assert all("killed" in outcome for outcome in run_fleet(job, body))
     monkeypatch.setattr(Session, "restore", late)
-    monkeypatch.setattr(Side, "write", write)
+    monkeypatch.setattr(Buffer, "write", write)
     again = True
     assert [outcome["result"] for outcome in run_fleet(ThreadJob(2), body)] == [[3.0] * 4] * 2
 

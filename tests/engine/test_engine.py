@@ -21,6 +21,8 @@ from bagua_comm import (
     Window,
     after,
 )
+from bagua_comm.algorithms import base
+from bagua_comm.engine import EngineCallbacks
 from bagua_comm.testing import run_ranks
 
 SPECS = [TensorSpec(name, (2, 2), "float32") for name in "abc"]
@@ -392,3 +394,56 @@ def test_a_stopped_engine_exchanges_nothing_until_it_resumes():
             return seen
 
     assert run_ranks(2, body) == [[0.0, 0.0, 0.5, 0.5], [1.0, 1.0, 0.5, 0.5]]
+
+
+def test_callbacks_are_called_once_the_engine_exists():
+    def body(comm):
+        calls = []
+        callbacks = EngineCallbacks(
+            complete_step=lambda: calls.append("complete"),
+            make_equal=lambda: calls.append("equal"),
+            detach=lambda: calls.append("detach"),
+        )
+        engine = Engine(comm, ByteGrad(), PLAN, PLAN.allocate(), callbacks=callbacks)
+        engine.complete_step()
+        engine.stop()
+        for point in (Point.FORWARD, Point.BACKWARD, Point.STEP):
+            engine.at(point)
+        engine.resume()
+        engine.abort()
+        engine.abort()
+        return calls, engine.closed
+
+    assert run_ranks(2, body) == [(["complete", "equal", "detach"], True)] * 2
+
+
+def test_a_registry_of_engines_gets_no_callbacks():
+    class Registry:
+        def adopt(self, engine):
+            engine.complete_step()
+
+    def body(comm):
+        calls = []
+        comm.keeper = Registry()
+        Engine(
+            comm, ByteGrad(), PLAN, PLAN.allocate(), callbacks=EngineCallbacks(lambda: calls.append(1))
+        ).close()
+        return calls
+
+    assert run_ranks(1, body) == [[]]
+
+
+def test_give_up_is_the_deprecated_name_of_abort():
+    def body(comm):
+        engine = Engine(comm, ByteGrad(), PLAN, PLAN.allocate())
+        with pytest.warns(DeprecationWarning, match=r"Engine\.abort"):
+            engine.give_up()
+        return engine.closed
+
+    assert run_ranks(1, body) == [True]
+
+
+@pytest.mark.parametrize("old", ["ALIKE", "ANEW", "Complete", "complete"])
+def test_former_names_of_the_contract_of_algorithms_warn_and_work(old):
+    with pytest.warns(DeprecationWarning, match=f"{old} is now"):
+        assert getattr(base, old) is getattr(base, base._RENAMED[old])

@@ -8,7 +8,7 @@ import pytest
 
 from bagua_comm import CommError, Engine, GradientAllReduce, Plan, Point, TensorSpec
 from bagua_comm.flight import Entry, FlightRecorder, RankRecord, diagnose
-from bagua_comm.flight.entries import Failure
+from bagua_comm.flight.entries import RecordedFailure
 from bagua_comm.testing import run_ranks
 
 SECOND = 10**9
@@ -114,7 +114,7 @@ def test_calls_whose_arrays_may_differ_are_no_mismatch():
 
 
 def test_a_rank_that_died_is_named_by_its_peers_and_so_is_its_last_call():
-    failure = Failure("RankFailed", "rank 2 died", (2,))
+    failure = RecordedFailure("RankFailed", "rank 2 died", (2,))
     entries = calls("allreduce", "barrier", open_last=True)
     finding = only([record(rank, entries, failures=[failure]) for rank in range(2)])
     assert (finding.kind, finding.ranks) == ("died", (2,))

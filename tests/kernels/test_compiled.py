@@ -96,7 +96,7 @@ def test_weighed_blocks_and_their_copies(count, offset):
         found = []
         for module in (host, compiled):
             sums, out = np.zeros(-(-count // 64), np.uint64), np.zeros(count, np.uint64)
-            module.weigh_blocks(words, weights, sums, out if copied else None)
+            module.checksum_blocks(words, weights, sums, out if copied else None)
             found.append([sums.tolist(), out.tolist()])
         assert found[0] == found[1]
         assert found[0][1] == (words.tolist() if copied else [0] * count)

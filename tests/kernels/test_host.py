@@ -11,6 +11,9 @@ import pytest
 from bagua_comm import MinMaxUInt8, kernels
 from bagua_comm.arrays import ARITHMETIC_OPS, BITWISE_OPS, FLOATS, INTEGERS, dtype_named
 from bagua_comm.kernels import host
+from bagua_comm.kernels.host import casts, elementwise, minmax, numbers, sums
+from bagua_comm.kernels.host.minmax import SPAN
+from bagua_comm.kernels.host.numbers import PIECE
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 CODED = ("float32", "float16", "bfloat16")
@@ -20,6 +23,11 @@ REDUCTIONS = [(name, op) for name in sorted(FLOATS) for op in ARITHMETIC_OPS] + 
 ]
 SPECIAL = [0.0, -0.0, 1.0, -1.0, 65504.0, 65519.0, 65520.0, -7e4, 1e-8, 3.4e38, -3.4e38]
 SPECIAL += [np.inf, -np.inf, np.nan]
+
+
+def set_piece(monkeypatch, size):
+    for module in (casts, elementwise, minmax, numbers, sums):
+        monkeypatch.setattr(module, "PIECE", size)
 
 
 def values(shape, dtype, seed=0):
@@ -78,7 +86,7 @@ def test_reduce_rows_adds_in_row_order_and_rounds_once(dtype, op):
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS)
 def test_reduce_rows_may_write_to_any_one_of_its_rows(dtype, op, monkeypatch):
-    monkeypatch.setattr(host, "PIECE", 7)
+    set_piece(monkeypatch, 7)
     rows = values((4, 20), dtype)
     expected = reduced(rows, op)
     for target in range(4):
@@ -92,7 +100,7 @@ def test_reduce_rows_may_write_to_any_one_of_its_rows(dtype, op, monkeypatch):
 @pytest.mark.parametrize("piece", [1, 7, 64])
 @pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "avg"), ("float32", "sum"), ("int8", "avg")])
 def test_reduce_rows_does_not_depend_on_the_size_of_its_pieces(dtype, op, piece, monkeypatch):
-    monkeypatch.setattr(host, "PIECE", piece)
+    set_piece(monkeypatch, piece)
     rows = values((3, 130), dtype)
     out = np.empty(130, rows.dtype)
     host.reduce_rows(rows, out, op)
@@ -206,7 +214,7 @@ def saturated(x, dtype):
 @pytest.mark.parametrize("target", CODED)
 @pytest.mark.parametrize("source", CODED)
 def test_cast_saturating_keeps_finite_values_finite(source, target, piece, monkeypatch):
-    monkeypatch.setattr(host, "PIECE", piece)
+    set_piece(monkeypatch, piece)
     wide = np.array(SPECIAL + values(41, "float32").tolist(), np.float32)
     x = saturated(wide, dtype_named(source))
     expected = saturated(x, dtype_named(target))
@@ -242,7 +250,7 @@ def test_largest_finite_is_followed_by_infinity(name, largest):
 @pytest.mark.parametrize("element", CODED)
 @pytest.mark.parametrize("wire", ["float16", "bfloat16"])
 def test_cast_combine_adds_in_float32_and_rounds_to_the_element_dtype_first(wire, element, op, monkeypatch):
-    monkeypatch.setattr(host, "PIECE", 7)
+    set_piece(monkeypatch, 7)
     rows = values((3, 40), wire)
     total = (rows[0].astype(np.float32) + rows[1].astype(np.float32)) + rows[2].astype(np.float32)
     mean = total / np.float32(3) if op == "avg" else total
@@ -341,8 +349,8 @@ def all_at_once(x, block, eps, op):
 @pytest.mark.parametrize(("dtype", "op"), [("float32", "sum"), ("float16", "avg"), ("bfloat16", "sum")])
 def test_a_block_does_not_depend_on_the_others_of_its_span(dtype, op):
     block = 10_000  # does not divide SPAN
-    x = values((3, host.SPAN + 3 * block + 17), dtype)  # two spans, and a short last block
-    x[1, host.SPAN + 5] = np.nan
+    x = values((3, SPAN + 3 * block + 17), dtype)  # two spans, and a short last block
+    x[1, SPAN + 5] = np.nan
     x[2, : 2 * block] = 1.5
     for expected, actual in zip(block_by_block(x, block, 0.0, op), all_at_once(x, block, 0.0, op), strict=True):
         assert same_bytes(expected, actual)
@@ -350,7 +358,7 @@ def test_a_block_does_not_depend_on_the_others_of_its_span(dtype, op):
 
 @pytest.mark.parametrize("dtype", CODED)
 def test_a_block_longer_than_a_span_does_not_depend_on_the_other_rows(dtype):
-    block = host.SPAN + host.PIECE + 3
+    block = SPAN + PIECE + 3
     x = values((2, block + 5), dtype)
     for expected, actual in zip(
         block_by_block(x, block, 1e-7, "sum"), all_at_once(x, block, 1e-7, "sum"), strict=True
@@ -367,8 +375,8 @@ def test_minmax_does_not_depend_on_pieces_and_spans(shape, piece, span, monkeypa
         xs[0][1, 60] = np.nan
     expected = [all_at_once(x, block, 0.0, "avg") for x in xs]
 
-    monkeypatch.setattr(host, "PIECE", piece)
-    monkeypatch.setattr(host, "SPAN", span)
+    set_piece(monkeypatch, piece)
+    monkeypatch.setattr(minmax, "SPAN", span)
     actual = [all_at_once(x, block, 0.0, "avg") for x in xs]
 
     for before, after in zip(expected, actual, strict=True):
@@ -383,8 +391,8 @@ def test_codes_far_below_the_minimum_decode_to_something_finite():
 
 @pytest.mark.parametrize(("piece", "span"), TINY)
 def test_golden_bytes_do_not_depend_on_pieces_and_spans(piece, span, monkeypatch):
-    monkeypatch.setattr(host, "PIECE", piece)
-    monkeypatch.setattr(host, "SPAN", span)
+    set_piece(monkeypatch, piece)
+    monkeypatch.setattr(minmax, "SPAN", span)
     monkeypatch.setattr(kernels, "on_host", lambda: host)
     cases = json.loads((GOLDEN / "minmax.json").read_text())
 

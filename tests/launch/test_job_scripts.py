@@ -197,7 +197,7 @@ def test_a_file_that_is_there_is_not_replaced_unless_it_is_wanted(tmp_path, caps
         (["--write", "slurm", "-", "--host", "a,b", __file__], "how many ranks?"),
         (
             ["--write", "k8s", "-", "--env", "SECRET", __file__],
-            "--env SECRET: a pod has no variable to take over",
+            "--env SECRET: a pod does not inherit variables",
         ),
         (["--write", "k8s", "-", "--env", "A B=1", __file__], "'A B' is not the name of a variable"),
         (["--image", "me:1", __file__], "--image is for --write k8s"),
@@ -225,7 +225,7 @@ def test_kubernetes_gets_every_letter(capsys, word):
 
 def test_what_is_no_text_is_refused_for_kubernetes(capsys):
     assert cli.main(["run", "--write", "k8s", "-", __file__, "\udcff"]) == 2
-    assert "'\\udcff' is no text in UTF-8" in capsys.readouterr().err
+    assert "'\\udcff' is not UTF-8" in capsys.readouterr().err
 
 
 def test_no_name_leaves_its_comment(tmp_path, monkeypatch):

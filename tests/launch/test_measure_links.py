@@ -90,7 +90,7 @@ def test_a_trial_that_takes_too_long_is_ended(monkeypatch):
 @pytest.mark.parametrize("arguments", [(), ("--host", "localhost:4")])
 def test_on_one_host_nothing_is_measured(arguments, capsys):
     assert links.measure(options("-n", "4", *arguments), True, None) is None
-    assert "one host, where ranks talk through shared memory and links do nothing" in capsys.readouterr().err
+    assert "on one host, ranks use shared memory, and links have no effect" in capsys.readouterr().err
 
 
 def test_a_trial_takes_over_how_the_job_runs_and_not_what():

@@ -111,7 +111,7 @@ def test_ranks_that_were_killed_are_started_again(mpirun, tmp_path, capsys):
     told = capsys.readouterr().err
     assert "attempt 1 is lost: rank 1 (pid " in told
     assert "rank 0 (pid " in told
-    assert "the job ended well (2 attempts, 1 death, " in told
+    assert "the job succeeded (2 attempts, 1 death, " in told
 
 
 def test_a_job_is_started_again_no_more_often_than_was_asked_for(mpirun, tmp_path, capsys):
@@ -119,7 +119,7 @@ def test_a_job_is_started_again_no_more_often_than_was_asked_for(mpirun, tmp_pat
     assert code == 137
     assert len(kinds(record, "attempt")) == 2
     assert not record[-1]["well"]
-    assert "did not end well: ranks " in capsys.readouterr().err
+    assert "the job failed: ranks " in capsys.readouterr().err
 
 
 def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, capsys):
@@ -127,7 +127,7 @@ def test_an_error_of_the_programs_own_is_not_started_again(mpirun, tmp_path, cap
     code, record = supervised(tmp_path, program, "--restarts", "3")
     assert code == 1
     assert kinds(record, "attempt") == ["attempt"]
-    assert "did not end well: rank " in capsys.readouterr().err
+    assert "the job failed: rank " in capsys.readouterr().err
 
 
 def test_a_program_that_has_changed_is_not_started_again(mpirun, tmp_path, capsys):
@@ -227,7 +227,8 @@ def test_a_supervisor_that_is_killed_takes_its_ranks_along_and_the_next_one_clea
 ELASTIC = """
 import os, signal, sys
 import numpy as np
-from bagua_comm import bootstrap, elastic
+from bagua_comm import elastic
+from bagua_comm.bootstrap.environment import job
 
 state = elastic.State(weights=np.zeros(100), step=0)
 
@@ -235,7 +236,7 @@ state = elastic.State(weights=np.zeros(100), step=0)
 def train(comm):
     print("enters at step", state.step, "with", comm.size, "ranks", flush=True)
     while state.step < 10:
-        if state.step == 5 and bootstrap.job().attempt == 0:
+        if state.step == 5 and job().attempt == 0:
             os.kill(os.getpid(), signal.SIGKILL)  # this one, then the spare
         state.weights += comm.allreduce(np.full(100, state.step, float), op="avg")
         state.step += 1
@@ -252,7 +253,7 @@ def test_training_goes_on_from_memory_when_all_ranks_are_killed(tmp_path):
     result = run_python(2, flags=flags, script=(tmp_path / "script.py", ELASTIC), timeout_s=250)
     assert result.returncode == 0, result.stderr
     assert "enters at step 5 with 2 ranks" in result.stdout
-    assert "the job ended well (2 attempts, " in result.stderr
+    assert "the job succeeded (2 attempts, " in result.stderr
     told = list(entries(record.read_text().splitlines()))
     assert len(kinds(told, "trained")) == 2
     assert [each["number"] for each in told if each["kind"] == "commit"] > [10]
@@ -285,13 +286,14 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
 @pytest.mark.parametrize(
     ("told", "code", "gone", "verdict"),
     [
-        ([*START, *EXIT], 0, [], ("well", 0)),
+        ([*START, *EXIT], 0, [], ("succeeded", 0)),
         ([START[0], {**START[0], "namespace": "b"}, EXIT[0]], 0, [], ("lost", 1)),  # two of one number
-        ([*START, *TRAINED, *EXIT], 137, [], ("well", 0)),  # a spare was killed, or a rank before
-        ([*START, TRAINED[0], EXIT[0]], 0, [], ("well", 0)),
+        ([*START, *TRAINED, *EXIT], 137, [], ("succeeded", 0)),  # a spare was killed, or a rank before
+        ([*START, TRAINED[0], EXIT[0]], 0, [], ("succeeded", 0)),
         ([*START, *TRAINED, EXIT[0]], 0, [], ("failed", 1)),  # killed after training, in what follows
         ([*START, *TRAINED, *EXIT], 3, [], ("failed", 3)),
-        ([*START, RECRUIT, *TRAINED, *EXIT], 3, [], ("well", 0)),  # the code may be that of the one that vanished
+        # The code may be that of the process that vanished.
+        ([*START, RECRUIT, *TRAINED, *EXIT], 3, [], ("succeeded", 0)),
         ([*START, RECRUIT, NEWCOMER, *TRAINED, *EXIT], 3, [], ("failed", 3)),
         ([*START, RECRUIT, EXIT[0]], 3, ["b"], ("lost", 3)),
         ([*START, EXIT[0], OWN], 1, [], ("failed", 1)),
@@ -306,12 +308,12 @@ OTHERS = entry("error", 0, error="RankFailed", text="rank 1 died", due_to_others
         ([], 255, ["b"], ("lost", 255)),
         ([], 213, [], ("failed", 213)),  # mpirun's own, for an argument that it does not know
         ([], 1, [], ("failed", 1)),
-        ([], 0, [], ("well", 0)),
+        ([], 0, [], ("succeeded", 0)),
     ],
 )
 def test_what_the_record_and_mpiruns_exit_code_mean(told, code, gone, verdict):
     found = judge(told, code, gone=gone)
-    assert (found.ended, found.code) == verdict
+    assert (found.outcome, found.code) == verdict
     assert found.why
 
 
@@ -367,7 +369,7 @@ def test_a_variable_that_is_no_number_is_refused(variables):
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path):
     tmp_path.chmod(0o777)
-    with pytest.raises(BootstrapError, match="belongs to somebody else"):
+    with pytest.raises(BootstrapError, match="belongs to another user"):
         Job("name", tmp_path).prepare()
     with pytest.raises(BootstrapError, match="cannot be made"):
         Job("name", tmp_path / "a" / "b").prepare()

@@ -66,12 +66,21 @@ def test_bytegrad_keeps_ranks_equal_and_stays_near_exact_averaging(comm):
 
 
 def test_a_backward_pass_of_the_plain_module_on_one_rank_alone_stays_there(comm):
-    ddp = DistributedDataParallel(make_model(), comm=comm)
-    if comm.rank == comm.size - 1:
-        ddp.module(torch.ones(2, 1, 8, 8)).sum().backward()
-    ddp.module.zero_grad()
-    train(ddp, comm, steps=2)
-    ddp.close()
+    def trained(on_one_rank):
+        model = make_model()
+        ddp = DistributedDataParallel(model, comm=comm)
+        if on_one_rank and comm.rank == comm.size - 1:
+            model(torch.ones(2, 1, 8, 8)).sum().backward()
+        else:
+            assert all(parameter.grad is None for parameter in model.parameters())
+        model.zero_grad()
+        train(ddp, comm, steps=2)
+        ddp.close()
+        for parameter in model.parameters():
+            comm.check_consistency(as_array(parameter))
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    torch.testing.assert_close(trained(True), trained(False))
 
 
 def test_wrapping_again_and_dropping_leaves_one_exchange_a_step(comm):

@@ -16,6 +16,7 @@ import bagua_comm
 from bagua_comm import ArrayError, CommAborted, CommError, CommMismatch, CommTimeout
 from bagua_comm.testing import reduced
 from bagua_comm.transports import notices
+from bagua_comm.transports.mpi import endpoint, messages, tuning
 from bagua_comm.transports.mpi import transport as mpi_transport
 from bagua_comm.transports.mpi import world as mpi_world
 from bagua_comm.transports.mpi.world import World
@@ -91,8 +92,14 @@ def test_a_timeout_of_a_message_names_its_sender(comm):
 def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm, monkeypatch, call):
     with world_of(comm) as (world, last):
         if world.rank == last:  # it comes in the end: MPI itself cannot end while a call waits
-            make = world.transports[0]._make
-            monkeypatch.setattr(world.transports[0], "_make", lambda new: (time.sleep(1.5), make(new))[1])
+            mine = world.transports[0]._endpoint
+            make = mine.make
+
+            def late(new):
+                time.sleep(1.5)  # sleeps: past the time limit of the others
+                return make(new)
+
+            monkeypatch.setattr(mine, "make", late)
             with suppress(CommError):
                 call(world)
         else:
@@ -101,18 +108,21 @@ def test_a_rank_that_stops_inside_of_dup_or_split_does_not_hang_the_others(comm,
 
 
 def test_a_call_of_many_waits_has_one_deadline(comm, monkeypatch):
-    monkeypatch.setattr(mpi_transport, "PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(mpi_transport, "FAST_PIECE_BYTES", 1 << 12)
-    monkeypatch.setattr(mpi_transport, "MESSAGE_BYTES", 1 << 12)
-    monkeypatch.setattr(mpi_transport, "NATIVE_BYTES", 0)
-    monkeypatch.setattr(mpi_transport, "SHOWN_BYTES", 0)
+    monkeypatch.setattr(tuning, "PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(tuning, "FAST_PIECE_BYTES", 1 << 12)
+    monkeypatch.setattr(tuning, "MESSAGE_BYTES", 1 << 12)
+    monkeypatch.setattr(tuning, "NATIVE_BYTES", 0)
+    monkeypatch.setattr(tuning, "SHOWN_BYTES", 0)
     monkeypatch.setattr(mpi_transport, "open_memory", lambda *_: None)
     with world_of(comm) as (world, last):
         if world.rank == last:  # it answers again and again, each time just in time
-            start = mpi_transport.MPITransport.start
-            monkeypatch.setattr(
-                mpi_transport.MPITransport, "start", lambda *args: (time.sleep(0.3), start(*args))[1]
-            )
+            start = messages.Messages.start
+
+            def slow(*args):
+                time.sleep(0.3)  # sleeps: each answer is just in time
+                return start(*args)
+
+            monkeypatch.setattr(messages.Messages, "start", slow)
             with suppress(CommTimeout):  # it waits for nobody
                 world.allgather(np.ones(4000))
             return
@@ -161,10 +171,10 @@ def test_where_mpi_has_no_more_communicators_the_error_says_what_to_do(comm, mon
     def none_left(self):
         raise MPI.Exception(MPI.ERR_INTERN)
 
-    monkeypatch.setattr(mpi_transport, "MAX_COMMUNICATORS", 8)
+    monkeypatch.setattr(tuning, "MAX_COMMUNICATORS", 8)
     with world_of(comm) as (world, _):
         groups = [world.dup() for _ in range(4)]
-        monkeypatch.setattr(mpi_transport.MPITransport, "_duplicate", none_left)
+        monkeypatch.setattr(endpoint.Endpoint, "duplicate", none_left)
         with pytest.raises(
             CommError, match=r"could not make one more communicator beside 5, .* close those that"
         ):
@@ -186,7 +196,7 @@ def test_many_sizes_of_small_calls_keep_little_memory(comm):
         comm.broadcast(np.zeros(count, np.uint8), root=0)
     for count in range(1, 100):
         comm.allgather(np.zeros(count, np.uint8))
-    assert len(comm.transports[0]._tables) <= 64
+    assert len(comm.transports[0]._small._tables) <= 64
 
 
 def test_messages_to_oneself_match_in_order(comm):
@@ -292,12 +302,12 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
     def listen():
         give_up = time.monotonic() + 20
         while not heard and time.monotonic() < give_up:
-            heard.extend(filter(None, [host.heard({"another", "a group"})]))
+            heard.extend(filter(None, [host.poll_failures({"another", "a group"})]))
             time.sleep(0.001)  # sleeps: between looks at the notices
 
     listener = threading.Thread(target=listen)
     if comm.rank == 0:
-        host.tell("a group", CommError("the device has met an error"))
+        host.notify_failure("a group", CommError("the device has met an error"))
     else:
         listener.start()
     for _ in range(100):
@@ -307,8 +317,8 @@ def test_what_a_rank_tells_of_a_group_is_heard_by_the_others_while_they_are_in_c
         (error,) = heard
         assert type(error) is CommAborted
         assert str(error).startswith(f"rank {comm.rank} of {comm.size}: rank 0 (on ")
-        assert str(error).endswith(" gave up, by CommError: the device has met an error")
-    assert host.heard({"another"}) is None
+        assert str(error).endswith(" aborted after CommError: the device has met an error")
+    assert host.poll_failures({"another"}) is None
     comm.barrier()
 
 
@@ -324,11 +334,11 @@ def test_memory_that_cannot_be_read_in_the_middle_of_a_call_is_an_error_on_all_r
         raise OSError(14, "Bad address: cannot read 8 bytes of rank 0")
 
     with world_of(comm, timeout_s=20) as (world, last):
-        if last == 0 or world.transports[0]._direct is None:
+        if last == 0 or world.transports[0]._routes.direct is None:
             return
         if world.rank == last:
-            monkeypatch.setattr(type(world.transports[0]._direct.memory), "read", refuse)
-        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* gave up.* cannot read 8 bytes"
+            monkeypatch.setattr(type(world.transports[0]._routes.direct.memory), "read", refuse)
+        match = "cannot read 8 bytes" if world.rank == last else f"rank {last} .* aborted.* cannot read 8 bytes"
         with pytest.raises(CommError, match=match):
             world.allgather(np.ones(300_000))
 
@@ -338,10 +348,10 @@ def test_large_arrays_that_some_rank_cannot_show_go_another_way(comm, monkeypatc
     with comm.dup() as other:
         transport, p = other.transports[0], comm.size
         if p > 1 and not readable:
-            assert transport._direct is not None
+            assert transport._routes.direct is not None
             if comm.rank == p - 1:
-                monkeypatch.setattr(transport._direct.memory, "place", lambda x: 0)
-            monkeypatch.setattr(transport._direct.memory, "read", None)  # nobody reads
+                monkeypatch.setattr(transport._routes.direct.memory, "address", lambda x: 0)
+            monkeypatch.setattr(transport._routes.direct.memory, "read", None)  # nobody reads
         x = np.arange(p * 60_000) % 1000 + comm.rank
         chunk, total = slice(comm.rank * 60_000, (comm.rank + 1) * 60_000), x * p + sum(range(p)) - p * comm.rank
         before = transport.sent_bytes
@@ -383,12 +393,19 @@ READ_LATE = {
 def test_an_array_that_its_rank_has_changed_after_a_timeout_is_not_taken_for_a_result(comm, monkeypatch, name):
     with world_of(comm, timeout_s=20) as (world, last):
         transport = world.transports[0]
-        if last == 0 or transport._direct is None or (name == "send" and comm.rank > 1):
+        if last == 0 or transport._routes.direct is None or (name == "send" and comm.rank > 1):
             return
         if name == "broadcast by MPI":
-            transport._direct = None
-        place = {"broadcast by MPI": (transport, "_complete"), "send": (transport, "_next_message")}
-        late(comm, monkeypatch, *place.get(name, (transport._direct and transport._direct.memory, "read")))
+            transport._routes.use_memory(None)
+        place = {
+            "broadcast by MPI": (transport._endpoint, "complete"),
+            "send": (transport._messages, "_next_message"),
+        }
+        late(
+            comm,
+            monkeypatch,
+            *place.get(name, (transport._routes.direct and transport._routes.direct.memory, "read")),
+        )
         x, call = np.ones(comm.size * 60_000), READ_LATE[name]
         if comm.rank == 0:
             with pytest.raises(CommTimeout):
@@ -448,7 +465,7 @@ def test_random_interrupts_leave_a_communicator_usable_or_given_up_on_all_ranks(
                     except CommError as exc:
                         told.append(str(exc))
                 assert not any("another thread" in text for text in told), told
-                assert each.turn.is_free
+                assert each.guard.is_free
                 comm.barrier()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -482,7 +499,7 @@ def test_a_notice_is_heard_wherever_a_signal_handler_raises():
 
     for left in itertools.count():
         notice = Notice(LEFT, "", str(left), {})
-        world.notices.tell([0], notice)
+        world.notices.send([0], notice)
         try:
             sys.settrace(raise_at(left))
             world.notices.listen()
@@ -520,37 +537,38 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "place"),
     [
-        pytest.param(lambda world: world.dup(), "_duplicate", id="dup"),
+        pytest.param(lambda world: world.dup(), "duplicate", id="dup"),
         pytest.param(lambda world: world.dup(), "allgather", id="dup, in the new group", marks=slow),
         pytest.param(lambda world: world.split(0), "_derived", id="split", marks=slow),
         pytest.param(lambda world: world.lane(), "barrier", id="lane", marks=slow),
     ],
 )
 def test_a_rank_interrupted_while_it_makes_a_group_ends_that_on_all_ranks(comm, monkeypatch, make, place):
-    monkeypatch.setattr(mpi_transport, "_GRACE_S", 0.05)
+    monkeypatch.setattr(tuning, "GRACE_S", 0.05)
     with world_of(comm, timeout_s=30) as (world, last):
         if comm.rank == last:
             owner = mpi_transport.MPITransport if place == "allgather" else world.transports[0]
+            owner = world.transports[0]._endpoint if place == "duplicate" else owner
             interrupted_after(monkeypatch, owner, place, lambda: make(world))
         else:
             start = time.monotonic()
-            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+            with pytest.raises(CommAborted, match="aborted after Interrupt"):
                 make(world).barrier()
             assert time.monotonic() - start < 10
 
 
 def test_a_call_interrupted_before_it_moves_anything_can_be_made_again_and_interrupted(comm, monkeypatch):
-    monkeypatch.setattr(mpi_transport, "_GRACE_S", 0.05)
+    monkeypatch.setattr(tuning, "GRACE_S", 0.05)
     with world_of(comm, timeout_s=30) as (world, last):
         world.barrier()
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.turn, "count", lambda: world.allgather(np.ones(3)))
+            interrupted_after(monkeypatch, world.guard, "count", lambda: world.allgather(np.ones(3)))
         world.allgather(np.ones(3))
         if comm.rank == last:
-            interrupted_after(monkeypatch, world.turn, "count", world.barrier)
+            interrupted_after(monkeypatch, world.guard, "count", world.barrier)
             world.transports[0].interrupted(Interrupt("in the middle"), ())
         else:
             start = time.monotonic()
-            with pytest.raises(CommAborted, match="gave up, by Interrupt"):
+            with pytest.raises(CommAborted, match="aborted after Interrupt"):
                 world.barrier()
             assert time.monotonic() - start < 10

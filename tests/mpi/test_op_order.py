@@ -11,8 +11,8 @@ from random_calls import SMALL_SIZES, RandomCalls, shrink_thresholds
 import bagua_comm
 from bagua_comm import ArrayError, BootstrapError, CommMismatch, CommTimeout
 from bagua_comm.testing import sample
-from bagua_comm.transports.mpi import window as shared_memory
-from bagua_comm.transports.mpi.transport import MPITransport
+from bagua_comm.transports.mpi import shared_window as shared_memory
+from bagua_comm.transports.mpi.native import Native
 
 pytestmark = pytest.mark.mpi
 
@@ -39,14 +39,14 @@ def world(request):
 def asked(monkeypatch):
     """The names of the reductions that MPI was asked for."""
     names = []
-    for name in ("_allreduce_natively", "_reduce_natively", "_reduce_scatter_natively"):
-        whole = getattr(MPITransport, name)
+    for name in ("allreduce", "reduce", "reduce_scatter"):
+        whole = getattr(Native, name)
 
         def noted(self, *arguments, name=name, whole=whole):
             names.append(name)
             whole(self, *arguments)
 
-        monkeypatch.setattr(MPITransport, name, noted)
+        monkeypatch.setattr(Native, name, noted)
     return names
 
 
@@ -83,15 +83,15 @@ def test_sums_are_those_of_rank_order_but_for_rounding(comm, world, dtype, op, c
 def test_mpi_is_asked_for_what_it_can_and_for_nothing_else(world, asked):
     if world.size == 1:
         return  # there is nothing to reduce
-    shown = world.transports[0]._window is not None
+    shown = world.transports[0]._endpoint.window is not None
     large, small = np.ones(world.size * (40_000 if shown else 1000)), np.ones(world.size)
     for x in (large, small, large.astype("int32"), large.astype("complex64")):
         for op in ("sum", "avg") if x.dtype.kind == "f" else ("sum",):
             world.allreduce(x, op=op)
             world.reduce(x, root=0, op=op)
             world.reduce_scatter(x, op=op)
-            reduces = [] if shown else ["_reduce_natively"]  # larger arrays it does not
-            natively = ["_allreduce_natively", *reduces, "_reduce_scatter_natively"]
+            reduces = [] if shown else ["reduce"]  # larger arrays it does not
+            natively = ["allreduce", *reduces, "reduce_scatter"]
             assert asked == ([] if x is small else natively)
             asked.clear()
     for dtype, op in (("float16", "sum"), ("int32", "avg"), ("int8", "sum"), ("complex64", "prod")):
@@ -109,7 +109,7 @@ def test_a_call_that_was_made_before_follows_the_order(comm, asked):
             other.op_order = order
             asked.clear()
             np.testing.assert_array_equal(other.allreduce(x), other.allreduce(x))
-            assert asked == ["_allreduce_natively"] * (2 * (order == "any"))
+            assert asked == ["allreduce"] * (2 * (order == "any"))
 
 
 def test_nan_wins_in_any_order(world):
@@ -136,7 +136,7 @@ def test_communicators_that_are_made_from_one_have_its_order(comm, world):
 def test_calls_that_differ_are_found_and_the_next_is_right(world, count):
     if world.size == 1:
         return  # nobody to differ from
-    if world.transports[0]._window is None:
+    if world.transports[0]._endpoint.window is None:
         count = max(count, 500)  # smaller ones may end the communicator, in rank order as well
     odd, x = world.rank == world.size - 1, np.ones(world.size * count)
     for call in (
@@ -159,9 +159,8 @@ def test_a_rank_that_never_enters_mpis_reduction_ends_all(world, monkeypatch):
         transport = other.transports[0]
         if world.rank == world.size - 1:
             never = SimpleNamespace(Test=lambda: False)
-            monkeypatch.setattr(
-                transport, "_allreduce_natively", lambda *_: transport._complete(lambda: never, None)
-            )
+            endpoint, native = transport._endpoint, transport._routes._native
+            monkeypatch.setattr(native, "allreduce", lambda *_: endpoint.complete(lambda: never, None))
         with pytest.raises(CommTimeout):
             other.allreduce(np.ones(40_000), timeout_s=0.3)
 

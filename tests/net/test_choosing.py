@@ -8,7 +8,7 @@ from support.device_ranks import connect_all
 from support.launch import run_python
 
 from bagua_comm import BootstrapError, net
-from bagua_comm.bootstrap import connection as bootstrap
+from bagua_comm.bootstrap.gpu import nccl_start
 from bagua_comm.net import choosing
 from bagua_comm.net.choosing import Facts, agree, decide
 
@@ -24,7 +24,7 @@ def untouched(monkeypatch):
     for name in (choosing.PLUGIN, choosing.NETWORK, choosing.VARIABLE, "NCCL_HOSTID", *choosing.ALIKE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(bootstrap, "_nccl_started_with", None)
+    monkeypatch.setattr(nccl_start, "variables", None)
 
 
 # Decisions ----------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_connect_builds_the_plugin_and_sets_the_variables_before_nccl_starts(dev
     seen = connect_all(2, lambda comm: (comm.transports[1].name, variables()), net="bagua")
     assert seen == [("nccl", {choosing.PLUGIN: str(net.path()), choosing.NETWORK: "bagua"})] * 2
     assert net.path().is_relative_to(tmp_path)
-    assert bootstrap._nccl_started_with == variables()
+    assert nccl_start.variables == variables()
     assert connect_all(2, net="bagua") == [None, None]
     first, second = connect_all(2, net="nccl")
     assert first == second

@@ -257,7 +257,7 @@ receiver = None
 while not (receiver and made[0]):
     receiver = receiver or plugin.accepted(listener)
     made[0] = made[0] or plugin.connected(context, 0, handle)
-exchange(net.checking.Pair(plugin, made[0], receiver), [1000], make_pool(1000))
+exchange(net.checking.ConnectedPair(plugin, made[0], receiver), [1000], make_pool(1000))
 print("there")
 """
 
@@ -384,7 +384,7 @@ def test_strangers_are_dropped_and_the_peer_is_still_let_in(plugin):
     until(met)
     with pytest.raises(ConnectionResetError):
         strangers[0].recv(1)
-    exchange(net.checking.Pair(plugin, sender, receiver), [1000] * 10, POOL)
+    exchange(net.checking.ConnectedPair(plugin, sender, receiver), [1000] * 10, POOL)
     plugin.closeSend(sender)
     plugin.closeRecv(receiver)
     plugin.closeListen(listener)
@@ -400,7 +400,7 @@ def test_a_listener_is_used_again(plugin):
         while sender is None or receiver is None:
             sender = sender or plugin.connected(None, 0, copy)
             receiver = receiver or plugin.accepted(listener)
-        exchange(net.checking.Pair(plugin, sender, receiver), [0, 70_000], POOL)
+        exchange(net.checking.ConnectedPair(plugin, sender, receiver), [0, 70_000], POOL)
         plugin.closeSend(sender)
         plugin.closeRecv(receiver)
     plugin.closeListen(listener)

@@ -32,7 +32,7 @@ from bagua_comm import (
     every,
     topology,
 )
-from bagua_comm.algorithms.base import complete
+from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.bucket import make_buckets
 from bagua_comm.planning.costmodel import (
     METHODS,
@@ -332,7 +332,7 @@ def test_bytes_are_those_that_the_communicator_counts(nodes):
         before = comm.counters.total().wire_bytes
         for step in range(1, steps + 1):  # step 0 would be QAdam's warm-up
             bucket.step = step
-            complete(method).begin(bucket, state)
+            with_defaults(method).begin(bucket, state)
             method.exchange(bucket, comm, state)
         return comm.counters.total().wire_bytes - before
 

@@ -58,12 +58,12 @@ class DeviceFleet(ThreadFleet):
         super().__init__(job, number)
         self._kind, self._comms = kind, []
 
-    def meet(self, cause=None):
+    def rendezvous(self, cause=None):
         for comm in self._comms:
             for beside in comm.transports[1:]:
-                beside.leave(f"the processes meet after {cause}")
+                beside.leave(f"a rendezvous started after {cause}")
         self._comms.clear()
-        return super().meet(cause)
+        return super().rendezvous(cause)
 
     def connect(self, members, *, control=False):
         comm = super().connect(members, control=control)

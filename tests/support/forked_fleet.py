@@ -1,4 +1,4 @@
-"""A fleet under torchrun without torchrun: processes that are forked, and the store in which they meet."""
+"""A fleet under torchrun without torchrun: forked processes, and their store."""
 
 import ctypes
 import itertools
@@ -43,7 +43,7 @@ class Processes:
         try:
             if rank in containers:
                 enter_container()
-            wait_for(port.exists)
+            until(port.exists)
             store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
             agent = None if agents is None else agents[rank]
             outcome = body(TorchrunFleet(store, rank, size, timeout_s=timeout_s, agent=agent, **settings))
@@ -98,7 +98,3 @@ def run(processes, size, body, **settings):
         processes.start(rank, size, body, **settings)
     processes.serve()
     return processes.results()
-
-
-def wait_for(happened):
-    until(happened, TIMEOUT_S)

@@ -5,16 +5,16 @@ from concurrent.futures import ThreadPoolExecutor
 import torch.distributed as dist
 
 from bagua_torch import ProcessGroupTransport
-from bagua_torch.process_group.transport import Meeting
+from bagua_torch.process_group.transport import RendezvousInfo
 
 
 def run_threads(size, body, *, timeout_s=30.0):
-    """What `body(transport)` returns on each rank. Ranks are threads, and meet in a store of their own."""
+    """What `body(transport)` returns on each rank. Ranks are threads, and have a store of their own."""
     store = dist.HashStore()
 
     def run(rank):
-        meeting = Meeting(store, "test", rank, size)
-        transport = ProcessGroupTransport(timeout_s=timeout_s, meeting=meeting)
+        rendezvous = RendezvousInfo(store, "test", rank, size)
+        transport = ProcessGroupTransport(timeout_s=timeout_s, rendezvous=rendezvous)
         result = body(transport)
         transport.close()
         return result

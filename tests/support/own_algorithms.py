@@ -72,13 +72,8 @@ class RandomPeer:
 class Beside:
     """The mean of the weights in rounds beside training."""
 
-    old_spelling: bool = False
-
     payload = "weight"
-
-    @property
-    def window(self):
-        return Window(Point.ALWAYS, Point.NEVER, 0.0) if self.old_spelling else Rounds(0.0)
+    window = Rounds(0.0)
 
     def init(self, bucket, comm):
         return Kept(bucket.flat.copy())
@@ -113,4 +108,4 @@ class Half:
         bucket.flat[...] *= self.factor
 
 
-OWN_ALGORITHMS = [Plain(), Unhashable(), RandomPeer(), Beside(), Beside(old_spelling=True), Half()]
+OWN_ALGORITHMS = [Plain(), Unhashable(), RandomPeer(), Beside(), Half()]

@@ -12,7 +12,7 @@ from itertools import count, islice
 import numpy as np
 
 from bagua_comm import Engine, Plan, Point, TensorSpec, optim
-from bagua_comm.algorithms.base import complete
+from bagua_comm.algorithms.base import with_defaults
 from bagua_comm.arrays import dtype_named
 from bagua_comm.testing import run_ranks, sample
 from bagua_comm.topology import one_peer_exponential, shift_one
@@ -297,7 +297,7 @@ class FittingTrainer(Trainer):
         self.fitted = self.moments = None
 
     def update(self):
-        phase = complete(self.engine.phase)
+        phase = with_defaults(self.engine.phase)
         self.engine.flush()  # so that rounds begin and end in the same steps each time
         if self.engine.phase != self.fitted:
             self.fitted, self.moments = self.engine.phase, [self.optimizer.init(x) for x in self.weights]

@@ -11,18 +11,18 @@ import bagua_comm
 
 PACKAGE = Path(bagua_comm.__file__).parent
 
-TIMED = {"in_time", "limit", "Limit"}
+TIMED = {"in_time", "limit", "Deadline"}
 """Functions that end the wait of what they are given, or of what their `with` block does. A function of ours that
 is used in such places alone may wait as well."""
 
 ACCEPTED = {
-    ("transports/mpi/transport.py", "everyone.Free"): "of a group, which is this process' own",
-    ("transports/mpi/transport.py", "members.Free"): "of a group, which is this process' own",
+    ("transports/mpi/failure_detector.py", "everyone.Free"): "of a group, which is this process' own",
+    ("transports/mpi/failure_detector.py", "members.Free"): "of a group, which is this process' own",
     ("elastic/mpi/processes.py", "group.Free"): "of a group, which is this process' own",
     ("transports/mpi/world.py", "comm.Split_type"): "whoever calls first_beside ends the wait",
     ("transports/mpi/world.py", "each.Free"): "the same",
-    ("bootstrap/connection.py", "self._library.MPI_Finalize"): "at exit, when all ranks have left",
-    ("bootstrap/connection.py", "library.MPI_Finalize"): "at exit, while another thread watches",
+    ("bootstrap/rank_exit.py", "self.library.MPI_Finalize"): "at exit, when all ranks have left",
+    ("bootstrap/rank_exit.py", "library.MPI_Finalize"): "at exit, while another thread watches",
     ("elastic/mpi/spawn.py", "MPI.Info.Create"): "it is local",
     (
         "elastic/mpi/spawn.py",
@@ -196,7 +196,7 @@ FILES = [
 
 def test_the_modules_that_use_mpi_are_found():
     found = {path.relative_to(PACKAGE).as_posix() for path in FILES}
-    assert {"bootstrap/connection.py", "transports/mpi/transport.py"} <= found
+    assert {"bootstrap/mpi_start.py", "transports/mpi/transport.py"} <= found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

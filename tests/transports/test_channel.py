@@ -26,7 +26,7 @@ def test_where_one_group_has_no_tags_all_ranks_refuse_to_split():
         rank, size, members = 0, 2, [0, 1]
 
         def __init__(self):
-            self._crew = self
+            self._processes = self
 
         def new_channel(self):
             return 7

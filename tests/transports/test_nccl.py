@@ -463,7 +463,7 @@ def test_ranks_that_wait_learn_at_once_that_another_one_has_failed(device):
             else:
                 group.allreduce(x)
                 waiting.set()
-                with pytest.raises(CommAborted, match=r"rank . of 3: rank 0 gave up, by CommError: .*: CUDA"):
+                with pytest.raises(CommAborted, match=r"rank . of 3: rank 0 aborted after CommError: .*: CUDA"):
                     call_once_it_fails(group)
             comm.transports[0].barrier()
             assert unused.transports[1]._watch._failure is None
@@ -480,7 +480,7 @@ def leave_by_an_error(comm):
 
 
 def hear_that_rank_0_left(comm):
-    with pytest.raises(CommAborted, match=r"rank 0 gave up, by CommAborted: MemoryError: no room"):
+    with pytest.raises(CommAborted, match=r"rank 0 aborted after CommAborted: MemoryError: no room"):
         call_once_it_fails(comm)
 
 
@@ -773,7 +773,7 @@ def test_a_transport_that_is_closed_says_so(device):
     import cupy
 
     def body(comm):
-        transport = comm.carrier(cupy.zeros(1))
+        transport = comm.transport_for(cupy.zeros(1))
         transport.close()
         with pytest.raises(CommAborted, match="this communicator is closed"):
             transport.broadcast(cupy.zeros(3), 0)

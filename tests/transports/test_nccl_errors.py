@@ -43,7 +43,7 @@ def test_an_exception_in_the_middle_of_a_call_is_what_all_ranks_learn_at_once(de
             comm.close()
         else:
             comm.allreduce(x)
-            with pytest.raises(CommAborted, match=f"rank 0 gave up, by CommError: .*{type(error).__name__}"):
+            with pytest.raises(CommAborted, match=f"rank 0 aborted after CommError: .*{type(error).__name__}"):
                 call_once_it_fails(comm)
         comm.transports[0].barrier()
 
@@ -134,7 +134,7 @@ def test_a_call_that_is_interrupted_anywhere_is_over_for_the_thread_that_ends_a_
     capturing = types.SimpleNamespace(is_capturing=lambda: True, ptr=1)
     current = types.SimpleNamespace(get_current_stream=lambda: capturing)
     monkeypatch.setattr(transport, "cupy", types.SimpleNamespace(cuda=current))
-    rank = types.SimpleNamespace(_watch=watch, _give_up=lambda *_: None)
+    rank = types.SimpleNamespace(_watch=watch, _abort_after=lambda *_: None)
 
     def call():
         transport.NcclTransport._enqueue(rank, "allreduce", 4, lambda _: inside.append(watch.inside))

@@ -4,7 +4,7 @@ import json
 from collections import deque
 from dataclasses import asdict
 
-from bagua_comm.transports.notices import GAVE_UP, LEFT, Notice, Notices
+from bagua_comm.transports.notices import ABORTED, LEFT, Notice, Notices
 
 
 def test_a_notice_that_is_repeated_counts_as_heard_again():
@@ -18,8 +18,8 @@ def test_a_notice_that_is_repeated_counts_as_heard_again():
         return True
 
     notices = Notices(lambda rank, message: mail.append((rank, message)), take)
-    left, gave_up = Notice(LEFT, "", "", {}), Notice(GAVE_UP, "CommTimeout", "it waited", {"world": 3})
-    notices.tell([1], left)
+    left, gave_up = Notice(LEFT, "", "", {}), Notice(ABORTED, "CommTimeout", "it waited", {"world": 3})
+    notices.send([1], left)
     notices.listen()
     ((heard, first_s),) = notices.from_rank(1)
     assert heard == left
@@ -28,7 +28,7 @@ def test_a_notice_that_is_repeated_counts_as_heard_again():
     ((heard, second_s),) = notices.from_rank(1)
     assert heard == left
     assert second_s > first_s
-    notices.tell([1, 2], gave_up)
+    notices.send([1, 2], gave_up)
     notices.listen()
     assert [notice for notice, _ in notices.from_rank(1)] == [left, gave_up]
     assert [notice for notice, _ in notices.from_rank(2)] == [gave_up]

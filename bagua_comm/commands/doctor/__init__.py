@@ -1,12 +1,12 @@
-"""`bagua doctor`: what is wrong where programs will run, and what to do about it. Collective, under any launcher.
+"""`bagua doctor`: problems of the machines of a job, and their remedies. Collective, under any launcher.
 
     mpirun -n 4 python -m bagua_comm doctor
     python -m bagua_comm run --hostfile hosts -m bagua_comm doctor
     srun --mpi=pmix python -m bagua_comm doctor --json
     torchrun --nproc-per-node 4 -m bagua_comm doctor
 
-`facts` collects what a rank knows of itself, `measure` sends messages, `findings` draws conclusions, and `report`
-shows them on rank 0.
+`facts` collects the facts of a rank, `measure` sends messages, `findings` draws conclusions, and `report` shows
+them on rank 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...bootstrap import connection as bootstrap
-from ...bootstrap import gpu_facts
+from ... import bootstrap
+from ...bootstrap.environment import under_torchrun
+from ...bootstrap.gpu import GpuFacts, describe_gpu, nccl_obstacle
 from ...comm import Communicator
 from ...errors import BaguaError, CommTimeout
 from ...launch.cli import CommandError, program_name
@@ -27,7 +28,7 @@ from . import facts, report
 from .findings import Finding, World, examine
 from .measure import measure_clocks, measure_pairs
 
-SUMMARY = "examine all ranks together, and say what to do; start it as you start your program"
+SUMMARY = "examine all ranks together, and advise; start it as you start your program"
 
 DESCRIPTION = (
     "Examine the hosts and ranks of a job: versions, networks, speeds between ranks, limits, shared memory, "
@@ -36,10 +37,10 @@ DESCRIPTION = (
 )
 
 TIMEOUT_S = 20.0
-"""How long a rank waits for the others."""
+"""The time limit of a wait for other ranks."""
 
-MOST_MEASURED = 16
-"""How many ranks are measured in pairs."""
+MAX_MEASURED = 16
+"""The most ranks that are measured in pairs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +72,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _connect() -> Communicator:
-    """The world, whoever started it. Collective."""
+    """Connect under any launcher. Collective."""
     library: Any = bootstrap
-    if bootstrap.under_torchrun():
-        # Nothing in bagua_comm needs bagua_torch, which is built on it; but who has torchrun has that, too.
+    if under_torchrun():
+        # bagua_comm does not depend on bagua_torch, but with torchrun, PyTorch is installed.
         library = importlib.import_module("bagua_torch")
     comm: Communicator = library.connect(timeout_s=TIMEOUT_S, gpu="none", trace=False)
     return comm
@@ -90,7 +91,7 @@ def _examine_all(comm: Communicator, options: argparse.Namespace) -> int:
             _show(world, found, exit_code, options)
         except CommandError as exc:
             failure = str(exc)
-    # Only now may other ranks end: mpirun ends rank 0 once another has an exit code that is not 0.
+    # Other ranks may end only now: mpirun ends rank 0 once another rank has an exit code other than 0.
     failure = comm.broadcast_object(failure, root=0)
     if failure and comm.rank == 0:
         raise CommandError(failure, exit_code=1)
@@ -107,49 +108,49 @@ def examine_world(comm: Communicator) -> World:
     all_facts = [each[0] for each in everyone]
     world = World(all_facts, [], [], {})
     if world.is_mixed:
-        return world  # other versions may measure in another way
-    gpus = [gpu_facts.GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
+        return world  # the measurements of other versions may differ
+    gpus = [GpuFacts._make(gpu) for _, gpu in everyone if gpu is not None]
     if len(gpus) == comm.size:
-        all_facts[0]["gpu"]["obstacle"] = gpu_facts.nccl_obstacle(gpus)
+        all_facts[0]["gpu"]["obstacle"] = nccl_obstacle(gpus)
     firsts = [ranks[0] for ranks in world.hosts.values()]
     return World(
         all_facts,
         _together(comm),
         measure_pairs(comm, _to_measure(comm.size, firsts)),
-        measure_clocks(comm, firsts[:MOST_MEASURED]),
+        measure_clocks(comm, firsts[:MAX_MEASURED]),
     )
 
 
 def _together(comm: Communicator) -> list[int]:
-    """For each rank, the first one that shares memory with it, as MPI itself sees it; empty without MPI.
+    """For each rank, the first one that shares memory with it according to MPI; empty without MPI.
 
-    The communicator's nodes do not tell, since it puts ranks of one host together where MPI does not. Collective.
+    The nodes of the communicator may differ: it joins ranks of one host that MPI separates. Collective.
     """
     if comm.transports[0].name != "mpi":
         return []
     from mpi4py import MPI
 
-    from ...transports.mpi.blocking import in_time
+    from ...transports.mpi.time_limit import in_time
     from ...transports.mpi.world import first_beside
 
-    what = "doctor's split of the world by host"
-    return comm.allgather_object(in_time(lambda: first_beside(MPI.COMM_WORLD), comm.timeout_s, what))
+    call = "doctor's split of the world by host"
+    return comm.allgather_object(in_time(lambda: first_beside(MPI.COMM_WORLD), comm.timeout_s, call))
 
 
 def _gpu(comm: Communicator, mine: dict[str, dict[str, object]]) -> tuple[object, ...] | None:
-    """What NCCL must know of this rank's GPU; None if it has none."""
+    """The facts about this rank's GPU for NCCL; None without a GPU."""
     count = mine["gpu"]["count"]
-    return tuple(bootstrap.my_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
+    return tuple(describe_gpu(comm.local_rank % count)) if isinstance(count, int) and count else None
 
 
 def _to_measure(size: int, firsts: list[int]) -> list[int]:
-    """The ranks to measure: all, or if they are too many, one on each host, and then some more."""
-    if size <= MOST_MEASURED:
+    """The ranks to measure: all; if they are too many, one on each host, then more."""
+    if size <= MAX_MEASURED:
         return list(range(size))
-    step = -(-len(firsts) // MOST_MEASURED)
+    step = -(-len(firsts) // MAX_MEASURED)
     chosen = firsts[::step]
     others = [rank for rank in range(size) if rank not in chosen]
-    return sorted([*chosen, *others[: MOST_MEASURED - len(chosen)]])
+    return sorted([*chosen, *others[: MAX_MEASURED - len(chosen)]])
 
 
 def _show(world: World, found: list[Finding], exit_code: int, options: argparse.Namespace) -> None:

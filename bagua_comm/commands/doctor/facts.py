@@ -1,4 +1,4 @@
-"""What one rank knows of itself and its host. Nothing is sent here."""
+"""The facts of one rank and its host. Nothing is sent here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ... import __version__, cuda, net
-from ...bootstrap import connection as bootstrap
+from ... import cuda, net
+from ..._version import __version__
+from ...bootstrap import environment
+from ...bootstrap.gpu import provide_cupy_cache
 from ...launch.cli import cores
 from ...launch.mpirun import OPEN_MPI
 from ...net import choosing
@@ -31,7 +33,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def collect() -> dict[str, Any]:
-    """All facts, as plain data for JSON."""
+    """Return all facts, as plain data for JSON."""
     return {
         "host": socket.gethostname(),
         "machine": this_host(),
@@ -51,7 +53,7 @@ def collect() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions to compare among ranks."""
+    """Return the versions that are compared between ranks."""
     return {
         "bagua_comm": __version__,
         "python": platform.python_version(),
@@ -61,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def shared_memory() -> dict[str, int] | None:
-    """The size and free room of /dev/shm, in bytes; None if there is none."""
+    """Return the size and the free space of /dev/shm, in bytes; None if there is none."""
     try:
         usage = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -70,7 +72,7 @@ def shared_memory() -> dict[str, int] | None:
 
 
 def interfaces() -> dict[str, dict[str, Any]]:
-    """The network interfaces that are up and have an IPv4 address; the loopback is none."""
+    """Return the network interfaces with an IPv4 address, without the loopback."""
     found = {}
     for _, name in socket.if_nameindex():
         address = _address(name)
@@ -80,46 +82,46 @@ def interfaces() -> dict[str, dict[str, Any]]:
 
 
 def gpu() -> dict[str, Any]:
-    """The GPUs of this host as CuPy sees them; without a driver, CuPy is not imported."""
+    """Return the GPUs of this host, as CuPy reports them; without a driver, CuPy is not imported."""
     driver = Path("/proc/driver/nvidia/version").exists()
     if not driver and "cupy" not in sys.modules:
         return {"driver": False, "count": 0}
-    bootstrap.make_room_for_cupy()
+    provide_cupy_cache()
     return {"driver": driver, "count": cuda.device_count(), **cuda.device_facts()}
 
 
 def plugin() -> dict[str, Any]:
-    """What `info` tells of NCCL's network plugin, and what is asked for."""
+    """Return the facts of `info` about NCCL's network plugin, and the network that is chosen."""
     return {**plugin_facts(), "built": net.path() is not None, "net": choosing.asked_for(None)}
 
 
 def _mpi() -> dict[str, Any]:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
-        if bootstrap.under_torchrun():
+        if environment.under_torchrun():
             return {"running": False, "network chosen": os.environ.get("GLOO_SOCKET_IFNAME")}
         return {"running": False, **mpi_facts()}
     library = mpi.Get_library_version().split(",")[0].strip()
-    # libfabric, by which MPICH and Intel MPI send, reads the second.
+    # The second is of libfabric, which MPICH and Intel MPI use.
     network = "OMPI_MCA_btl_tcp_if_include" if library.startswith(OPEN_MPI) else "FI_TCP_IFACE"
     return {
         "running": True,
         "library": library,
         "thread level": mpi.Query_thread(),
         "threads": mpi.Query_thread() == mpi.THREAD_MULTIPLE,
-        "ulfm": bootstrap._has_ulfm(),
+        "ulfm": environment.has_ulfm(),
         "network chosen": os.environ.get(network),
     }
 
 
 def _limit(number: int) -> int | None:
-    """The limit that holds now; None if there is none."""
+    """The soft limit; None if there is none."""
     soft, _ = resource.getrlimit(number)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _address(interface: str) -> str | None:
-    """Its IPv4 address."""
+    """The IPv4 address of an interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         try:
             answer = fcntl.ioctl(one, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

@@ -1,4 +1,4 @@
-"""What the facts and measurements of all ranks mean. Pure functions: nothing is asked or sent here."""
+"""Conclusions from the facts and measurements of all ranks: pure functions."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ...launch.mpirun import OPEN_MPI, SEGMENT_BYTES
 from .measure import Pair
 
 FILES_PER_RANK, THREADS_PER_RANK = 4, 64
-"""What a rank may need: files for each other rank, and threads."""
+"""The needs of a rank: files for each other rank, and threads."""
 
 CLOCK_S = 0.1
-"""How far clocks may be apart."""
+"""The largest difference between clocks that is accepted."""
 
 SLOW = 3.0
-"""How many times worse than the median of its kind a pair is reported."""
+"""A pair is reported if its bandwidth is this many times less than the median."""
 
 MUST_BE_EQUAL = ("bagua_comm", "MPI")
-"""What needs one version on all ranks; ranks with different versions of others work together."""
+"""Packages that need the same version on all ranks; versions of other packages may differ."""
 
 NOT_INSTALLED = "not installed"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check, in `what`, and the advice, in `do`."""
 
     level: Literal["ok", "note", "warning", "problem"]
     what: str
@@ -37,24 +37,26 @@ class Finding:
 
 @dataclass(frozen=True)
 class World:
-    """What was found: facts by rank, pairs, and by rank how far its host's clock is ahead."""
+    """The facts and measurements of all ranks."""
 
     facts: list[dict[str, Any]]
+    """The facts of each rank."""
     together: list[int]
-    """For each rank, the first rank that shares memory with it, as MPI sees it; empty without MPI."""
+    """For each rank, the first rank that shares memory with it according to MPI; empty without MPI."""
     pairs: list[Pair]
     clocks: dict[int, float]
+    """By rank, how many seconds the clock of its host is ahead."""
 
     @property
     def names(self) -> list[str]:
-        """The name of each rank's host; where machines share a name, the second one is "name (2)"."""
+        """The name of each rank's host; of two machines with one name, the second is "name (2)"."""
         names: dict[str, str] = {}
-        taken: Counter[str] = Counter()
+        uses: Counter[str] = Counter()
         for facts in self.facts:
             machine, name = facts.get("machine", facts["host"]), facts["host"]
             if machine not in names:
-                taken[name] += 1
-                names[machine] = name if taken[name] == 1 else f"{name} ({taken[name]})"
+                uses[name] += 1
+                names[machine] = name if uses[name] == 1 else f"{name} ({uses[name]})"
         return [names[facts.get("machine", facts["host"])] for facts in self.facts]
 
     @property
@@ -66,17 +68,17 @@ class World:
         return hosts
 
     def on(self, host: str) -> dict[str, Any]:
-        """The facts of the first rank of a host."""
+        """Return the facts of the first rank of a host."""
         return self.facts[self.hosts[host][0]]
 
     @property
     def is_mixed(self) -> bool:
-        """Whether ranks have different versions of this library, which may know different facts."""
+        """Whether ranks have different versions of this library, whose facts may differ."""
         return len({facts["versions"]["bagua_comm"] for facts in self.facts}) > 1
 
 
 def examine(world: World) -> list[Finding]:
-    """Everything that is to be said."""
+    """Return all findings."""
     if world.is_mixed:
         return list(_versions(world))
     checks = (_versions, _mpi, _nodes, _cores, _memory, _limits, _networks, _clocks, _speeds, _gpus, _plugin)
@@ -84,7 +86,7 @@ def examine(world: World) -> list[Finding]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks for a message.
+    """Return ranks as text for a message.
 
     >>> ranks_text([0]), ranks_text([0, 1, 2, 3]), ranks_text([1, 3])
     ('rank 0', 'ranks 0-3', 'ranks 1, 3')
@@ -123,7 +125,7 @@ def _versions(world: World) -> Iterator[Finding]:
 def _mpi(world: World) -> Iterator[Finding]:
     mpi = world.facts[0]["MPI"]
     if not mpi["running"] and len(world.facts) > 1:
-        yield Finding("note", "torchrun started these ranks: they talk over gloo, and MPI was not looked at")
+        yield Finding("note", "torchrun started these ranks: they use gloo, and MPI was not examined")
         return
     if not mpi["running"]:
         library = mpi.get("library", NOT_INSTALLED)
@@ -138,16 +140,16 @@ def _mpi(world: World) -> Iterator[Finding]:
     else:
         yield Finding(
             "warning",
-            "MPI was started without MPI_THREAD_MULTIPLE: lanes cannot overlap, and errors reach others late",
-            "import bagua_comm and connect before another library starts MPI, or take an MPI that has it",
+            "MPI was started without MPI_THREAD_MULTIPLE: lanes cannot overlap, and others notice errors late",
+            "import bagua_comm and connect before another library starts MPI, or use an MPI that has it",
         )
     if mpi["ulfm"]:
-        yield Finding("ok", "ULFM is on: ranks can go on when one dies")
+        yield Finding("ok", "ULFM is on: ranks can continue when one dies")
     else:
         yield Finding(
             "note",
             "ULFM is off: a rank that dies ends the job",
-            "if others shall go on: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
+            "to let the others continue: python -m bagua_comm run --ulfm (--spares and --restarts imply it), or "
             "mpirun --with-ft ulfm (Open MPI 5)",
         )
 
@@ -157,9 +159,9 @@ def _nodes(world: World) -> Iterator[Finding]:
         if world.together and len({world.together[rank] for rank in ranks}) > 1:
             yield Finding(
                 "warning",
-                f"{ranks_text(ranks)} run on {host}, but MPI takes them for ranks of several hosts, and sends "
+                f"{ranks_text(ranks)} run on {host}, but MPI treats them as ranks of several hosts, and sends "
                 "messages between them over the network",
-                "start them with one mpirun, or with python -m bagua_comm run; under srun, let the node have the "
+                "start them with one mpirun, or with python -m bagua_comm run; under srun, give the node the "
                 "host's own name in slurm.conf",
             )
 
@@ -172,14 +174,14 @@ def _cores(world: World) -> Iterator[Finding]:
             tight = True
             yield Finding(
                 "warning",
-                f"{len(ranks)} ranks share {len(cores)} cores of {host}: who waits holds up who computes",
+                f"{len(ranks)} ranks share {len(cores)} cores of {host}: a rank that waits delays others",
                 "start fewer; or with Open MPI add --mca mpi_yield_when_idle 1, as python -m bagua_comm run does",
             )
         elif bound := [rank for rank in ranks if len(world.facts[rank]["cores"]) == 1 < len(cores)]:
             tight = True
             yield Finding(
                 "warning",
-                f"{ranks_text(bound)} on {host} are bound to one core each: a rank's lane has no core beside its "
+                f"{ranks_text(bound)} on {host} are bound to one core each: a rank's lane shares it with its "
                 "computation",
                 "mpirun --bind-to none (Open MPI) or srun --cpu-bind=none; or more cores: --map-by slot:PE=2",
             )
@@ -198,21 +200,21 @@ def _memory(world: World) -> Iterator[Finding]:
     mpi = world.facts[0]["MPI"]
     shared = {host: ranks for host, ranks in world.hosts.items() if len(ranks) > 1}
     if not shared or not mpi["running"] or not mpi["library"].startswith(OPEN_MPI):
-        return  # others map memory as they need it, and gloo needs none
+        return  # other libraries map memory as they need it, and gloo needs none
     enough = True
     for host, ranks in shared.items():
         memory, needed = world.on(host)["shared memory"], len(ranks) * SEGMENT_BYTES
         if memory is None or memory["free"] < needed:
             enough = False
-            free = "is not there" if memory is None else f"has {memory['free'] >> 20} MiB free"
+            free = "does not exist" if memory is None else f"has {memory['free'] >> 20} MiB free"
             yield Finding(
                 "problem",
-                f"/dev/shm of {host} {free}, and Open MPI wants {needed >> 20} MiB for {ranks_text(ranks)}",
+                f"/dev/shm of {host} {free}, and Open MPI needs {needed >> 20} MiB for {ranks_text(ranks)}",
                 "remove old files there; in a container: docker run --shm-size=1g, or in Kubernetes an emptyDir "
                 "of medium Memory at /dev/shm",
             )
     if enough:
-        yield Finding("ok", "/dev/shm has room for all ranks")
+        yield Finding("ok", "/dev/shm has space for all ranks")
 
 
 def _limits(world: World) -> Iterator[Finding]:
@@ -240,7 +242,7 @@ def _limits(world: World) -> Iterator[Finding]:
             yield Finding(
                 "problem",
                 f"ulimit memlock on {host} is {limits['memlock'] >> 10} KiB, and InfiniBand "
-                f"({', '.join(facts['InfiniBand'])}) needs memory that stays in place",
+                f"({', '.join(facts['InfiniBand'])}) needs to lock memory",
                 "ulimit -l unlimited, memlock in /etc/security/limits.conf, or LimitMEMLOCK=infinity of slurmd",
             )
     if fine:
@@ -265,7 +267,8 @@ def _networks(world: World) -> Iterator[Finding]:
         which = "; ".join(f"{address} ({', '.join(names[:3])})" for address, names in twice.items())
         yield Finding(
             "warning",
-            f"hosts have the same address, as containers' bridges do: {which}; who connects to it reaches itself",
+            f"hosts have the same address, as bridges of containers do: {which}; a connection to it stays "
+            "on the host",
             choose,
         )
     elif not chosen and any(len(interfaces) > 1 for interfaces in found.values()):
@@ -297,7 +300,7 @@ def _clocks(world: World) -> Iterator[Finding]:
     yield Finding(
         "warning",
         f"the clock of {last} is {apart:.1f} s ahead of that of {first}: times in logs cannot be compared, and "
-        "caches may take new files for old ones",
+        "caches may mistake new files for old ones",
         "start a time service (chrony, systemd-timesyncd) on all hosts",
     )
 
@@ -317,34 +320,34 @@ def _speeds(world: World) -> Iterator[Finding]:
         for pair in slow[:8]:
             yield Finding(
                 "warning",
-                f"{_place(world, pair.a)} and {_place(world, pair.b)} reach {pair.bytes_per_s / 1e9:.3g} GB/s, "
-                f"where the median {kind} is {speed / 1e9:.3g}",
-                "look at their hosts' links (ethtool), and whether another job runs there"
+                f"{_located(world, pair.a)} and {_located(world, pair.b)} reach "
+                f"{pair.bytes_per_s / 1e9:.3g} GB/s, where the median {kind} is {speed / 1e9:.3g}",
+                "check the links of their hosts (ethtool), and whether another job runs there"
                 if kind == "between hosts"
-                else "look whether another job runs there (top)",
+                else "check whether another job runs there (top)",
             )
         yield Finding("ok", f"{kind}: {latency * 1e6:.3g} us and {speed / 1e9:.3g} GB/s (medians of pairs)")
 
 
-def _place(world: World, rank: int) -> str:
+def _located(world: World, rank: int) -> str:
     return f"rank {rank} on {world.names[rank]}"
 
 
 def _gpus(world: World) -> Iterator[Finding]:
     if not any(facts["gpu"]["driver"] or facts["gpu"]["count"] for facts in world.facts):
-        yield Finding("note", "no host has an NVIDIA driver: arrays are those of the CPU")
+        yield Finding("note", "no host has an NVIDIA driver: arrays are in host memory")
         return
     before = True
     for host in world.hosts:
         gpu = world.on(host)["gpu"]
         if not gpu["count"]:
             before = False
-            yield Finding(
-                "warning", f"{host} has no GPU that can be used: {gpu.get('CUDA', 'there is no driver')}"
-            )
+            yield Finding("warning", f"{host} has no usable GPU: {gpu.get('CUDA', 'there is no driver')}")
     obstacle = world.facts[0]["gpu"].get("obstacle")
     if obstacle:
-        yield Finding("warning", f"device arrays go through host memory, since {obstacle}", "one rank to a GPU")
+        yield Finding(
+            "warning", f"device arrays go through host memory, since {obstacle}", "start one rank for each GPU"
+        )
     elif before:
         yield Finding("ok", "each rank has a GPU, and NCCL can be used")
 
@@ -354,7 +357,7 @@ def _plugin(world: World) -> Iterator[Finding]:
     chosen = [each["net"] for each in plugins.values() if each["net"]]
     if len(plugins) == 1 or not (chosen or any(facts["gpu"]["count"] for facts in world.facts)):
         if chosen:
-            yield Finding("note", f"BAGUA_NET={chosen[0]} does nothing here: on one host NCCL uses shared memory")
+            yield Finding("note", f"BAGUA_NET={chosen[0]} has no effect: on one host, NCCL uses shared memory")
         return
     sources = sorted({each["source"] for each in plugins.values()})
     if len(sources) > 1:
@@ -367,13 +370,13 @@ def _plugin(world: World) -> Iterator[Finding]:
         if not each["built"] and each["compilers"].startswith("none"):
             yield Finding(
                 "problem" if "bagua" in chosen else "note",
-                f"{host} can have no network plugin for NCCL, since there is no C compiler",
+                f"{host} cannot build NCCL's network plugin, since it has no C compiler",
                 "apt install gcc libc6-dev, or pip install ziglang",
             )
         if each["kept away by"] != "nothing":
             yield Finding(
                 "problem" if "bagua" in chosen else "note",
-                f"on {host} NCCL would not use the network plugin: {each['kept away by']}",
+                f"on {host}, NCCL would not use the network plugin: {each['kept away by']}",
                 "unset these variables, and start by run --net bagua, which sets them on all ranks",
             )
     if all(each["built"] for each in plugins.values()):

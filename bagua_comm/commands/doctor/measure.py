@@ -1,4 +1,4 @@
-"""How fast messages are between pairs of ranks, and how far the clocks of hosts are apart."""
+"""Latency and bandwidth between pairs of ranks, and differences between the clocks of hosts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import numpy as np
 from ...comm import Communicator
 
 ALL_PAIRS_S, PAIR_S = 5.0, 0.3
-"""How long all pairs together may take, and one pair at most; more on a network that is slower than 50 Mbit/s."""
+"""The time for all pairs together, and for one pair; it is exceeded on networks slower than 50 Mbit/s."""
 
 SMALL_BYTES, LARGE_BYTES = 1 << 16, 1 << 22
-"""The least and the most bytes in a message that measures bandwidth."""
+"""The least and the greatest size of a message that measures bandwidth."""
 
 CLOCK_TRIPS = 8
-"""How often a clock is asked. The answer that comes fastest counts."""
+"""The number of round trips to read a clock. The fastest counts."""
 
 
 @dataclass(frozen=True, order=True)
 class Pair:
-    """What two ranks measured."""
+    """The measurements of two ranks."""
 
     a: int
     b: int
     latency_s: float
     """Half of the shortest round trip of one byte."""
     bytes_per_s: float
-    """Of large messages one way: the upper quartile of some."""
+    """The bandwidth of large messages in one direction, from the lower quartile of their times."""
 
 
 def measure_pairs(comm: Communicator, ranks: Sequence[int]) -> list[Pair]:
@@ -50,19 +50,19 @@ def measure_pairs(comm: Communicator, ranks: Sequence[int]) -> list[Pair]:
 
 
 def _lead(comm: Communicator, peer: int, seconds: float) -> Pair:
-    _trips(comm, peer, 1, 3)  # the first message makes the connection
+    _trips(comm, peer, 1, 3)  # the first message opens the connection
     latency = min(_trips(comm, peer, 1, 20))
     latency = min(latency, *_trips(comm, peer, 1, _clip(0.2 * seconds / (2 * latency), 2, 200)))
     per_byte = min(_trips(comm, peer, SMALL_BYTES, 2)) / SMALL_BYTES
     nbytes = _clip(0.1 * seconds / (2 * per_byte), SMALL_BYTES, LARGE_BYTES)
-    # Not the fastest, since links let bursts pass before they hold to their rate; nor the median, on a busy host.
+    # The fastest may be a burst that a rate limit lets pass; the median suffers on a busy host.
     times = sorted(_trips(comm, peer, nbytes, _clip(0.6 * seconds / (2 * per_byte * nbytes), 4, 20)))
     comm.send(np.zeros(2, np.int64), dest=peer)
     return Pair(comm.rank, peer, latency, nbytes / times[len(times) // 4])
 
 
 def _trips(comm: Communicator, peer: int, nbytes: int, count: int) -> list[float]:
-    """The seconds that a message needs one way, half of a round trip, `count` times."""
+    """The times of `count` messages in one direction, as half of a round trip, in seconds."""
     comm.send(np.array([nbytes, count]), dest=peer)
     message, times = np.zeros(nbytes, np.uint8), []
     for _ in range(count):
@@ -74,7 +74,7 @@ def _trips(comm: Communicator, peer: int, nbytes: int, count: int) -> list[float
 
 
 def _follow(comm: Communicator, peer: int) -> None:
-    """Send back what the other sends, until it says that it sends nothing more."""
+    """Return all messages of the peer to it, until it announces none."""
     order = np.zeros(2, np.int64)
     while comm.recv(order, source=peer)[1]:
         message = np.zeros(order[0], np.uint8)
@@ -84,7 +84,7 @@ def _follow(comm: Communicator, peer: int) -> None:
 
 
 def measure_clocks(comm: Communicator, ranks: Sequence[int]) -> dict[int, float]:
-    """How many seconds each of these ranks' clocks is ahead of the first's.
+    """Return how many seconds the clock of each of these ranks is ahead of the first rank's clock.
 
     Collective.
     """

@@ -1,4 +1,4 @@
-"""How `doctor` shows what it found: as text, as JSON, and as a figure."""
+"""The report of `doctor`: as text, as JSON, and as a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 
 
 def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
-    """The report as text."""
+    """Return the report as lines of text."""
     size, hosts = len(world.facts), world.hosts
     yield f"{title}: {size} rank{'s' * (size != 1)} on {len(hosts)} host{'s' * (len(hosts) != 1)}"
     for host, ranks in hosts.items():
@@ -44,7 +44,7 @@ def lines(world: World, found: Sequence[Finding], title: str) -> Iterator[str]:
 
 def _host_text(facts: dict[str, Any]) -> str:
     memory = facts["shared memory"]
-    room = (
+    space = (
         "no /dev/shm"
         if memory is None
         else f"/dev/shm {memory['free'] / 2**30:.1f} of {memory['total'] / 2**30:.1f} GiB"
@@ -54,16 +54,16 @@ def _host_text(facts: dict[str, Any]) -> str:
         for name, each in facts["interfaces"].items()
     ]
     limits = [f"{name} {'unlimited' if limit is None else limit}" for name, limit in facts["limits"].items()]
-    return "; ".join([f"{facts['cores of the host']} cores", room, *(networks or ["no network"]), *limits])
+    return "; ".join([f"{facts['cores of the host']} cores", space, *(networks or ["no network"]), *limits])
 
 
 def table(title: str, pairs: Sequence[Pair], values: dict[Pair, float], *, least: bool = False) -> Iterator[str]:
-    """A heat map: a number for each pair, and a shade that shows how good it is among them.
+    """Return a heat map: a number for each pair, with a shade that compares it with the best.
 
     Args:
-        title: What the numbers are.
-        pairs: The pairs, of which each is shown twice.
-        values: Their numbers.
+        title: The quantity and its unit.
+        pairs: The pairs; each is shown twice.
+        values: The number of each pair.
         least: Whether small numbers are good.
     """
     ranks = sorted({rank for pair in pairs for rank in (pair.a, pair.b)})
@@ -87,7 +87,7 @@ def _cell(value: float | None, best: float, worst: float) -> str:
 
 
 def record(world: World, found: Sequence[Finding], exit_code: int) -> dict[str, Any]:
-    """The report as plain data for JSON."""
+    """Return the report as plain data for JSON."""
     return {
         "exit_code": exit_code,
         "findings": [dataclasses.asdict(finding) for finding in found],

@@ -1,1 +1,1 @@
-"""The processes of an elastic job over MPI."""
+"""A fleet over MPI: membership, agreement, failure detection, and spawned processes."""

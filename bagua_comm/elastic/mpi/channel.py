@@ -1,21 +1,20 @@
-"""Communicators that MPI knows nothing of: some ranks of another communicator, told apart by tags.
+"""Sub-communicators emulated by message tags, without creating an MPI communicator.
 
-Open MPI may crash the survivors when a rank dies inside a call that makes a communicator. So after a death none
-is made. The survivors go on in the communicator that they have, which still carries messages among the living,
-and each group of them talks in a channel of its own: a number, part of each tag, that is never used twice. So
-what an earlier group has left under way matches nothing that comes later.
+Open MPI may crash the survivors when a rank dies inside a call that creates a communicator. So none is created
+after a death. The survivors keep their communicator, which still carries messages among them. Each group of ranks
+uses its own channel: a number, encoded in its tags, that is never used twice. So a message that an earlier group
+has left pending matches no later receive.
 
     tag = FIRST_TAG + 4 * channel + kind
 
-A channel has no collectives of MPI. Small arrays are sent to all ranks directly, as MPI's own collectives would
-among few ranks, and what is larger takes the collectives that are derived from exchanges.
+A channel has no MPI collectives. Small arrays are sent to all ranks directly, as MPI's own collectives do among
+few ranks. Larger arrays use the collectives that are derived from exchanges.
 """
 
 # ruff: noqa: N802 - a channel's methods have the names of mpi4py
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -25,30 +24,35 @@ from mpi4py import MPI
 
 from ...arrays import Array, as_bytes, rows
 from ...errors import CommAborted, CommError, UnsupportedError
-from ...transports.base import COLLECTIVE, POINT_TO_POINT, Flow, Transport, chunk_bounds
+from ...transports import derived
+from ...transports.base import Transport
+from ...transports.flow import COLLECTIVE, POINT_TO_POINT, Flow
+from ...transports.mpi.endpoint import Endpoint
+from ...transports.mpi.failure_detector import FailureDetector
+from ...transports.mpi.native import Native
 from ...transports.mpi.transport import MPITransport
-from ...transports.pipeline import cut
-from .processes import Crew
+from ...transports.pipeline import chunk_bounds, cut
+from .processes import JobProcesses
 
 KINDS = 4
-"""How many kinds of messages a channel tells apart: the tags of `transports.base`."""
+"""How many tags of `transports.base` a channel distinguishes."""
 
 FIRST_TAG = 1 << 12
-"""Programs that use MPI beside this library may use the tags below, but for `crew.NOTICES_TAG`."""
+"""Programs that use MPI beside this library may use smaller tags, except `processes.NOTICES_TAG`."""
 
 LEAST_TAG_BOUND = (1 << 15) - 1
-"""The largest tag that every MPI has."""
+"""The largest tag that every MPI supports."""
 
 TREE_BYTES = 1 << 18
-"""Up to this size an array is broadcast along a tree. A larger one is cut into a part for each rank, which passes
-it to the others: then no rank sends more than about twice the array."""
+"""Up to this size an array is broadcast along a tree. A larger one is scattered in parts, and each rank sends its
+part to the others, so that no rank sends more than about twice the array."""
 
 BLOCK_BYTES = 1 << 24
-"""How much of an array is cut into parts at a time."""
+"""Bytes of an array that are scattered at a time."""
 
 
 def check_channel(number: int) -> None:
-    """Raise `CommError` if MPI has no tags for the channel of this number."""
+    """Raise `CommError` if MPI has no tags for this channel."""
     largest = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG_BOUND
     if FIRST_TAG + KINDS * (number + 1) - 1 > largest:
         raise CommError(
@@ -62,12 +66,12 @@ class Channel:
     """The calls of an MPI communicator that `MPITransport` makes, among some ranks of another communicator.
 
     Args:
-        base: The communicator below; errors of calls are its errors.
-        members: The ranks of `base` that talk here, in order; this rank is among them.
+        base: The underlying communicator, which raises the errors of calls.
+        members: The ranks of `base` in this channel, in order; this rank is among them.
         number: The number of the channel, the same on all members, and never used before.
 
     Raises:
-        CommError: MPI has no tags for this number.
+        CommError: MPI has no tags for this channel.
     """
 
     def __init__(self, base: MPI.Comm, members: Sequence[int], number: int) -> None:
@@ -78,23 +82,23 @@ class Channel:
         self._others = [peer for peer in range(len(self._members)) if peer != self._rank]
 
     def Get_rank(self) -> int:
-        """This rank, as a place among the members."""
+        """The index of this rank among the members."""
         return self._rank
 
     def Get_size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self._members)
 
     def Set_errhandler(self, handler: MPI.Errhandler) -> None:
-        """Choose what errors do, in all calls of the communicator below."""
+        """Set the error handler of the underlying communicator."""
         self._base.Set_errhandler(handler)
 
     def Isend(self, buffer: Any, dest: int, tag: int = POINT_TO_POINT) -> MPI.Request:
-        """Begin to send."""
+        """Start a send."""
         return self._base.Isend(buffer, self._members[dest], self._tag + tag)
 
     def Irecv(self, buffer: Any, source: int, tag: int = POINT_TO_POINT) -> MPI.Request:
-        """Begin to receive."""
+        """Start a receive."""
         return self._base.Irecv(buffer, self._members[source], self._tag + tag)
 
     def Iprobe(self, source: int, tag: int) -> bool:
@@ -102,21 +106,21 @@ class Channel:
         return self._base.Iprobe(self._members[source], self._tag + tag)
 
     def Improbe(self, source: int, tag: int, status: MPI.Status) -> MPI.Message | None:
-        """The next message from `source`; None if none has arrived."""
+        """Match the next message from `source`; None if none has arrived."""
         return self._base.Improbe(self._members[source], self._tag + tag, status)
 
     def Iallgather(self, sends: object, buffer: Any) -> _Requests:
-        """Begin to collect the rows of a table, of which each rank has filled its own. Collective."""
+        """Start an allgather of the rows of a table, in which each rank has filled its row. Collective."""
         table = rows(as_bytes(buffer[0]), len(self._members))
-        return self._trade([table[self._rank]] * len(self._members), table)
+        return self._exchange_rows([table[self._rank]] * len(self._members), table)
 
     def Ialltoall(self, sends: Any, buffer: Any) -> _Requests:
-        """Begin to send row j of a table to rank j, and to receive row i of another from rank i. Collective."""
+        """Start to send row j of a table to rank j, and to receive row i of another from rank i. Collective."""
         source, target = (rows(as_bytes(table[0]), len(self._members)) for table in (sends, buffer))
         target[self._rank] = source[self._rank]
-        return self._trade(source, target)
+        return self._exchange_rows(source, target)
 
-    def _trade(self, source: Sequence[Array], target: Sequence[Array]) -> _Requests:
+    def _exchange_rows(self, source: Sequence[Array], target: Sequence[Array]) -> _Requests:
         requests = _Requests()
         for peer in self._others:
             requests.add(self.Irecv([target[peer], MPI.BYTE], peer, COLLECTIVE))
@@ -125,24 +129,24 @@ class Channel:
         return requests
 
     def Abort(self, exit_code: int) -> None:
-        """End all processes of the job."""
+        """Abort all processes of the job."""
         self._base.Abort(exit_code)
 
 
 class _Requests:
-    """Requests of one call. They never lose their memory: if one fails, the others may still be under way."""
+    """Requests of one call. Their buffers are kept if one fails, since the others may still be pending."""
 
     def __init__(self) -> None:
         self._requests: list[MPI.Request] = []
         self._statuses: list[MPI.Status] = []
 
     def add(self, request: MPI.Request) -> None:
-        """One more request of the call."""
+        """Add a request of the call."""
         self._requests.append(request)
         self._statuses.append(MPI.Status())
 
     def Test(self) -> bool:
-        """Whether all have ended; raises the error of the first that failed."""
+        """Whether all are complete; raises the error of the first that failed."""
         try:
             return MPI.Request.Testall(self._requests, self._statuses)
         except MPI.Exception as exc:
@@ -151,52 +155,70 @@ class _Requests:
             raise MPI.Exception(next(iter(failed), exc.Get_error_code())) from exc
 
 
-class ChannelTransport(MPITransport):
-    """One rank of a channel of a crew.
+class _ChannelDetector(FailureDetector):
+    """Finds the dead among the members of a channel."""
 
-    Collective among `members`, unless `with_window` is False.
+    _world: JobProcesses
 
-    Args:
-        crew: The processes of the job.
-        members: Those that are ranks here, in order; this process is among them.
-        channel: The number of the channel.
-        timeout_s: How long a call may wait for its peers.
-        with_window: Whether ranks of one host share memory for large reductions.
-    """
+    def failed_ranks(self) -> list[int]:
+        """See `FailureDetector.failed_ranks`."""
+        dead = self._world.failed()
+        return [rank for rank, member in enumerate(self._members) if member in dead]
 
-    name = "mpi"
 
-    def __init__(
-        self,
-        crew: Crew,
-        members: Sequence[int],
-        channel: int,
-        *,
-        timeout_s: float,
-        with_window: bool = True,
-    ) -> None:
-        self._crew = crew
-        super().__init__(
-            cast(MPI.Comm, Channel(crew.comm, [crew.rank_of(each) for each in members], channel)),
-            timeout_s=timeout_s,
-            world=crew,
-            group=f"channel {crew.size}.{channel}",  # numbers begin anew in a communicator with newcomers
-            members=members,
-            with_window=with_window,
-        )
+class _ChannelEndpoint(Endpoint):
+    """One rank of a channel, which checks for deaths and rendezvous while it waits."""
 
-    def _broadcast_over(self, flow: Flow, x: Array, root: int) -> None:
-        """Along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
+    world: JobProcesses
+
+    def listen(self, peers: Collection[int] | None) -> None:
+        """See `Endpoint.listen`."""
+        self.check_usable()  # another thread may have joined a rendezvous
+        self.world.check_deaths(self)
+        super().listen(peers)
+        self.world.check_rendezvous()
+
+    def poll_failures(self, groups: Collection[str]) -> CommError | None:
+        """See `Endpoint.poll_failures`. Waits on a device end when a process dies or a rendezvous starts, too."""
+        error = super().poll_failures(groups)
+        if error is not None or not self.concurrent or self.world.on_wait is not None:
+            return error
+        try:
+            self.world.check_deaths(self)
+            self.world.check_rendezvous()
+        except CommError as exc:
+            return exc
+        return None
+
+    def wait_outside_mpi(self, done: Callable[[], bool]) -> None:
+        """See `Endpoint.wait_outside_mpi`."""
+        self.poll(done)  # which checks for deaths itself
+
+    def revoke(self) -> None:
+        """Do nothing: all ranks check for deaths while they wait."""
+
+    def leave(self, reason: str | None = None) -> bool:
+        """See `Transport.leave`; waits for no other rank."""
+        if reason is not None:
+            self.notify(CommAborted(reason))
+        return reason is None
+
+
+class _ChannelBroadcast(Native):
+    """A broadcast by messages: a channel has none of MPI."""
+
+    def broadcast(self, flow: Flow, x: Array, root: int) -> None:
+        """Broadcast along a tree, or in parts if `x` is large; see `TREE_BYTES`. Collective."""
         flat = as_bytes(x)
         if self.size == 2 or x.nbytes <= TREE_BYTES:
-            Transport.broadcast(self, flat, root)
+            derived.broadcast(self._transport, flat, root)
             return
         for block in cut(flat.size, flat.size, BLOCK_BYTES):
             self._broadcast_in_parts(flow, flat[block], root)
 
     def _broadcast_in_parts(self, flow: Flow, x: Array, root: int) -> None:
-        """`root` sends part r to rank r, which passes it to the others. Collective."""
-        parts, others = [x[chunk] for chunk in chunk_bounds(x.size, self.size)], self.others()
+        """`root` sends part r to rank r, which sends it to the others. Collective."""
+        parts, others = [x[chunk] for chunk in chunk_bounds(x.size, self.size)], flow.others
         mine = parts[self.rank]
         if self.rank == root:
             flow.begin(flow.messages(parts), [])()
@@ -205,18 +227,53 @@ class ChannelTransport(MPITransport):
             flow.begin([], [(root, mine)])()
             flow.begin([(peer, mine) for peer in others if peer != root], flow.messages(parts))()
 
-    def _bounds(self, values: Array) -> tuple[Array, Array]:
-        return (values, values) if self.size == 1 else self._bounds_of_few(values)
+
+class ChannelTransport(MPITransport):
+    """One rank of a channel among the processes of a job.
+
+    Collective among `members`, unless `with_window` is False.
+
+    Args:
+        processes: The processes of the job.
+        members: The numbers of the processes in the channel, by rank; this process is among them.
+        channel: The number of the channel.
+        timeout_s: How long a call may wait for its peers.
+        with_window: Whether ranks of one host share memory for large reductions.
+    """
+
+    name = "mpi"
+    detector_class = _ChannelDetector
+    endpoint_class = _ChannelEndpoint
+    native_class = _ChannelBroadcast
+
+    def __init__(
+        self,
+        processes: JobProcesses,
+        members: Sequence[int],
+        channel: int,
+        *,
+        timeout_s: float,
+        with_window: bool = True,
+    ) -> None:
+        self._processes = processes
+        super().__init__(
+            cast(MPI.Comm, Channel(processes.comm, [processes.rank_of(each) for each in members], channel)),
+            timeout_s=timeout_s,
+            world=processes,
+            group=f"channel {processes.size}.{channel}",  # channel numbers restart when processes are admitted
+            members=members,
+            with_window=with_window,
+        )
 
     def split(self, color: int, key: int) -> Transport:
-        """See `Transport.split`. Each rank offers a channel; a group takes that of its first rank."""
+        """See `Transport.split`. Each rank allocates a channel; a group uses that of its first rank."""
         table = np.empty((self.size, 3), np.int64)
-        self.allgather(np.array([color, key, self._crew.new_channel()], np.int64), table)
+        self.allgather(np.array([color, key, self._processes.new_channel()], np.int64), table)
         check_channel(int(table[:, 2].max()))  # on all ranks alike, whichever group has it
         alike = [rank for rank in range(self.size) if table[rank, 0] == color]
         alike.sort(key=lambda rank: (table[rank, 1], rank))
         members, channel = [self.members[rank] for rank in alike], int(table[alike[0], 2])
-        return ChannelTransport(self._crew, members, channel, timeout_s=self.timeout_s)
+        return ChannelTransport(self._processes, members, channel, timeout_s=self.timeout_s)
 
     def dup(self) -> Transport:
         """See `Transport.dup`."""
@@ -224,67 +281,30 @@ class ChannelTransport(MPITransport):
 
     # Failure and end --------------------------------------------------------------------------------
 
-    def _failed(self) -> list[int]:
-        dead = self._crew.failed()
-        return [rank for rank, member in enumerate(self.members) if member in dead]
-
-    def _listen(self, peers: Collection[int] | None) -> None:
-        self._check_usable()  # another thread may have gone to a meeting
-        self._crew.look_for_deaths(self)
-        super()._listen(peers)
-        self._crew.look_for_calls()
-
-    def heard(self, groups: Collection[str]) -> CommError | None:
-        """See `Transport.heard`. What waits on a device ends for any death, and for a meeting that is called."""
-        error = super().heard(groups)
-        if error is not None or not self.concurrent or self._crew.watch is not None:
-            return error
-        try:
-            self._crew.look_for_deaths(self)
-            self._crew.look_for_calls()
-        except CommError as exc:
-            return exc
-        return None
-
-    def _wait(self, done: Callable[[], bool]) -> None:
-        self._poll(done)  # which looks for deaths itself
-
     def abort(self, exit_code: int = 1) -> None:
         """See `Transport.abort`."""
-        self._crew.say_failed(f"exit code {exit_code}")
+        self._processes.announce_failure(f"exit code {exit_code}")
         super().abort(exit_code)
 
     def abandon(self, reason: str) -> None:
-        """Refuse all calls from now on, and keep the memory of what is under way; tells nobody."""
-        self._told = True
-        self._give_up(CommAborted(reason), None)
-        self._broken = reason
-
-    def revoke(self) -> None:
-        """Do nothing: all ranks look for deaths while they wait."""
+        """Refuse all later calls, and keep the buffers of pending ones; notifies no other process."""
+        self._endpoint.abandon(reason)
 
     def shrink(self, host: Transport | None = None) -> Transport:
-        """Refuse: those that are left of an elastic job meet, and connect anew.
+        """Refuse: the survivors of an elastic job connect anew after a rendezvous.
 
         Raises:
             UnsupportedError: Always.
         """
         raise UnsupportedError("mpi: ranks of an elastic job do not shrink; let the error reach elastic.run")
 
-    def leave(self, reason: str | None = None) -> bool:
-        """See `Transport.leave`; waits for nobody."""
-        if reason is not None:
-            self._tell(CommAborted(reason))
-        return reason is None
-
     def close(self) -> None:
-        """Unmap the window. Waits for nobody."""
-        self._window = self._calls = self._direct = None
-        self._forget()
-        if self._begun:  # MPI may still write there
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._begun))
+        """Unmap the window. Waits for no other rank."""
+        self._unmap()
+        if self._endpoint.begun:  # MPI may still write there
+            self._endpoint.keep_for_ever()
         if self._broken is None:
             self._break("closed")
-            self._world.open -= 1
+            self._world.forget()
         with suppress(KeyError):
-            del self._world.completed[self._group]
+            del self._world.completed[self._endpoint.group]

@@ -1,114 +1,76 @@
 """A fleet over MPI that survives deaths (Open MPI with ULFM: `bagua run --ulfm`).
 
-All processes are ranks of one communicator of MPI, and no other one is made (see `transports.mpi.channel`). A
-meeting is an assembly that ends with all living processes agreeing, in rounds of four steps:
+All processes are ranks of one MPI communicator, and no other one is created (see `channel`). A rendezvous is an
+agreement of all living processes (see `agreement`). If spawned processes are ready to join, the living processes
+admit them: they create one communicator with them, agree that all have it, move to it, and hold another
+agreement there.
 
-    come      tell all others, and wait until all that live have come; who stays away too long is killed
-    agree     on who lives: MPI agrees on an AND of bits, alike on all, or fails on all if one more has died
-    tell      each other who one is, what one wants, and which processes one has killed
-    agree     that all have heard; if not, begin another round
-
-If newcomers wait at a meeting (see `recruits`), the living make one communicator with them, agree that all have
-got it, go on in it, and meet again, with the newcomers.
-
-The end of the job is an assembly as well, so that no process leaves while another one may have to train its last
-steps again.
+The end of the job is an agreement too, so that no process leaves while another one may have to repeat its last
+steps.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
 
 from ... import kernels
-from ...bootstrap import connection as bootstrap
+from ...bootstrap import environment
+from ...bootstrap.connection import open_world
+from ...bootstrap.rank_exit import set_abort_group
 from ...comm import Communicator
 from ...errors import BootstrapError, CommAborted, CommError, CommMismatch, RankFailed, UnsupportedError
-from ...processes import ProcessId, sees_starter, this_host
-from ...trace import NULL
-from ...transports.mpi.world import Place
-from ..fleet import Death, Fleet, Meeting, Process
-from . import spawn as recruits
+from ...processes import sees_starter
+from ..fleet import Death, Fleet, Process, ProcessInfo, Rendezvous
+from . import spawn
+from .agreement import EITHER, FINISH, POLL_S, RESUME, Agreement, Participant, location_of
 from .channel import ChannelTransport
-from .parent import Origin
-from .processes import ENDS, FAILS, FAREWELL_S, MEETINGS, MEETS, Crew
-from .spawn import Recruit, Recruiter, Welcome
+from .parent import ParentInfo
+from .processes import ENDING, FAILED, FAREWELL_S, JOIN, JobProcesses
+from .spawn import JoinReply, Spawner
 
-BITS = 30
-"""How many processes an agreement of MPI is about; it agrees on an int."""
+SPARE_POLL_S = 0.002
+"""Interval at which a spare polls."""
 
-BEAT_S = 0.25
-"""How often a process that waits at an assembly tells the others that it does."""
-
-NAP_S = 0.0005
-"""How long it sleeps between looks at what the others do."""
-
-STAND_BY_NAP_S = 0.002
-"""How long a process that stands by sleeps between them."""
-
-MOST_LOST = 20
-"""How many newcomers may have died until no more are started."""
-
-MEET, END, SPARE = "meet", "end", "spare"
-"""What a process wants of an assembly: to go on; to end the job; or whichever the others want."""
+MAX_SPAWNED_DEATHS = 20
+"""How many spawned processes may die before no more are spawned."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Card:
-    """What a process tells the others at an assembly."""
-
-    wants: str
-    process: ProcessId
-    host: str
-    """See `processes.this_host`."""
-    name: str
-    """The host's name."""
-    killed: tuple[tuple[int, str], ...]
-    """Which processes this one has killed, and why."""
-    brings: tuple[Recruit, ...] = ()
-    """The newcomers that wait to be let in, which this one has started."""
-
-
-def _place(each: _Card | Recruit) -> Place:
-    return Place(each.name, each.process.pid, each.process.is_visible())
-
-
 def gather(timeout_s: float) -> MPIFleet:
-    """The fleet of all processes that mpirun has started, once all are here. Collective.
+    """The fleet of all processes that mpirun has started, once all of them are ready.
+
+    Collective.
 
     Raises:
-        BootstrapError: BAGUA_SPARES leaves nobody to train.
+        BootstrapError: BAGUA_SPARES leaves no process to train.
     """
-    job, size = bootstrap.job(), MPI.COMM_WORLD.Get_size()
+    job, size = environment.job(), MPI.COMM_WORLD.Get_size()
     spares = job.spares
     if job.recruiter:
-        return _joined(Origin.parse(job.recruiter), timeout_s)
+        return _join(ParentInfo.parse(job.recruiter), timeout_s)
     if spares >= size:
         raise BootstrapError(
-            f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more of "
-            "them, or fewer spares"
+            f"elastic.run: BAGUA_SPARES is {spares}, so that none of {size} processes would train; start more "
+            "processes, or fewer spares"
         )
-    kernels.on_host()  # this loads them, and after a death all would wait for the slowest
+    kernels.on_host()  # this loads them; otherwise all would wait for the slowest process after a death
     fleet = MPIFleet(MPI.COMM_WORLD, timeout_s=timeout_s, wanted=size - spares)
-    fleet.begin()
+    fleet.start()
     return fleet
 
 
-def _joined(origin: Origin, timeout_s: float) -> MPIFleet:
-    """The fleet that this process is let into, as a newcomer."""
-    comm, welcome = recruits.join(origin)
-    fleet = MPIFleet(comm, timeout_s=timeout_s, wanted=welcome.wanted, welcome=welcome)
-    fleet.begin()
+def _join(parent: ParentInfo, timeout_s: float) -> MPIFleet:
+    """The fleet that admits this spawned process."""
+    comm, reply = spawn.join(parent)
+    fleet = MPIFleet(comm, timeout_s=timeout_s, wanted=reply.wanted, reply=reply)
+    fleet.start()
     return fleet
 
 
@@ -117,125 +79,117 @@ class MPIFleet(Fleet):
 
     Args:
         comm: The communicator of all of them; no other thread may make collective calls of it.
-        timeout_s: How long a process may stay away from a meeting, and a call may wait for its peers.
-        wanted: How many processes train while there are as many.
-        welcome: What this process was told, if it is a newcomer.
+        timeout_s: How long a process may stay away from a rendezvous, and a call may wait for its peers.
+        wanted: How many processes train, while enough are alive.
+        reply: The reply of the parent, if this process was spawned.
     """
 
-    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, welcome: Welcome | None = None) -> None:
+    def __init__(self, comm: MPI.Comm, *, timeout_s: float, wanted: int, reply: JoinReply | None = None) -> None:
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._crew = Crew(comm, None if welcome is None else welcome.numbers)
-        self._started = self._crew.size
+        processes = JobProcesses(comm, None if reply is None else reply.numbers)
+        self._processes = processes
+        self._started = processes.size
         """How many processes were started with the job."""
-        if welcome is not None:
-            bootstrap.ends_with(comm)
-            self._crew.meetings, self._started = welcome.meetings, welcome.started
-            self._crew.dead = set(range(self._crew.size)) - set(welcome.numbers)
-        self.recruits = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._recruiter = Recruiter(bootstrap.variables_of_the_job(), bootstrap.job())
-        self.me, self.wanted, self.timeout_s = self._crew.me, wanted, timeout_s
-        self._round = 0
-        self._control: ChannelTransport | None = None
-        """Among all that were at the last assembly."""
-        self._cards: dict[int, _Card] = {}
-        """By process, what it has told at the last assembly that it was at."""
-        self._killed: dict[int, str] = {}
-        """Why this process has killed others."""
+        if reply is not None:
+            set_abort_group(comm)
+            processes.rounds, self._started = reply.rounds, reply.started
+            processes.dead = set(range(processes.size)) - set(reply.numbers)
+        self.can_spawn = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._spawner = Spawner(environment.job_variables(), environment.job())
+        self.me, self.wanted, self.timeout_s = processes.index, wanted, timeout_s
+        self._agreement = Agreement(processes, timeout_s, self._joining)
         self._comms: list[Communicator] = []
-        """Those made since the last meeting."""
-        self._first: Meeting | None = None
-        """The first meeting, until `meet` has returned it."""
-        self._noticed: RankFailed | None = None
+        """Communicators made since the last rendezvous."""
+        self._first: Rendezvous | None = None
+        """The first rendezvous, until `rendezvous` has returned it."""
+        self._death_noticed: RankFailed | None = None
         """The death that this process noticed while it stood by."""
-        self._cause: CommError | None = None
-        self._kind = MEETS
-        self._beat_s = self._called_s = 0.0
-        """When this process last told the others that it waits, and since when all should come."""
 
-    # Meetings ---------------------------------------------------------------------------------------
+    # Rendezvous -------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Hold the first meeting; the first call of `meet` returns what was agreed. Collective."""
-        self._first = self.meet()
+    def start(self) -> None:
+        """Hold the first rendezvous; the first call of `rendezvous` returns its result. Collective."""
+        self._first = self.rendezvous()
 
-    def meet(self, cause: CommError | None = None) -> Meeting:
-        """See `Fleet.meet`."""
+    def rendezvous(self, cause: CommError | None = None) -> Rendezvous:
+        """See `Fleet.rendezvous`."""
         if self._first is not None:
-            meeting, self._first = self._first, None
-            return meeting
-        cause, self._noticed = cause or self._noticed, None
-        self._give_up(cause)
-        before = self._crew.dead
+            first, self._first = self._first, None
+            return first
+        cause, self._death_noticed = cause or self._death_noticed, None
+        self._abort_pending(cause)
+        processes = self._processes
+        before = processes.dead
         while True:
-            cards = self._assemble(MEET, cause)
-            bringer = next((process for process, card in sorted(cards.items()) if card.brings), None)
-            if bringer is not None:
-                self._let_in(bringer, cards[bringer].brings)
-            elif all(card.wants == MEET for card in cards.values()):
+            participants = self._agreement.hold(RESUME, cause)
+            parent = next((process for process, each in sorted(participants.items()) if each.joining), None)
+            if parent is not None:
+                self._admit(parent, participants[parent].joining)
+            elif all(each.wants == RESUME for each in participants.values()):
                 break
-        self._crew.meetings += 1
-        self._crew.dead, self._crew.needed = set(range(self._crew.size)) - set(cards), set(cards)
+        processes.rounds += 1
+        processes.dead, processes.critical = set(range(processes.size)) - set(participants), set(participants)
         reasons: dict[int, str] = {}
-        for process, why in (each for card in cards.values() for each in card.killed):
-            # Several may have killed it; the first of them has seen most.
+        for process, why in (each for participant in participants.values() for each in participant.killed):
+            # Several may have killed it; the longest reason comes from the first of them.
             reasons[process] = max(why, reasons.get(process, ""), key=len)
-        dead = [
-            Death(self._process(each), reasons.get(each, "died")) for each in sorted(self._crew.dead - before)
-        ]
-        return Meeting(self._crew.meetings, tuple(map(self._process, sorted(cards))), tuple(dead))
+        dead = [Death(self._process(each), reasons.get(each, "died")) for each in sorted(processes.dead - before)]
+        return Rendezvous(processes.rounds, tuple(map(self._process, sorted(participants))), tuple(dead))
 
     def stand_by(self, training: Collection[int]) -> bool:
         """See `Fleet.stand_by`."""
-        crew = self._crew
-        crew.needed = set(training)
+        processes = self._processes
+        processes.critical = set(training)
         while True:
-            kinds = {notice.kind for _, notice in crew.calls()}
-            if dead := crew.deaths():
-                self._noticed = RankFailed(f"process {self.me}, standing by: {crew.obituary(dead)}")
-            if dead or MEETS in kinds or FAILS in kinds:
+            kinds = {notice.kind for _, notice in processes.pending_rendezvous()}
+            if dead := processes.deaths():
+                text = processes.describe_deaths(dead)
+                self._death_noticed = RankFailed(f"process {self.me}, standing by: {text}")
+            if dead or JOIN in kinds or FAILED in kinds:
                 return True
-            if ENDS in kinds:
-                return not self._ends(SPARE)
-            time.sleep(STAND_BY_NAP_S)
+            if ENDING in kinds:
+                return not self._finish(EITHER)
+            time.sleep(SPARE_POLL_S)
 
     def end(self) -> None:
         """See `Fleet.end`."""
-        if not self._ends(END):
-            raise CommAborted(f"process {self.me} was done, but another one calls a meeting")
+        if not self._finish(FINISH):
+            raise CommAborted(f"process {self.me} had finished, but another one started a rendezvous")
 
     def fail(self, reason: str) -> None:
         """See `Fleet.fail`."""
-        self._crew.say_failed(reason)
+        self._processes.announce_failure(reason)
 
-    def _ends(self, wants: str) -> bool:
-        """Whether the job has ended, as all agree; False if some call a meeting."""
-        cards = self._assemble(wants, None)
-        if any(card.wants == MEET for card in cards.values()):
+    def _finish(self, wants: str) -> bool:
+        """Whether all agree that the job has ended; False if some want a rendezvous."""
+        participants = self._agreement.hold(wants, None)
+        if any(each.wants == RESUME for each in participants.values()):
             return False
-        self._say_farewell(cards)
+        self._say_farewell(participants)
         return True
 
     def _say_farewell(self, everyone: Iterable[int]) -> None:
-        """Wait until the others have learnt that the job has ended, but not for long."""
-        self._recruiter.close()
-        self._crew.over = True
-        self._crew.meetings += 1
+        """Wait until the others have noticed that the job has ended, for at most `FAREWELL_S`."""
+        processes = self._processes
+        self._spawner.close()
+        processes.over = True
+        processes.rounds += 1
         until = time.monotonic() + FAREWELL_S
-        self._crew.say(ENDS, None)
+        processes.announce(ENDING, None)
         others = set(everyone) - {self.me}
         while others and time.monotonic() < until:
-            others &= set(self._crew.living())
-            others -= {process for process, _ in self._crew.calls()}
-            time.sleep(NAP_S)
+            others &= set(processes.living())
+            others -= {process for process, _ in processes.pending_rendezvous()}
+            time.sleep(POLL_S)
 
     def _process(self, number: int) -> Process:
-        place = self._crew.places[number]
-        return Process(number, place.host, place.process)
+        location = self._processes.places[number]
+        return Process(number, location.host, location.process)
 
-    def _give_up(self, cause: CommError | None) -> None:
-        """Give up what is under way in all communicators of this fleet."""
-        reason = "the processes meet" + (f" after {type(cause).__name__}: {cause}" if cause is not None else "")
-        for transport in list(self._crew.transports):
+    def _abort_pending(self, cause: CommError | None) -> None:
+        """Abort pending operations in all communicators of this fleet."""
+        reason = "a rendezvous started" + (f" after {type(cause).__name__}: {cause}" if cause is not None else "")
+        for transport in list(self._processes.transports):
             if isinstance(transport, ChannelTransport):
                 transport.abandon(reason)
         for comm in self._comms:
@@ -243,179 +197,28 @@ class MPIFleet(Fleet):
                 with suppress(CommError):
                     beside.leave(reason)
         self._comms.clear()
-        self._crew.completed.clear()
-
-    # Assemblies -------------------------------------------------------------------------------------
-
-    def _assemble(self, wants: str, cause: CommError | None) -> dict[int, _Card]:
-        """The cards of all living processes, by number, once all have come and agree; the same on all."""
-        crew = self._crew
-        self._cause, self._kind = cause, MEETS if wants == MEET else ENDS
-        self._beat_s, self._called_s = 0.0, time.monotonic()
-        crew.watch = self._keep_watch
-        try:
-            self._come()
-            while True:
-                cards = self._hold_round(wants)
-                if cards is not None:
-                    return cards
-                if wants != MEET and self._somebody_has_left():
-                    return {}
-        finally:
-            crew.watch = None
-
-    def _somebody_has_left(self) -> bool:
-        """Whether the others have agreed that the job has ended, and one of them has died of it since."""
-        notices = (notice for each in range(self._crew.size) for notice, _ in self._crew.notices.from_rank(each))
-        return any(notice.completed.get(MEETINGS, 0) > self._crew.meetings for notice in notices)
-
-    def _come(self) -> None:
-        """Wait until all living processes have come."""
-        crew = self._crew
-        self._wait(lambda: all(crew.waits(process) is not None for process in crew.living()))
-
-    def _hold_round(self, wants: str) -> dict[int, _Card] | None:
-        """The cards of all, or None if a process has died meanwhile; the same on all."""
-        self._round += 1
-        alive = self._agree_on_the_living()
-        if alive is None:
-            return None
-        if self.me not in alive:
-            raise RankFailed(
-                f"process {self.me}: the others have taken this process for dead, and go on without it"
-            )
-        channel = self._crew.channel_of_round(self._round)
-        patience_s = self._patience_s()
-        control = ChannelTransport(self._crew, alive, channel, timeout_s=patience_s, with_window=False)
-        group = self._recruiter.ready() if wants == MEET else None
-        brings = group.recruits if group is not None else ()
-        names = this_host(), socket.gethostname()
-        card = _Card(wants, ProcessId.mine(), *names, tuple(self._killed.items()), brings)
-        told: list[_Card] = []
-        with suppress(CommError):
-            told = Communicator([control], tracer=NULL).allgather_object(card)
-        if not self._agree(bool(told)):
-            control.abandon("a process died at a meeting")
-            return None
-        cards = dict(zip(alive, told, strict=True))
-        self._control = control
-        self._cards.update(cards)
-        for process, each in cards.items():
-            self._crew.places[process] = _place(each)
-        return cards
-
-    def _agree_on_the_living(self) -> list[int] | None:
-        """Who lives, as all agree; None if one more has died."""
-        self._crew.acknowledge()
-        dead, alive = self._crew.failed(), list[int]()
-        for first in range(0, self._crew.size, BITS):
-            some = range(first, min(first + BITS, self._crew.size))
-            bits = self._agree(sum(1 << (each - first) for each in some if each not in dead))
-            if bits is None:
-                return None
-            alive += [each for each in some if bits >> (each - first) & 1]
-        return alive
-
-    def _agree(self, bits: int) -> int | None:
-        """The AND of all living processes' bits; None on all of them if one more has died."""
-        value = np.array([bits], np.int32)
-        request: MPI.Request | None = None
-        try:
-            request = self._crew.comm.Iagree(value)
-            self._wait(request.Test, self._patience_s())
-        except MPI.Exception as exc:
-            if exc.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
-                self._crew.acknowledge()
-                return None
-            raise RankFailed(f"process {self.me}: MPI cannot agree: {exc}") from exc
-        except BaseException:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((request, value)))  # MPI may still write there
-            raise
-        return int(value[0])
-
-    # Watching the others ----------------------------------------------------------------------------
-
-    def _wait(self, done: Callable[[], bool], limit_s: float = float("inf")) -> None:
-        start_s = time.monotonic()
-        while not done():
-            self._keep_watch()
-            if time.monotonic() - start_s > limit_s:
-                raise RankFailed(
-                    f"process {self.me}: the processes have come, but did not agree in {limit_s:.3g} s"
-                )
-            time.sleep(NAP_S)
-
-    def _patience_s(self) -> float:
-        """How long a wait at an assembly may take: longer than it takes to kill those that do not come."""
-        return 3 * self.timeout_s + 10
-
-    def _keep_watch(self) -> None:
-        """What a process does while it waits at an assembly: tell that it does, and watch the others."""
-        crew, now = self._crew, time.monotonic()
-        if crew.failed() - crew.dead:
-            crew.acknowledge()  # else nothing is heard
-        if now - self._beat_s > BEAT_S:
-            self._beat_s = now
-            crew.say(self._kind, self._cause)
-        if failure := crew.failure():
-            crew.over = True
-            raise CommAborted(f"process {self.me} ends: {failure}")
-        self._fence_off_the_silent(now)
-
-    def _fence_off_the_silent(self, now: float) -> None:
-        """Kill those that are seen from here and do not come, or have come and say nothing more."""
-        if now - self._called_s < self.timeout_s:
-            return
-        silent = {}
-        for process in self._crew.living():
-            said = self._crew.waits(process)
-            since_s = max(self._called_s, said[1] if said is not None else 0.0)
-            if now - since_s > self.timeout_s:
-                silent[process] = now - since_s
-        for process, silent_s in silent.items():
-            self._fence_off(process, silent_s, silent)
-
-    def _fence_off(self, process: int, silent_s: float, silent: Iterable[int]) -> None:
-        """Kill a process that is seen from here; raise if no process can, or if that was of no use."""
-        card = self._cards.get(process)
-        who = f"process {process} ({self._crew.places[process]}) has not answered for {silent_s:.3g} s"
-        if card is None or self.me not in self._cards:
-            return  # it has not come to the first meeting: `start_fleet` says so, and ends the job
-        if card.process.is_visible() and process not in self._killed:
-            state = card.process.state()
-            stopped = ", being stopped" if state == "stopped" else ""
-            self._killed[process] = f"did not answer for {silent_s:.3g} s{stopped}, and was killed"
-            if not card.process.kill() and state != "ended":
-                raise RankFailed(f"process {self.me}: {who}, and it cannot be killed")
-            _log.warning("%s; it was killed", who)
-        neighbours = [
-            each for each in (self.me, *self._crew.living()) if each not in silent and each in self._cards
-        ]
-        if not any(self._cards[each].process.namespace == card.process.namespace for each in neighbours):
-            where = "on its host, and in its container,"
-            raise RankFailed(f"process {self.me}: {who}, and no process of the job {where} can kill it")
-        if silent_s > 2 * self.timeout_s + 10:
-            raise RankFailed(f"process {self.me}: {who}, and MPI does not notice that it was killed")
+        self._processes.completed.clear()
 
     # Communicators ----------------------------------------------------------------------------------
 
     def connect(self, members: Sequence[int], *, control: bool = False) -> Communicator:
         """See `Fleet.connect`."""
-        numbers = list(members)
-        self._crew.needed = set(numbers)
+        numbers, processes = list(members), self._processes
+        processes.critical = set(numbers)
+        channel = self._new_channel(numbers)
         transport = ChannelTransport(
-            self._crew, numbers, self._new_channel(numbers), timeout_s=self.timeout_s, with_window=not control
+            processes, numbers, channel, timeout_s=self.timeout_s, with_window=not control
         )
-        hosts = [self._cards[each].host for each in numbers]
-        comm = bootstrap.open_world(transport, hosts, gpu="none" if control else "auto")
+        hosts = [self._agreement.participants[each].info.host for each in numbers]
+        comm = open_world(transport, hosts, gpu="none" if control else "auto")
         self._comms.append(comm)
         return comm
 
     def _new_channel(self, members: list[int]) -> int:
-        """The channel that the first of these processes hands out. Collective among them."""
-        control = self._control
+        """The channel number that the first of these processes allocates. Collective among them."""
+        control = self._agreement.control
         if control is None:
-            raise CommMismatch("connect: there was no meeting before")
+            raise CommMismatch("connect: there was no rendezvous before")
         if (
             self.me not in members
             or len(set(members)) != len(members)
@@ -427,7 +230,7 @@ class MPIFleet(Fleet):
             )
         ranks, offer = [control.members.index(each) for each in members], np.array([0, *members], np.int64)
         if self.me == members[0]:
-            offer[0] = self._crew.new_channel()
+            offer[0] = self._processes.new_channel()
             control.exchange([(rank, offer) for rank in ranks[1:]], [])
         else:
             control.exchange([], [(ranks[0], offer)])
@@ -438,47 +241,60 @@ class MPIFleet(Fleet):
                 )
         return int(offer[0])
 
-    # Newcomers --------------------------------------------------------------------------------------
+    # Spawned processes ------------------------------------------------------------------------------
 
-    def recruit(self, count: int) -> None:
-        """See `Fleet.recruit`."""
-        if not self.recruits:
+    def spawn(self, count: int) -> None:
+        """See `Fleet.spawn`."""
+        if not self.can_spawn:
             raise UnsupportedError(
-                "this MPI starts no processes beside threads that call it; start spares with the job: bagua run "
-                "--spares 1"
+                "this MPI cannot spawn processes while other threads call it; start spares with the job: bagua "
+                "run --spares 1"
             )
-        lost = sum(process >= self._started for process in self._crew.dead)
-        if lost < MOST_LOST:
-            namespaces = {self._cards[each].process.namespace for each in (self.me, *self._crew.living())}
-            self._recruiter.start(count, here=len(namespaces) == 1 and sees_starter("PMIX_NAMESPACE"))
+        lost = sum(process >= self._started for process in self._processes.dead)
+        if lost < MAX_SPAWNED_DEATHS:
+            participants = self._agreement.participants
+            living = (self.me, *self._processes.living())
+            namespaces = {participants[each].info.namespace for each in living}
+            self._spawner.start(count, here=len(namespaces) == 1 and sees_starter("PMIX_NAMESPACE"))
         else:
-            _log.warning("%d newcomers have died; no more are started", lost)
+            _log.warning("%d spawned processes have died; no more are spawned", lost)
 
-    def recruits_wait(self) -> bool:
-        """See `Fleet.recruits_wait`."""
-        return self._recruiter.ready() is not None
+    def has_joining(self) -> bool:
+        """See `Fleet.has_joining`."""
+        return self._spawner.ready() is not None
 
-    def _let_in(self, bringer: int, newcomers: Sequence[Recruit]) -> None:
-        """Go on with newcomers, or without them, if that fails; the same on all. Collective."""
-        crew = self._crew
-        group = self._recruiter.take() if bringer == self.me else None
-        made: tuple[MPI.Intracomm, list[int]] | None = None
+    def _joining(self) -> Sequence[ProcessInfo]:
+        group = self._spawner.ready()
+        return group.processes if group is not None else ()
+
+    def _admit(self, parent: int, joining: Sequence[ProcessInfo]) -> None:
+        """Move to a communicator that includes spawned processes; stay if that fails, the same on all.
+
+        Collective among all living processes.
+
+        Args:
+            parent: The process that has spawned them.
+            joining: The spawned processes.
+        """
+        processes, agreement = self._processes, self._agreement
+        group = self._spawner.pop_ready() if parent == self.me else None
+        created: tuple[MPI.Intracomm, list[int]] | None = None
         with suppress(CommError, MPI.Exception):
-            made = recruits.let_in(crew.comm, group, crew.rank_of(bringer))
-        while (agreed := self._agree(made is not None)) is None:
-            pass  # another one has died; what was made is as good
-        if not agreed or made is None:
-            _log.warning("newcomers could not be let in; training goes on without them")
+            created = spawn.admit(processes.comm, group, processes.rank_of(parent))
+        while (agreed := agreement.agree(created is not None)) is None:
+            pass  # another process has died; the communicator is as good
+        if not agreed or created is None:
+            _log.warning("spawned processes could not be admitted; training continues without them")
             if group is not None:
-                group.give_up()
+                group.kill()
             return
-        comm, ranks = made
-        numbers = recruits.numbered(crew.numbers, ranks, crew.size, len(newcomers))
-        crew.move(comm, numbers)
-        bootstrap.ends_with(comm)
-        self._round = 0
-        for number, each in zip(numbers[-len(newcomers) :], newcomers, strict=True):
-            self._cards[number] = _Card(MEET, *each, ())
-            crew.places[number] = _place(each)
+        comm, ranks = created
+        numbers = spawn.numbers_with_joining(processes.numbers, ranks, processes.size, len(joining))
+        processes.move_to(comm, numbers)
+        set_abort_group(comm)
+        agreement.round = 0
+        for number, info in zip(numbers[-len(joining) :], joining, strict=True):
+            agreement.participants[number] = Participant(RESUME, info)
+            processes.places[number] = location_of(info)
         if group is not None:
-            group.tell(Welcome(numbers, self.wanted, crew.meetings, self._started))
+            group.send(JoinReply(numbers, self.wanted, processes.rounds, self._started))

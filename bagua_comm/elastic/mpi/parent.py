@@ -1,4 +1,4 @@
-"""Who has started a process in the place of a dead one, while the job ran."""
+"""The process that has spawned this one to replace a dead one, while the job ran."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 from ...processes import ProcessId
 
 VARIABLE = "BAGUA_RECRUITER"
-"""The environment variable by which a newcomer learns it."""
+"""The environment variable that holds it in a spawned process."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Who has started a newcomer, and with whom."""
+class ParentInfo:
+    """The process that has spawned this one, and the group that it was spawned in."""
 
-    name: str
-    """That of the newcomers that were started together."""
+    group: str
+    """Identifies the processes that were spawned together."""
     process: ProcessId
 
     @classmethod
-    def parse(cls, text: str) -> Origin:
-        """What `text` has written.
+    def parse(cls, text: str) -> ParentInfo:
+        """Read the result of `text`.
 
-        >>> Origin.parse("a 1 2 b c 3").text()
+        >>> ParentInfo.parse("a 1 2 b c 3").text()
         'a 1 2 b c 3'
         """
-        name, _, process = text.partition(" ")
-        return cls(name, ProcessId.parse(process))
+        group, _, process = text.partition(" ")
+        return cls(group, ProcessId.parse(process))
 
     def text(self) -> str:
-        """For an environment variable."""
-        return f"{self.name} {self.process.text()}"
+        """The value of the environment variable."""
+        return f"{self.group} {self.process.text()}"
 
     def __str__(self) -> str:
         return f"process {self.process.pid} on {self.process.namespace.split()[0]}"
 
-    def is_gone(self) -> bool:
-        """Whether the recruiter has ended, as far as can be seen from here."""
+    def has_ended(self) -> bool:
+        """Whether the process is known to have ended; only processes of its PID namespace know."""
         return self.process.has_ended()

@@ -1,9 +1,9 @@
-"""The processes of a job over MPI that goes on when some of them die: who is dead, and who calls a meeting.
+"""The processes of an elastic job over MPI: which of them have died, and which wait in a rendezvous.
 
-All of them are ranks of one communicator, which is never revoked. None is made beside it; when newcomers are let
-in, one with them takes its place (`Crew.move`). A process learns of a death from MPI, or from another process,
-which calls a meeting when it learns of one. A process that waits at a meeting says so again and again, so that it
-can be told from one that hangs.
+All processes are ranks of one MPI communicator, which is never revoked. No other one is created beside it. When
+spawned processes are admitted, a communicator that includes them replaces it (`JobProcesses.move_to`). A process
+learns of a death from MPI, or from another process that has learnt of one and starts a rendezvous. A process
+that waits in a rendezvous repeats its notice as a heartbeat, which distinguishes it from a process that hangs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 from mpi4py import MPI
 
@@ -21,27 +21,40 @@ from ...errors import CommAborted, CommError, RankFailed
 from ...transports.mpi.world import Arriving, Place, World
 from ...transports.notices import Notice
 
-if TYPE_CHECKING:
-    from ...transports.mpi.transport import MPITransport
-
 NOTICES_TAG = (1 << 12) - 1
 """The tag of notices; the tags above it are those of channels."""
 
-MEETS, ENDS, FAILS = "meets", "ends", "fails"
-"""Kinds of notices: the process waits for all others, because something has happened, or because it is done; or
-its program has failed, and it waits for nobody."""
+JOIN, ENDING, FAILED = "join", "ending", "failed"
+"""Kinds of notices: the process has joined a rendezvous, and waits for all others; it has finished, and waits for
+all others; its program has failed, and it waits for no other process."""
 
 FAREWELL_S = 2.0
-"""How long a process waits at the end, at most, for the others to have learnt that it is the end."""
+"""How long a process waits at most, at the end of the job, until the others have noticed that it has ended."""
 
-MEETINGS = "meetings"
-"""The group whose completed calls are meetings."""
+ROUNDS = "rounds"
+"""The group of a notice whose completed calls are rendezvous."""
 
 
-class Crew(World):
-    """The processes of a job, by their numbers.
+class Endpoint(Protocol):
+    """The part of a transport that detecting deaths needs."""
 
-    A process keeps its number for as long as it lives. At the start these are the ranks of `comm`.
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The numbers of the processes, by rank."""
+
+
+class JobProcesses(World):
+    """The processes of a job, by number.
+
+    A process keeps its number for as long as it lives. At the start the numbers are the ranks of `comm`.
 
     Args:
         comm: The communicator of all processes.
@@ -53,41 +66,42 @@ class Crew(World):
     def __init__(self, comm: MPI.Comm, numbers: Sequence[int] | None = None) -> None:
         super().__init__(comm, [], frozenset())
         self.dead: set[int] = set()
-        """Those who were dead at the last meeting."""
-        self.needed: set[int] = set()
-        """Those whose death calls a meeting: who trains, or all from a meeting until it is clear who does."""
-        self._passed_over: set[int] = set()
-        """The dead whom nobody needs."""
-        self.meetings = 0
-        """How many meetings were held."""
-        self.watch: Callable[[], None] | None = None
-        """What to do while this process waits at a meeting; None outside of meetings."""
+        """Processes known to be dead at the last rendezvous."""
+        self.critical: set[int] = set()
+        """Processes whose death triggers a rendezvous: the trainers; during a rendezvous, all processes."""
+        self._ignored_dead: set[int] = set()
+        """Dead processes that are not critical."""
+        self.rounds = 0
+        """Number of rendezvous held so far."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called repeatedly while this process waits in a rendezvous; None outside of one."""
         self.over = False
-        """Whether the job has ended, well or because the program has failed somewhere."""
-        self._giving = threading.Lock()
-        self._left: list[object] = []
-        """What MPI may still use of communicators that this process has left."""
-        self._be_in(comm, range(comm.Get_size()) if numbers is None else numbers)
+        """Whether the job has ended: it has succeeded, or the program has failed on some process."""
+        self._allocating = threading.Lock()
+        self._kept: list[object] = []
+        """Communicators that this process has left, and buffers that MPI may still use there."""
+        self._use(comm, range(comm.Get_size()) if numbers is None else numbers)
 
-    def move(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
-        """Go on in another communicator, with the same processes and new ones; `numbers` are theirs, by rank.
+    def move_to(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
+        """Replace the communicator by one that includes admitted processes; `numbers` are by its ranks.
 
-        Collective. The one before is kept for ever: messages may be under way there.
+        Collective. The previous communicator is never freed: messages may be under way there.
         """
-        self._left.append((self.comm, self._under_way, self._arriving))
+        self._kept.append((self.comm, self._under_way, self._arriving))
         self._under_way, self._arriving = [], Arriving()
         self.completed.clear()
-        self._be_in(comm, numbers)
+        self._use(comm, numbers)
 
-    def _be_in(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
+    def _use(self, comm: MPI.Comm, numbers: Sequence[int]) -> None:
         self.comm, self.numbers = comm, list(numbers)
-        self.me = self.numbers[comm.Get_rank()]
+        self.index = self.numbers[comm.Get_rank()]
+        """The number of this process."""
         self.size = max(len(self.places), 1 + max(self.numbers))
         """How many processes there have ever been."""
         self.places += [Place("a host not known yet", 0)] * (self.size - len(self.places))
         self._ranks = {number: rank for rank, number in enumerate(self.numbers)}
         self._everyone = comm.Get_group()
-        self._serial = itertools.count()
+        self._channels = itertools.count()
 
     def rank_of(self, process: int) -> int:
         """The rank of a process in the communicator."""
@@ -102,18 +116,18 @@ class Crew(World):
     # Channels ---------------------------------------------------------------------------------------
 
     def new_channel(self) -> int:
-        """The number of a channel that no process has used or will use, unless this one passes it on."""
-        with self._giving:
-            return next(self._serial) * (len(self.numbers) + 1) + self.comm.Get_rank()
+        """A channel number that no process has used or will use, unless this one passes it on."""
+        with self._allocating:
+            return next(self._channels) * (len(self.numbers) + 1) + self.comm.Get_rank()
 
     def channel_of_round(self, number: int) -> int:
-        """The number of the channel of a round of meetings; the rounds are counted alike on all processes."""
+        """The channel number of an agreement round; all processes count these rounds alike."""
         return number * (len(self.numbers) + 1) + len(self.numbers)
 
     # Deaths -----------------------------------------------------------------------------------------
 
     def failed(self) -> set[int]:
-        """Those that MPI knows to be dead, and those that died before newcomers were let in."""
+        """Processes that MPI reports dead, and those that died before the last ones were admitted."""
         gone = set(range(self.size)) - self._ranks.keys()
         group = self.comm.Get_failed()
         try:
@@ -124,98 +138,98 @@ class Crew(World):
             group.Free()
 
     def living(self) -> list[int]:
-        """The other processes, unless MPI knows that they are dead."""
+        """The other processes, except those that MPI reports dead."""
         dead = self.failed()
-        return [process for process in range(self.size) if process != self.me and process not in dead]
+        return [process for process in range(self.size) if process != self.index and process not in dead]
 
     def deaths(self) -> set[int]:
-        """Those who are needed, and have died since the last meeting."""
+        """Critical processes that have died since the last rendezvous."""
         dead = self.failed() - self.dead
-        if (others := dead - self.needed) != self._passed_over:
-            self._passed_over = others
-            self.acknowledge()  # else nobody is heard any more
-        return dead & self.needed
+        if (ignored := dead - self.critical) != self._ignored_dead:
+            self._ignored_dead = ignored
+            self.acknowledge()  # otherwise MPI delivers no more messages
+        return dead & self.critical
 
-    def look_for_deaths(self, transport: MPITransport) -> None:
-        """Raise `RankFailed` if a process that is needed has died since the last meeting; at one, a member."""
-        if self.watch is None:
+    def check_deaths(self, endpoint: Endpoint) -> None:
+        """Raise `RankFailed` if a critical process has died, or within a rendezvous a member of the endpoint."""
+        if self.on_wait is None:
             dead = self.deaths()
         else:
-            self.watch()
-            dead = (self.failed() - self.dead) & set(transport.members)
+            self.on_wait()
+            dead = (self.failed() - self.dead) & set(endpoint.members)
         if dead:
-            ranks = [rank for rank, member in enumerate(transport.members) if member in dead]
-            raise RankFailed(f"rank {transport.rank} of {transport.size}: {self.obituary(dead)}", ranks)
+            ranks = [rank for rank, member in enumerate(endpoint.members) if member in dead]
+            raise RankFailed(f"rank {endpoint.rank} of {endpoint.size}: {self.describe_deaths(dead)}", ranks)
 
-    def obituary(self, dead: Collection[int]) -> str:
-        """Words about those who have died."""
+    def describe_deaths(self, dead: Collection[int]) -> str:
+        """The deaths of these processes, as text."""
         names = [f"process {process} ({self.places[process]}) died" for process in sorted(dead)]
         return "; ".join(names)
 
-    # Meetings ---------------------------------------------------------------------------------------
-
-    def say(self, kind: str, cause: CommError | None) -> None:
-        """Tell all others that this process waits for them: it `MEETS`, because of `cause`, or it `ENDS`."""
-        name, reason = (type(cause).__name__, str(cause)) if cause is not None else ("", "")
-        self._tell_all(Notice(kind, name, reason[:500], {MEETINGS: self.meetings}))
-
-    def say_failed(self, reason: str) -> None:
-        """Tell all others that the program `FAILS` here, unless the job is over, and wait until that has left.
-
-        MPI_Abort alone does not always end the others where MPI is to survive deaths.
-        """
-        if self.over:
-            return
-        self.over = True
-        self._tell_all(Notice(FAILS, "", reason[:500], {MEETINGS: self.meetings}))
-        until = time.monotonic() + FAREWELL_S
-        while not all(_has_ended(request) for request, _ in self._under_way) and time.monotonic() < until:
-            time.sleep(0.001)
-
-    def _tell_all(self, notice: Notice) -> None:
-        self._under_way = [(request, data) for request, data in self._under_way if not _has_ended(request)]
-        self.notices.tell(self.living(), notice)
-
-    def waits(self, process: int) -> tuple[Notice, float] | None:
-        """What a process said last of the next meeting, and when that was heard; None if nothing."""
-        for notice, heard_s in reversed(self.notices.from_rank(process)):
-            if notice.completed.get(MEETINGS, -1) >= self.meetings:
-                return notice, heard_s
-        return None
-
-    def calls(self) -> list[tuple[int, Notice]]:
-        """Who waits for the next meeting, and what they say."""
-        self.notices.listen()
-        heard = [(process, self.waits(process)) for process in range(self.size) if process != self.me]
-        return [(process, said[0]) for process, said in heard if said is not None]
-
-    def failure(self) -> str:
-        """Words about another process on which the program has failed; empty if there is none."""
-        for process, notice in self.calls():
-            if notice.kind == FAILS:
-                return f"process {process} ({self.places[process]}) ended with {notice.reason}"
-        return ""
-
-    def look_for_calls(self) -> None:
-        """Raise `CommAborted` if another process calls a meeting."""
-        if self.watch is not None:
-            return
-        for process, notice in self.calls():
-            if notice.kind == MEETS:
-                why = f", after {notice.error}: {notice.reason}" if notice.error else ""
-                raise CommAborted(f"process {process} ({self.places[process]}) calls a meeting{why}")
-
     def acknowledge(self) -> None:
-        """Accept all deaths so far: only then MPI takes messages from anybody, and agrees."""
+        """Acknowledge all deaths so far: MPI receives from any source, and agrees, only after that."""
         with suppress(MPI.Exception):
             self.comm.Ack_failed()
 
     def revoke(self, dead: Collection[int]) -> None:
-        """Do nothing: all ranks look for deaths while they wait."""
+        """Do nothing: all ranks check for deaths while they wait."""
+
+    # Rendezvous -------------------------------------------------------------------------------------
+
+    def announce(self, kind: str, cause: CommError | None) -> None:
+        """Notify all others that this process waits for them: `JOIN`, because of `cause`, or `ENDING`."""
+        name, reason = (type(cause).__name__, str(cause)) if cause is not None else ("", "")
+        self._notify_all(Notice(kind, name, reason[:500], {ROUNDS: self.rounds}))
+
+    def announce_failure(self, reason: str) -> None:
+        """Notify all others that the program has `FAILED` here, unless the job is over, and wait for the sends.
+
+        MPI_Abort alone does not always end the other processes of a job that survives deaths.
+        """
+        if self.over:
+            return
+        self.over = True
+        self._notify_all(Notice(FAILED, "", reason[:500], {ROUNDS: self.rounds}))
+        until = time.monotonic() + FAREWELL_S
+        while not all(_is_complete(request) for request, _ in self._under_way) and time.monotonic() < until:
+            time.sleep(0.001)
+
+    def _notify_all(self, notice: Notice) -> None:
+        self._under_way = [(request, data) for request, data in self._under_way if not _is_complete(request)]
+        self.notices.send(self.living(), notice)
+
+    def last_notice(self, process: int) -> tuple[Notice, float] | None:
+        """The last notice of a process about the next rendezvous, and when it arrived; None if there is none."""
+        for notice, heard_s in reversed(self.notices.from_rank(process)):
+            if notice.completed.get(ROUNDS, -1) >= self.rounds:
+                return notice, heard_s
+        return None
+
+    def pending_rendezvous(self) -> list[tuple[int, Notice]]:
+        """Processes waiting in the next rendezvous, each with its last notice."""
+        self.notices.listen()
+        heard = [(process, self.last_notice(process)) for process in range(self.size) if process != self.index]
+        return [(process, last[0]) for process, last in heard if last is not None]
+
+    def failure(self) -> str:
+        """Describe a process on which the program has failed; an empty text if there is none."""
+        for process, notice in self.pending_rendezvous():
+            if notice.kind == FAILED:
+                return f"process {process} ({self.places[process]}) ended with {notice.reason}"
+        return ""
+
+    def check_rendezvous(self) -> None:
+        """Raise `CommAborted` if another process has started a rendezvous, unless this process is in one."""
+        if self.on_wait is not None:
+            return
+        for process, notice in self.pending_rendezvous():
+            if notice.kind == JOIN:
+                why = f", after {notice.error}: {notice.reason}" if notice.error else ""
+                raise CommAborted(f"process {process} ({self.places[process]}) started a rendezvous{why}")
 
 
-def _has_ended(request: MPI.Request) -> bool:
+def _is_complete(request: MPI.Request) -> bool:
     try:
         return request.Test()
     except MPI.Exception:
-        return True  # its receiver is dead
+        return True  # the receiver is dead

@@ -1,19 +1,17 @@
-"""Processes that take the places of dead ones over MPI: how a running job starts them, and how it lets them in.
+"""Processes that replace dead ones over MPI: how a running job spawns them, and how it admits them.
 
-    recruiter    start them, in the background     MPI_Comm_spawn, in a thread: a second or more
-    newcomers    start Python, the program and MPI, and say that they are ready
-    all          at a meeting after that           let_in: one communicator of all, some milliseconds
-    newcomers    come to the next meeting
+    parent              spawn them, in the background         MPI_Comm_spawn, in a thread: a second or more
+    joining processes   start Python, the program and MPI, and report that they are ready
+    all                 at a later rendezvous                 admit: one communicator of all, some milliseconds
+    joining processes   take part in the next rendezvous
 
-Until they are ready nobody waits for them, and one that dies or is late costs the others nothing. A communicator
-of MPI is made in `let_in` alone. Open MPI may crash the survivors if a process dies in these milliseconds; then
-the job is lost, and `bagua run --restarts` starts it again from memory.
+Until they are ready no other process waits for them: one that dies or is late causes no delay. `admit` alone
+creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds. Then the job is lost, and `bagua run --restarts` restarts it from memory.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import sys
 import threading
@@ -26,76 +24,66 @@ from mpi4py import MPI
 
 from ...bootstrap.job import Job
 from ...errors import RankFailed
-from ...processes import ProcessId, kill, start_of, started_with, this_host
-from ...transports.mpi.blocking import in_time
+from ...processes import ProcessId, kill, start_of, started_with
+from ...transports.mpi.time_limit import in_time
+from ..fleet import ProcessInfo
 from ..snapshot.sealing import seal
-from .parent import VARIABLE, Origin
+from .parent import VARIABLE, ParentInfo
 
 START_S = 60.0
-"""How long newcomers may take until they are ready; those that take longer are killed, and others are started."""
+"""How long spawned processes may take until they are ready; slower ones are killed, and others are spawned."""
 
-LET_IN_S = 10.0
-"""How long it may take to make the communicator with them; otherwise the job goes on without them."""
+ADMIT_S = 10.0
+"""How long creating the communicator with them may take; after that the job continues without them."""
 
-TRIES = 3
-"""How often processes are started in the place of the same dead ones."""
+MAX_TRIES = 3
+"""How often processes are spawned to replace the same dead ones."""
 
 APPEAR_S = 10.0
-"""How long newcomers may take until they are seen, where all processes of the job see each other."""
+"""How long spawned processes may take until they are visible, where all processes of the job see each other."""
 
-LOOK_S = 0.5
-"""How often the recruiter looks whether newcomers that are not ready yet live."""
+CHECK_S = 0.5
+"""Interval at which the parent checks that spawned processes that are not ready are alive."""
 
-NAP_S = 0.001
-"""How long newcomers, and those who let them in, sleep between two looks."""
+POLL_S = 0.001
+"""Interval at which joining processes, and those that admit them, poll."""
 
-_READY, _VERDICT, _LET_IN = 1, 2, 3
-"""Tags of messages between the recruiter and the newcomers."""
-
-_COME, _WELCOME = "come", "welcome"
+_READY, _REPLY, _INTERCOMM = 1, 2, 3
+"""Tags of messages between the parent and the joining processes."""
 
 _log = logging.getLogger(__name__)
 
 
-class Recruit(NamedTuple):
-    """A newcomer that is ready."""
-
-    process: ProcessId
-    host: str
-    """See `processes.this_host`."""
-    name: str
-    """The host's name."""
-
-
-class Welcome(NamedTuple):
-    """What newcomers must know of the job."""
+class JoinReply(NamedTuple):
+    """The facts about the job that a joining process needs."""
 
     numbers: list[int]
-    """The numbers of the processes, by their ranks in the communicator of all."""
+    """The numbers of the processes, by rank in the communicator of all."""
     wanted: int
-    meetings: int
+    rounds: int
+    """Number of rendezvous held so far."""
     started: int
     """How many processes were started with the job."""
 
 
-# The recruiter --------------------------------------------------------------------------------------------
+# The parent -----------------------------------------------------------------------------------------------
 
 
-class Recruiter:
-    """Starts processes in the background.
+class Spawner:
+    """Spawns processes in the background.
 
     Args:
         variables: Their environment variables, beside those that MPI needs.
-        job: Whose record tells of them.
+        job: The job in whose record this is noted.
     """
 
     def __init__(self, variables: dict[str, str], job: Job) -> None:
         self._variables, self._job = variables, job
-        self._group: Group | None = None
+        self._group: SpawnedGroup | None = None
         self._count, self._here, self._tries = 0, True, 0
 
     def start(self, count: int, *, here: bool) -> None:
-        """Start so many processes, unless some are being started; `here` if they will be seen from here."""
+        """Spawn `count` processes, unless some are starting already; `here` if they will be visible from here."""
         if self._group is None:
             self._count, self._here, self._tries = count, here, 0
             self._try()
@@ -103,145 +91,150 @@ class Recruiter:
     def _try(self) -> None:
         self._tries += 1
         self._job.record("recruits", count=self._count)
-        self._group = Group(self._count, self._variables, here=self._here)
+        self._group = SpawnedGroup(self._count, self._variables, here=self._here)
 
-    def ready(self) -> Group | None:
-        """Those that are ready; looks after those that are not, and starts others in their place."""
+    def ready(self) -> SpawnedGroup | None:
+        """The spawned processes, if they are ready. Replaces those that have failed to start."""
         group = self._group
         if group is None:
             return None
-        trouble = group.trouble()
-        if trouble is None:
-            return group if group.recruits else None
-        group.give_up()
+        problem = group.problem()
+        if problem is None:
+            return group if group.processes else None
+        group.kill()
         self._group = None
-        if self._tries < TRIES:
-            _log.warning("processes that were started in the place of dead ones %s; others are started", trouble)
+        if self._tries < MAX_TRIES:
+            _log.warning("processes that were spawned to replace dead ones %s; others are spawned", problem)
             self._try()
         else:
             _log.warning(
-                "%d times processes were started in the place of dead ones, and %s; training goes on with fewer",
+                "processes were spawned %d times to replace dead ones, and %s; training continues with fewer",
                 self._tries,
-                trouble,
+                problem,
             )
         return None
 
-    def take(self) -> Group | None:
-        """Those that are ready, who are let in or given up now."""
+    def pop_ready(self) -> SpawnedGroup | None:
+        """Return the spawned processes that are ready, and forget them."""
         group = self.ready()
         if group is not None:
             self._group = None
         return group
 
     def close(self) -> None:
-        """End those that were not let in."""
+        """Kill the processes that were not admitted."""
         if self._group is not None:
-            self._group.give_up()
+            self._group.kill()
             self._group = None
 
 
-class Group:
-    """Newcomers that were started together, and the way of the recruiter to them.
+class SpawnedGroup:
+    """Processes that were spawned together, as their parent sees them.
 
     Args:
-        count: How many are started.
+        count: How many are spawned.
         variables: Their environment variables.
         here: Whether all of them start where this process sees them: on its host, and not in another container.
     """
 
     def __init__(self, count: int, variables: dict[str, str], *, here: bool) -> None:
-        self._origin = Origin(secrets.token_hex(8), ProcessId.mine())
+        self._parent = ParentInfo(secrets.token_hex(8), ProcessId.mine())
         self._count, self._variables = count, variables
         self._here = here
-        self._begun_s = self._looked_s = time.monotonic()
-        self._seen = self._given_up = False
+        self._begun_s = self._checked_s = time.monotonic()
+        self._seen = self._killed = False
         self._error: Exception | None = None
-        self.pair: MPI.Intracomm | None = None
-        """The recruiter, which is rank 0, and the newcomers."""
-        self.recruits: tuple[Recruit, ...] = ()
-        """The newcomers, once all are ready."""
-        threading.Thread(target=self._start, name="recruit", daemon=True).start()
+        self.comm: MPI.Intracomm | None = None
+        """The communicator of the parent, which is rank 0, and the spawned processes."""
+        self.processes: tuple[ProcessInfo, ...] = ()
+        """The spawned processes, once all are ready."""
+        threading.Thread(target=self._start, name="bagua-spawn", daemon=True).start()
 
     def _start(self) -> None:
-        """Start them, and wait until they are ready; for ever if one dies before."""
+        """Spawn the processes, and wait until they are ready; blocks for ever if one dies before."""
         try:
             program = [sys.executable, *sys.orig_argv[1:]]
-            sealed = seal(self._variables, {VARIABLE: self._origin.text()}, program)
+            sealed = seal(self._variables, {VARIABLE: self._parent.text()}, program)
             settings = {"map_by": "slot:OVERSUBSCRIBE", "bind_to": "none", "PMIX_ENVAR": sealed.variable}
             between = MPI.COMM_SELF.Spawn("env", sealed.command, self._count, MPI.Info.Create(settings))
-            pair = between.Merge(False)
+            comm = between.Merge(False)
             between.Disconnect()  # otherwise MPI crashes later
-            pair.Set_errhandler(MPI.ERRORS_RETURN)
-            recruits = tuple(Recruit(*pair.recv(None, rank, _READY)) for rank in range(1, self._count + 1))
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            processes = tuple(cast(ProcessInfo, comm.recv(None, rank, _READY)) for rank in self._ranks())
         except Exception as exc:
             self._error = exc
             return
-        self.pair, self.recruits = pair, recruits
-        if self._given_up:
-            self.give_up()
+        self.comm, self.processes = comm, processes
+        if self._killed:
+            self.kill()
 
-    def trouble(self) -> str | None:
-        """Why they cannot be let in any more; None if they can, or will be."""
+    def _ranks(self) -> range:
+        return range(1, self._count + 1)
+
+    def problem(self) -> str | None:
+        """Why the processes cannot be admitted any more; None if they are ready or still starting."""
         if self._error is not None:
             return f"could not be started: {self._error}"
-        if any(each.process.state() in ("ended", "stopped") for each in self.recruits):
-            return "died or were stopped before they were let in"
+        if any(each.state() in ("ended", "stopped") for each in self.processes):
+            return "died or were stopped before they were admitted"
         now = time.monotonic()
-        if self.recruits or now - self._looked_s < LOOK_S:
+        if self.processes or now - self._checked_s < CHECK_S:
             return None
-        self._looked_s = now
+        self._checked_s = now
         if now - self._begun_s > START_S:
             return f"were not ready in {START_S:.3g} s"
-        living = len(started_with(VARIABLE, self._origin.text()))
+        living = len(started_with(VARIABLE, self._parent.text()))
         self._seen = self._seen or living >= self._count
         if self._here and not self._seen and now - self._begun_s > APPEAR_S:
             return f"did not appear in {APPEAR_S:.3g} s, or died at once"
-        some_died = self._seen and living < self._count and not self.recruits
+        some_died = self._seen and living < self._count and not self.processes
         return "died before they were ready" if some_died else None
 
-    def give_up(self) -> None:
-        """End them."""
-        self._given_up = True
-        for process in started_with(VARIABLE, self._origin.text()):
+    def kill(self) -> None:
+        """Kill the processes."""
+        self._killed = True
+        for process in started_with(VARIABLE, self._parent.text()):
             kill(process, start_of(process))
 
-    def tell(self, what: object) -> None:
-        """Send something to all of them."""
-        assert self.pair is not None
-        for rank in range(1, self._count + 1):
+    def send(self, message: object) -> None:
+        """Send an object to each of the processes."""
+        assert self.comm is not None
+        for rank in self._ranks():
             with suppress(MPI.Exception):
-                self.pair.send(what, rank, _VERDICT)
+                self.comm.send(message, rank, _REPLY)
 
 
-# All who are at a meeting ---------------------------------------------------------------------------------
+# All processes in a rendezvous ----------------------------------------------------------------------------
 
 
-def let_in(old: MPI.Comm, group: Group | None, recruiter: int) -> tuple[MPI.Intracomm, list[int]]:
-    """A communicator of the living and of newcomers behind them. Collective among the living.
+def admit(old: MPI.Comm, group: SpawnedGroup | None, parent: int) -> tuple[MPI.Intracomm, list[int]]:
+    """Create a communicator of the living processes, followed by the spawned ones.
+
+    Collective among the living processes.
 
     Args:
-        old: That of the living, and of the dead.
-        group: The newcomers; only the recruiter has them.
-        recruiter: The recruiter's rank in `old`.
+        old: Their communicator, which may have dead ranks.
+        group: The spawned processes; only the parent passes them.
+        parent: The rank of the parent in `old`.
 
     Returns:
-        The communicator, and those of `old` who are in it, by their ranks there.
+        The communicator, and the ranks of `old` that are in it, by rank there.
 
     Raises:
-        CommTimeout: It could not be made in time.
-        MPI.Exception: It could not be made.
+        CommTimeout: It was not created in time.
+        MPI.Exception: It could not be created.
     """
 
-    def make() -> tuple[MPI.Intracomm, list[int]]:
+    def create() -> tuple[MPI.Intracomm, list[int]]:
         living = cast(MPI.Intracomm, cast(MPI.Intracomm, old).Shrink())
         living.Set_errhandler(MPI.ERRORS_RETURN)
         ranks = _ranks_in(old, living)
-        pair = group.pair if group is not None else None
-        return _merged(living, ranks.index(recruiter), pair or MPI.COMM_SELF, 1, behind=False), ranks
+        bridge = group.comm if group is not None else None
+        return _merge(living, ranks.index(parent), bridge or MPI.COMM_SELF, 1, last=False), ranks
 
     if group is not None:
-        group.tell(_COME)
-    return in_time(make, LET_IN_S, "letting newcomers in", kind=threading.Thread)
+        group.send("admit")
+    return in_time(create, ADMIT_S, "admitting spawned processes", kind=threading.Thread)
 
 
 def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
@@ -253,76 +246,77 @@ def _ranks_in(old: MPI.Comm, living: MPI.Comm) -> list[int]:
         group.Free()
 
 
-def _merged(mine: MPI.Intracomm, first: int, pair: MPI.Intracomm, peer: int, *, behind: bool) -> MPI.Intracomm:
-    """A communicator of this group and of another one.
+def _merge(local: MPI.Intracomm, leader: int, bridge: MPI.Intracomm, peer: int, *, last: bool) -> MPI.Intracomm:
+    """Create a communicator of the local group and a remote one.
 
     Collective.
 
     Args:
-        mine: The communicator of this group.
-        first: The rank there of the process that is in `pair`.
-        pair: One with somebody of the other group; only that process needs it.
-        peer: The rank of the other group's process in `pair`.
-        behind: Whether this group's ranks come last.
+        local: The communicator of the local group.
+        leader: The rank in `local` of the process that is in `bridge`.
+        bridge: A communicator with the remote leader; only the local leader needs it.
+        peer: The rank of the remote leader in `bridge`.
+        last: Whether the ranks of the local group come last.
     """
-    between = mine.Create_intercomm(first, pair, peer, _LET_IN)
+    between = local.Create_intercomm(leader, bridge, peer, _INTERCOMM)
     between.Set_errhandler(MPI.ERRORS_RETURN)
-    everyone = between.Merge(behind)
+    everyone = between.Merge(last)
     between.Disconnect()  # otherwise MPI crashes later
     everyone.Set_errhandler(MPI.ERRORS_RETURN)
     return everyone
 
 
-# A newcomer -----------------------------------------------------------------------------------------------
+# A joining process ----------------------------------------------------------------------------------------
 
 
-def join(origin: Origin) -> tuple[MPI.Intracomm, Welcome]:
-    """Say that this newcomer is ready, and wait until it is let in. Collective among those started together.
+def join(parent: ParentInfo) -> tuple[MPI.Intracomm, JoinReply]:
+    """Report that this spawned process is ready, and wait until it is admitted.
+
+    Collective among the processes that were spawned together.
 
     Raises:
         CommTimeout: The others do not take part.
-        RankFailed: It is not let in.
+        RankFailed: It is not admitted.
     """
 
     def report() -> MPI.Intracomm:
         between = MPI.Comm.Get_parent()
-        pair = between.Merge(True)
+        comm = between.Merge(True)
         between.Disconnect()
-        pair.Set_errhandler(MPI.ERRORS_RETURN)
-        pair.send(Recruit(ProcessId.mine(), this_host(), os.uname().nodename), 0, _READY)
-        return pair
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        comm.send(ProcessInfo.of_this(), 0, _READY)
+        return comm
 
-    pair = in_time(report, START_S, "reporting to the process that has started this one")
-    _hear(pair, origin, float("inf"))
-    everyone = in_time(lambda: _merged(MPI.COMM_WORLD, 0, pair, 0, behind=True), LET_IN_S, "being let in")
-    welcome = _hear(pair, origin, 3 * LET_IN_S)
-    return everyone, Welcome(*welcome)
+    comm = in_time(report, START_S, "reporting to the process that has spawned this one")
+    _receive_reply(comm, parent, float("inf"))
+    everyone = in_time(lambda: _merge(MPI.COMM_WORLD, 0, comm, 0, last=True), ADMIT_S, "being admitted")
+    return everyone, JoinReply(*_receive_reply(comm, parent, 3 * ADMIT_S))
 
 
-def _hear(pair: MPI.Comm, origin: Origin, limit_s: float) -> Any:
-    """What the recruiter says next."""
-    until = time.monotonic() + limit_s
+def _receive_reply(comm: MPI.Comm, parent: ParentInfo, timeout_s: float) -> Any:
+    """The next message of the parent."""
+    until = time.monotonic() + timeout_s
     while True:
         try:
-            if pair.Iprobe(0, _VERDICT):
-                return pair.recv(None, 0, _VERDICT)
+            if comm.Iprobe(0, _REPLY):
+                return comm.recv(None, 0, _REPLY)
         except MPI.Exception as exc:
-            raise RankFailed(f"{origin}, which has started this process, is gone: {exc}") from exc
+            raise RankFailed(f"{parent}, which has spawned this process, is gone: {exc}") from exc
         if time.monotonic() > until:
-            raise RankFailed(f"{origin}, which has started this process, did not let it in")
-        time.sleep(NAP_S)
+            raise RankFailed(f"{parent}, which has spawned this process, did not admit it")
+        time.sleep(POLL_S)
 
 
-def numbered(numbers: Sequence[int], ranks: Sequence[int], size: int, count: int) -> list[int]:
-    """The numbers of the processes of a communicator that newcomers are in.
+def numbers_with_joining(numbers: Sequence[int], ranks: Sequence[int], size: int, count: int) -> list[int]:
+    """The numbers of the processes of a communicator that includes spawned ones, by rank.
 
     Args:
-        numbers: Those of the communicator before, by rank.
-        ranks: Who of that one is in the new one, by rank.
-        size: How many numbers were given so far.
-        count: How many newcomers there are; they come last.
+        numbers: Those of the previous communicator, by rank.
+        ranks: The ranks of the previous communicator that are in the new one, by rank there.
+        size: How many numbers have been assigned so far.
+        count: How many spawned processes there are; they come last.
 
-    >>> numbered([0, 1, 2], ranks=[0, 2], size=3, count=1)
+    >>> numbers_with_joining([0, 1, 2], ranks=[0, 2], size=3, count=1)
     [0, 2, 3]
     """
     return [*(numbers[rank] for rank in ranks), *range(size, size + count)]

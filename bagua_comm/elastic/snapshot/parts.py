@@ -1,9 +1,9 @@
-"""What users give to `State`, as a tree that `checkpoint.trees` packs, and back into the same objects.
+"""Parts of a `State`: their conversion to trees that `checkpoint.trees` packs, and back into the same objects.
 
-an object     has `state_dict` and `load_state_dict`: modules, optimizers, schedulers, samplers
-an array      of NumPy or CuPy, or a tensor: its values come back in place
-a plain value anything else that a checkpoint holds: it is replaced
-Own(...)      one of these that belongs to its rank
+object        has `state_dict` and `load_state_dict`: modules, optimizers, schedulers, samplers
+array         of NumPy or CuPy, or a tensor: restored in place
+plain value   anything else that a checkpoint can hold: replaced
+Own(...)      one of these that is private to its rank
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ...errors import ArrayError, UnsupportedError
 
 
 def packed(tree: Any) -> Packed:
-    """Take a tree apart, with tensors as arrays.
+    """Pack a tree, with tensors as arrays.
 
     Raises:
-        UnsupportedError: It holds something that is no plain value and no array; the message has its place.
-        ArrayError: It is nested too deep, or has an `Own` inside an `Own`.
+        UnsupportedError: A leaf is neither a plain value nor an array; the message has its path.
+        ArrayError: The tree is nested too deep, or has an `Own` inside an `Own`.
     """
     return pack(tree, _to_array)
 
 
 def restored(tag: str, array: Array) -> Any:
-    """A value of a tree from its tag and its array, as `trees.FromArray`."""
+    """Convert a tagged array to a value of a tree; a `trees.FromArray`."""
     if tag == "tensor":
         return arrays.as_tensor(array, sys.modules["torch"])
     return from_tagged(tag, array)
@@ -44,16 +44,16 @@ def _to_array(value: Any) -> tuple[str, Array] | None:
 
 
 class Part:
-    """One thing that a state keeps.
+    """One part of a state.
 
     Args:
-        name: Its name in the state.
-        given: What was given under it.
+        name: The name of the part.
+        given: The value that the user gave.
 
     Raises:
         ArrayError: It is an `Own` without a rule.
-        UnsupportedError: It cannot be saved; the message says where. Or it is an optimizer that is sharded over
-            the ranks.
+        UnsupportedError: It cannot be saved; the message has the path of the problem. Or it is an optimizer that
+            is sharded over the ranks.
     """
 
     def __init__(self, name: str, given: Any) -> None:
@@ -82,21 +82,21 @@ class Part:
 
     @property
     def is_own(self) -> bool:
-        """Whether it belongs to its rank."""
+        """Whether it is private to its rank."""
         return self._own is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a plain value, which users replace."""
+        """Whether it is a plain value, which users may replace."""
         return not self.is_object and not self.is_array
 
     def tree(self) -> Any:
-        """It as a tree; what is in it shares memory with the object."""
+        """The part as a tree, which shares memory with the object."""
         bare = self.value.state_dict() if self.is_object else self.value
         return bare if self._own is None else Own(bare, self._own.reshape)
 
     def load(self, saved: Any) -> None:
-        """Bring back what `tree` gave. None for what was dropped: objects and arrays stay as they are."""
+        """Restore a result of `tree`. Dropped objects and arrays, for which it is None, are left unchanged."""
         saved = saved.value if isinstance(saved, Own) else saved
         if self.is_object:
             if saved is not None and is_optimizer(self.value):
@@ -125,7 +125,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _assign(name: str, target: Any, saved: Any) -> None:
-    """Put values into an array or a tensor, in place."""
+    """Assign to an array or a tensor, in place."""
     shape = tuple(saved.shape)
     if tuple(target.shape) != shape:
         raise ArrayError(f"State: {name} has shape {tuple(target.shape)}, but {shape} was committed")
@@ -136,12 +136,12 @@ def _assign(name: str, target: Any, saved: Any) -> None:
     if isinstance(array, np.ndarray):
         array[...] = saved
     else:
-        with array.device:  # no communicator has made one current yet
+        with array.device:  # no communicator has selected a device yet
             array[...] = arrays.namespace(array).asarray(saved)
 
 
 def _with_metadata(saved: Any, target: Any) -> Any:
-    """A module's state dict with the versions of its parts, which PyTorch keeps beside the entries."""
+    """The state dict of a module with its version metadata, which PyTorch stores as an attribute."""
     versions = getattr(target.state_dict(), "_metadata", None)
     if versions is not None:
         saved._metadata = versions

@@ -1,11 +1,11 @@
-"""From the copies that the living hold to the state of a commit on those who train next.
+"""Restoring a commit: from the snapshots of the living processes to the state of the next trainers.
 
-    newest          the newest commit that can be put together, and who holds which part of it
-    restore         bring it to everybody who trains: what is shared, and what is a rank's own by its rule
+    newest          find the newest commit that can be reconstructed, and who holds which part of it
+    restore         give all next trainers the shared state, and private state according to its rules
 
-Where as many ranks train as committed, each gets what was the own of its rank, wherever a copy of it is left. On
-another number of ranks the rules of `Own` say what becomes of it. What differs without being marked is as "mean"
-if it is an array of floats, else as "first".
+If as many ranks train as committed, each receives the private state of its rank, wherever a snapshot of it is
+left. On another number of ranks the rules of `Own` apply. Unmarked arrays of floats that differ have the rule
+"mean", all other unmarked values the rule "first".
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...checkpoint.trees import Own, Rule, Unpacker
 from ...comm import Communicator
 from ...errors import CommAborted
 from . import parts
-from .slot import Kind, checksum
-from .snapshots import Copy, Held, Layout
+from .slot import ArraySpec, checksum
+from .snapshots import Layout, Snapshot, SnapshotInfo
 
 _log = logging.getLogger(__name__)
 
@@ -34,24 +34,25 @@ PIECE = 1 << 22
 
 @dataclass(frozen=True)
 class Sources:
-    """A commit, and who holds what of it. Places are those in the list of all living processes."""
+    """A commit, and the processes that hold it, as ranks of the communicator of all living processes."""
 
     run: str
     version: int
     ranks: int
-    whole: tuple[int, ...]
-    """The places of those with a whole copy."""
-    own_of: Mapping[int, int]
-    """For every rank of the commit, the place of a process that holds what is its own."""
+    """The number of ranks that committed."""
+    complete: tuple[int, ...]
+    """The processes with a complete snapshot."""
+    holders: Mapping[int, int]
+    """For every rank of the commit, a process that holds its private state."""
     missing: tuple[int, ...] = ()
-    """Ranks of which nobody has a copy, though there is something of their own."""
+    """Ranks of the commit whose private state is lost."""
 
 
-def newest(rows: Sequence[Sequence[Held]]) -> Sources | None:
-    """The newest commit that can be put together; else the newest of which at least the shared part is left.
+def newest(rows: Sequence[Sequence[SnapshotInfo]]) -> Sources | None:
+    """The newest commit that can be reconstructed; otherwise the newest whose shared state is left.
 
     Args:
-        rows: What every living process holds.
+        rows: The snapshots of every living process.
     """
     found = {(each.version, each.run) for row in rows for each in row if each.committed}
     partial: Sources | None = None
@@ -63,35 +64,35 @@ def newest(rows: Sequence[Sequence[Held]]) -> Sources | None:
     return partial
 
 
-def _sources(rows: Sequence[Sequence[Held]], version: int, run: str) -> Sources | None:
-    held = [(place, each) for place, row in enumerate(rows) for each in row]
-    held = [(place, each) for place, each in held if (each.version, each.run) == (version, run)]
-    # A copy that was prepared is as good: no rank commits before all have prepared.
-    best = {(place, each.rank): each for place, each in sorted(held, key=lambda pair: pair[1].committed)}
-    whole = tuple(sorted({place for (place, _), each in best.items() if each.whole}))
+def _sources(rows: Sequence[Sequence[SnapshotInfo]], version: int, run: str) -> Sources | None:
+    infos = [(process, each) for process, row in enumerate(rows) for each in row]
+    infos = [(process, each) for process, each in infos if (each.version, each.run) == (version, run)]
+    # A prepared snapshot is as good: no rank commits before all have prepared.
+    best = {(process, each.rank): each for process, each in sorted(infos, key=lambda pair: pair[1].committed)}
+    complete = tuple(sorted({process for (process, _), each in best.items() if each.whole}))
     committed = [each for each in best.values() if each.committed]
-    if not whole or not committed:
+    if not complete or not committed:
         return None
-    own_of: dict[int, int] = {}
-    for place, rank in sorted(best, key=lambda key: (not best[key].whole, key)):
-        own_of.setdefault(rank, place)
+    holders: dict[int, int] = {}
+    for process, rank in sorted(best, key=lambda key: (not best[key].whole, key)):
+        holders.setdefault(rank, process)
     ranks = committed[0].ranks
     needed = range(ranks) if any(each.private for each in committed) else ()
-    return Sources(run, version, ranks, whole, own_of, tuple(r for r in needed if r not in own_of))
+    return Sources(run, version, ranks, complete, holders, tuple(r for r in needed if r not in holders))
 
 
 class Content(NamedTuple):
-    """What a commit holds, as the rank that loads it finds it."""
+    """A restored commit, for the rank that loads it."""
 
     header: dict[str, Any]
-    """The texts of it: the tree, and the trees of `Own` parts."""
+    """The header of a snapshot, with the tree and the trees of its `Own` parts."""
     arrays: list[Array | None]
-    """None for what was dropped."""
+    """None for dropped arrays."""
     dropped: bool
-    """Whether the parts with rule "drop" are gone."""
+    """Whether the parts with rule "drop" are lost."""
 
     def tree(self) -> Any:
-        """The tree, with its `Own` parts as such. Its arrays are copies: objects may keep them."""
+        """The tree, with its `Own` parts. Its arrays are copies, which objects may keep."""
         layout = Layout.from_header(self.header)
         shared = sum(rule is None for rule in layout.rules)
 
@@ -112,29 +113,29 @@ class Content(NamedTuple):
 def restore(
     everyone: Communicator,
     sources: Sources,
-    copies: Sequence[Copy],
-    members: Sequence[int],
+    snapshots: Sequence[Snapshot],
+    trainers: Sequence[int],
     hosts: Sequence[Hashable],
 ) -> Content | None:
-    """Bring a commit to those who train next.
+    """Give a commit to the next trainers.
 
     Collective among all living processes.
 
     Args:
         everyone: All living processes.
         sources: The commit; see `newest`.
-        copies: What this process holds.
-        members: The places of those who train, by rank.
+        snapshots: The snapshots of this process.
+        trainers: The ranks in `everyone` of the next trainers, by their next ranks.
         hosts: The hosts of all living processes.
 
     Returns:
         The content of the commit for this process; None if it does not train.
 
     Raises:
-        CommError: A process died meanwhile, or a copy is damaged; then all come here again.
+        CommError: A process died meanwhile, or a snapshot is damaged; then all processes repeat this.
     """
-    mine = [each for each in copies if (each.version, each.header["run"]) == (sources.version, sources.run)]
-    return _Restore(everyone, sources, mine, members, hosts).run()
+    held = [each for each in snapshots if (each.version, each.header["run"]) == (sources.version, sources.run)]
+    return _Restore(everyone, sources, held, trainers, hosts).run()
 
 
 class _Restore:
@@ -142,70 +143,70 @@ class _Restore:
         self,
         everyone: Communicator,
         sources: Sources,
-        mine: Sequence[Copy],
-        members: Sequence[int],
+        held: Sequence[Snapshot],
+        trainers: Sequence[int],
         hosts: Sequence[Hashable],
     ) -> None:
         self._hosts = hosts
-        self._comm, self._sources, self._members = everyone, sources, list(members)
-        self._whole = next((each for each in mine if each.whole), None)
-        self._copy_of = {each.header["rank"]: each for each in sorted(mine, key=lambda each: each.whole)}
-        self._new_rank = self._members.index(everyone.rank) if everyone.rank in self._members else None
+        self._comm, self._sources, self._trainers = everyone, sources, list(trainers)
+        self._complete = next((each for each in held if each.whole), None)
+        self._snapshot_of = {each.header["rank"]: each for each in sorted(held, key=lambda each: each.whole)}
+        self._new_rank = self._trainers.index(everyone.rank) if everyone.rank in self._trainers else None
 
     def run(self) -> Content | None:
         comm, sources = self._comm, self._sources
-        first = sources.own_of[min(sources.own_of)]
-        source = first if first in sources.whole else sources.whole[0]
-        # A committed header says what is a rank's own; one that was only prepared may not know it yet.
-        header = comm.broadcast_object(None if self._whole is None else self._whole.header, root=source)
+        first = sources.holders[min(sources.holders)]
+        source = first if first in sources.complete else sources.complete[0]
+        # A committed header lists the private arrays; one that was only prepared may not.
+        header = comm.broadcast_object(None if self._complete is None else self._complete.header, root=source)
         self._header = header
-        self._kinds = Layout.from_header(header).kinds
+        self._specs = Layout.from_header(header).specs
         self._private = set(header["private"])
-        found = self._shared()
-        same = sources.ranks == len(self._members)
-        lost = not same
+        found = self._restore_shared()
+        same_size = sources.ranks == len(self._trainers)
+        dropped = not same_size
         if self._private or header["texts_differ"]:
-            if not same or sources.missing:
-                self._combine(found, same=same)
-            if same:
-                header = self._own_of_my_rank(found)
-                lost = self._new_rank in sources.missing
-        return None if self._new_rank is None else Content(header, found, dropped=lost)
+            if not same_size or sources.missing:
+                self._combine(found, same_size=same_size)
+            if same_size:
+                header = self._restore_private(found)
+                dropped = self._new_rank in sources.missing
+        return None if self._new_rank is None else Content(header, found, dropped=dropped)
 
-    # What is shared ---------------------------------------------------------------------------------
+    # Shared state -----------------------------------------------------------------------------------
 
-    def _shared(self) -> list[Array | None]:
-        """The arrays that all ranks share; from this process's own copy, or from the nearest holder."""
-        numbers = [n for n in range(len(self._kinds)) if n not in self._private]
-        found: list[Array | None] = [None] * len(self._kinds)
-        lacking = [place for place in self._members if place not in self._sources.whole]
-        if self._whole is not None:
+    def _restore_shared(self) -> list[Array | None]:
+        """The shared arrays, from a snapshot of this process, or else from the nearest holder."""
+        numbers = [n for n in range(len(self._specs)) if n not in self._private]
+        found: list[Array | None] = [None] * len(self._specs)
+        receivers = [process for process in self._trainers if process not in self._sources.complete]
+        if self._complete is not None:
             for n in numbers:
-                found[n] = self._whole.arrays[n]
+                found[n] = self._complete.arrays[n]
         elif self._new_rank is not None:
             for n in numbers:
-                found[n] = _empty(self._kinds[n])
-        moves = [(self._nearest(place), place) for place in lacking]
-        here = [x for n in numbers if (x := found[n]) is not None]
-        self._move(moves, here, here)
-        if self._comm.rank in lacking:
+                found[n] = _empty(self._specs[n])
+        moves = [(self._nearest(process), process) for process in receivers]
+        local = [x for n in numbers if (x := found[n]) is not None]
+        self._move(moves, local, local)
+        if self._comm.rank in receivers:
             self._check(numbers, found, self._header["sums"])
         return found
 
-    def _nearest(self, place: int) -> int:
-        """The holder from which a process takes what is shared: on its host if possible, and each in turn."""
-        hosts, holders = self._hosts, self._sources.whole
-        near = [holder for holder in holders if hosts[holder] == hosts[place]] or list(holders)
-        return near[place % len(near)]
+    def _nearest(self, process: int) -> int:
+        """The holder that sends shared state to a process: on its host if possible, and each in turn."""
+        hosts, holders = self._hosts, self._sources.complete
+        near = [holder for holder in holders if hosts[holder] == hosts[process]] or list(holders)
+        return near[process % len(near)]
 
     def _move(self, moves: Sequence[tuple[int, int]], out: Sequence[Array], into: Sequence[Array]) -> None:
-        """Send arrays from place to place, in pieces: `out` where this process is the source, else `into`."""
-        me = self._comm.rank
+        """Send arrays in pieces for every (source, dest): `out` on the source, to `into` on the destination."""
+        rank = self._comm.rank
         for source, dest in moves:
-            if me == source and source != dest:
+            if rank == source and source != dest:
                 for piece in _pieces(out):
                     self._comm.send(piece, dest=dest)
-            elif me == dest and source != dest:
+            elif rank == dest and source != dest:
                 for piece in _pieces(into):
                     self._comm.recv(piece, source=source)
 
@@ -215,79 +216,82 @@ class _Restore:
             if x is not None and checksum(x) != sums[n]:
                 raise CommAborted(f"array {n} of commit {self._sources.version} arrived damaged")
 
-    # What is a rank's own ---------------------------------------------------------------------------
+    # Private state ----------------------------------------------------------------------------------
 
-    def _own_of_my_rank(self, found: list[Array | None]) -> dict[str, Any]:
-        """Give every rank its own again, unless it is lost; returns the header of this one."""
+    def _restore_private(self, found: list[Array | None]) -> dict[str, Any]:
+        """Give every rank its private state, unless it is lost; returns the header of this rank."""
         comm, sources = self._comm, self._sources
         header: dict[str, Any] = self._header
-        for rank, place in enumerate(self._members):
+        private = sorted(self._private)
+        for rank, process in enumerate(self._trainers):
             if rank in sources.missing:
                 continue
-            source = sources.own_of[rank]
-            copy = self._copy_of.get(rank)
-            if comm.rank == source == place:
-                assert copy is not None
-                header = copy.header
-                for n in sorted(self._private):
-                    found[n] = copy.arrays[n]
+            source = sources.holders[rank]
+            snapshot = self._snapshot_of.get(rank)
+            if comm.rank == source == process:
+                assert snapshot is not None
+                header = snapshot.header
+                for n in private:
+                    found[n] = snapshot.arrays[n]
             elif comm.rank == source:
-                assert copy is not None
-                comm.send_object(copy.header, dest=place)
-                self._move([(source, place)], [copy.arrays[n] for n in sorted(self._private)], ())
-            elif comm.rank == place:
+                assert snapshot is not None
+                comm.send_object(snapshot.header, dest=process)
+                self._move([(source, process)], [snapshot.arrays[n] for n in private], ())
+            elif comm.rank == process:
                 header = comm.recv_object(source=source)
-                kinds = Layout.from_header(header).kinds
-                into = {n: _empty(kinds[n]) for n in sorted(self._private)}
-                self._move([(source, place)], (), list(into.values()))
+                specs = Layout.from_header(header).specs
+                into = {n: _empty(specs[n]) for n in private}
+                self._move([(source, process)], (), list(into.values()))
                 for n, x in into.items():
                     found[n] = x
-                self._check(sorted(self._private), found, header["sums"])
+                self._check(private, found, header["sums"])
         return header
 
-    def _combine(self, found: list[Array | None], *, same: bool) -> None:
-        """Find what the ranks' own parts make together, by their rules.
+    def _combine(self, found: list[Array | None], *, same_size: bool) -> None:
+        """Merge the private arrays of all ranks, by the rule of each.
 
         Args:
-            found: Where it goes.
-            same: Whether it is only for ranks whose own is lost, while the others keep theirs.
+            found: Receives the merged arrays.
+            same_size: Whether they are only for ranks whose private state is lost; the others keep theirs.
         """
         comm, sources = self._comm, self._sources
-        ranks = sorted(sources.own_of)
+        ranks = sorted(sources.holders)
         if sources.missing:
             _log.warning(
-                "of commit %d, what was the own of ranks %s is lost; %s",
-                sources.version,
+                "the private state of ranks %s in commit %d is lost; %s",
                 list(sources.missing),
-                "they get what the others' own makes together" if same else "the others' is taken for it",
+                sources.version,
+                "they get that of the other ranks, merged"
+                if same_size
+                else "that of the other ranks replaces it",
             )
-        mine = [rank for rank in ranks if sources.own_of[rank] == comm.rank]
+        held = [rank for rank in ranks if sources.holders[rank] == comm.rank]
         layout = Layout.from_header(self._header)
-        alike = all(Layout.from_header(self._copy_of[rank].header) == layout for rank in mine)
+        alike = all(Layout.from_header(self._snapshot_of[rank].header) == layout for rank in held)
         alike = bool(comm.allreduce(np.array([alike], np.uint8), op="min")[0])
-        # Arrays that are not of the same kinds make nothing together: then all is that of one rank.
+        # Arrays of different dtypes or shapes cannot be merged: then all are those of one rank.
         first = ranks[0] if alike else int(self._header["rank"])
         for n in sorted(self._private):
-            kind, rule = self._kinds[n], layout.rules[n]
+            spec, rule = self._specs[n], layout.rules[n]
             if rule == "drop":
                 continue
             if rule is None:
-                rule = "mean" if _is_inexact(kind) else "first"
-            if rule == "first" or not alike or not _is_inexact(kind):
-                x = self._copy_of[first].arrays[n].copy() if first in mine else _empty(kind)
+                rule = "mean" if _is_inexact(spec) else "first"
+            if rule == "first" or not alike or not _is_inexact(spec):
+                x = self._snapshot_of[first].arrays[n].copy() if first in held else _empty(spec)
                 for piece in _pieces([x]):
-                    comm.broadcast(piece, root=sources.own_of[first])
-            elif rule == "sum" and same:
-                x = np.zeros_like(_empty(kind))  # the others keep what is left of it
+                    comm.broadcast(piece, root=sources.holders[first])
+            elif rule == "sum" and same_size:
+                x = np.zeros_like(_empty(spec))  # the other ranks keep the remaining sum
             else:
-                addends = [self._copy_of[rank].arrays[n] for rank in mine]
-                x = _total(comm, kind, addends, len(ranks) if rule == "mean" else len(self._members))
+                addends = [self._snapshot_of[rank].arrays[n] for rank in held]
+                x = _total(comm, spec, addends, len(ranks) if rule == "mean" else len(self._trainers))
             found[n] = x
 
 
-def _total(comm: Communicator, kind: Kind, addends: Sequence[Array], parts_of: int) -> Array:
-    """The sum over all processes' addends divided by `parts_of`, in double precision, in pieces. Collective."""
-    out = _empty(kind)
+def _total(comm: Communicator, spec: ArraySpec, addends: Sequence[Array], divisor: int) -> Array:
+    """The sum of all processes' addends divided by `divisor`, in double precision, in pieces. Collective."""
+    out = _empty(spec)
     wide = np.complex128 if out.dtype.kind == "c" else np.float64
     flat, rows = out.reshape(-1), [x.reshape(-1) for x in addends]
     for begin in range(0, flat.size, PIECE // 8):
@@ -296,16 +300,16 @@ def _total(comm: Communicator, kind: Kind, addends: Sequence[Array], parts_of: i
         for row in rows:
             total += row[begin : begin + part.size].astype(wide)
         comm.allreduce(total, out=total)
-        part[...] = (total / parts_of).astype(out.dtype)
+        part[...] = (total / divisor).astype(out.dtype)
     return out
 
 
-def _is_inexact(kind: Kind) -> bool:
-    return kind.dtype in arrays.FLOATS | arrays.COMPLEX
+def _is_inexact(spec: ArraySpec) -> bool:
+    return spec.dtype in arrays.FLOATS | arrays.COMPLEX
 
 
-def _empty(kind: Kind) -> Array:
-    return np.empty(kind.shape, arrays.dtype_named(kind.dtype))
+def _empty(spec: ArraySpec) -> Array:
+    return np.empty(spec.shape, arrays.dtype_named(spec.dtype))
 
 
 def _pieces(xs: Sequence[Array]) -> list[Array]:

@@ -1,13 +1,13 @@
-"""Where the copies of a commit lie: memory that is written again and again, and can tell whether it is whole.
+"""Memory for a snapshot, which is reused by every other commit, and can be checked for completeness.
 
-A slot is one stretch of memory, of this process, or of a file in a folder in memory (/dev/shm) that outlives it:
+A slot is a block of memory: of this process, or of a file in /dev/shm that outlives it.
 
-    head      64 bytes: a magic number, the mark, the version, the sizes and the checksum of what follows
-    data      arrays back to back, each aligned to 64 bytes
-    header    JSON: what the arrays are
+    head      64 bytes: a magic number, the state, the version, both sizes, and the checksum of the header
+    data      the arrays, each aligned to 64 bytes
+    header    JSON: a description of the arrays
 
-The mark says how far writing came. It goes back to WRITING before the first byte changes, and to PREPARED after
-the last one; COMMITTED says that all ranks have prepared theirs. A process that dies in between leaves WRITING.
+The state is set to WRITING before the first byte changes, and to PREPARED after the last one. COMMITTED means
+that all ranks have prepared their snapshots. A process that dies in between leaves WRITING.
 """
 
 from __future__ import annotations
@@ -29,55 +29,55 @@ from ... import arrays, kernels
 from ...arrays import Array
 
 WRITING, PREPARED, COMMITTED = 0, 1, 2
-"""The marks."""
+"""The states of a slot."""
 
 _MAGIC = b"bagua-s1"
 _HEAD = struct.Struct("<8sQQQQQ")
-_MARK = struct.Struct("<Q")
-_MARK_AT = 8
+_STATE = struct.Struct("<Q")
+_STATE_AT = 8
 _DATA_AT = 64
 _ALIGNMENT = 64
 _BLOCK = 1 << 13
-"""Bytes of a block. Its weights, twice as many, stay in the first-level cache: then a copy that is summed takes
-little longer than a copy."""
+"""Bytes of a block. Its weights, twice as many bytes, fit into the first-level cache, so that computing the
+checksum hardly slows down a copy."""
 _CHAIN = 1 << 12
-"""Sums of blocks that are chained at once."""
+"""Number of block sums that are combined at once."""
 _WRAP = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 
 
-class Kind(NamedTuple):
-    """What an array is."""
+class ArraySpec(NamedTuple):
+    """The dtype and the shape of an array."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * arrays.dtype_named(self.dtype).itemsize
 
     @classmethod
-    def of(cls, x: Array) -> Kind:
-        """The kind of `x`."""
+    def of(cls, x: Array) -> ArraySpec:
+        """The dtype and the shape of `x`."""
         return cls(arrays.dtype_name(x.dtype), tuple(int(n) for n in x.shape))
 
 
-class Written(NamedTuple):
-    """What a slot holds."""
+class SlotContent(NamedTuple):
+    """The content of a slot."""
 
     version: int
-    mark: int
+    state: int
     header: dict[str, Any]
     data: npt.NDArray[np.uint8]
     """A view of the slot's memory."""
 
 
 class Slot:
-    """A stretch of memory for one copy. Nothing is allocated once it is large enough.
+    """Memory for one snapshot, allocated only when it has to grow.
 
     Args:
-        path: The file in which it lies; None for memory of this process.
+        path: The file that holds it; None for memory of this process.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -87,65 +87,69 @@ class Slot:
             self._memory = _mapped(path, path.stat().st_size)
 
     def begin(self, data_bytes: int, text_bytes: int = 0) -> npt.NDArray[np.uint8]:
-        """Begin to write: the memory of so many bytes of data. What the slot held is gone.
+        """Discard the content, and return the memory for `data_bytes` of new data.
 
         Args:
             data_bytes: The size of the data.
-            text_bytes: The size of its header, for which there will be room; 0 if that is not known yet.
+            text_bytes: The size of the header, which is reserved too; 0 if it is not known yet.
 
         Raises:
-            OSError: There is no room for it.
+            OSError: There is not enough memory.
         """
         if self._memory.size >= _DATA_AT:
-            self._mark(WRITING)
-        self._provide(_DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes), keep=0)
-        self._mark(WRITING)
+            self._set_state(WRITING)
+        self._reserve(_DATA_AT + data_bytes + max(1 << 16, data_bytes >> 6, 2 * text_bytes), keep=0)
+        self._set_state(WRITING)
         return self._memory[_DATA_AT : _DATA_AT + data_bytes]
 
     def finish(self, version: int, header: dict[str, Any], data_bytes: int) -> None:
-        """End writing: all of the data is there. May be called again, with another header.
+        """Write the header after the data, and mark the slot as prepared. May be repeated with another header.
 
         Raises:
-            OSError: There is no room for the header.
+            OSError: There is not enough memory for the header.
         """
         text = np.frombuffer(json.dumps(header).encode(), np.uint8)
         end = _DATA_AT + data_bytes
-        self._mark(WRITING)
+        self._set_state(WRITING)
         if self._memory.size < end + text.size:
-            self._provide(end + 2 * text.size, keep=end)
+            self._reserve(end + 2 * text.size, keep=end)
         self._memory[end : end + text.size] = text
         head = _HEAD.pack(_MAGIC, WRITING, version, data_bytes, text.size, checksum(text))
         self._memory[: len(head)] = np.frombuffer(head, np.uint8)
-        self._mark(PREPARED)
+        self._set_state(PREPARED)
 
     def commit(self) -> None:
-        """Mark what was prepared as committed."""
-        self._mark(COMMITTED)
+        """Mark the prepared content as committed."""
+        self._set_state(COMMITTED)
 
-    def read(self) -> Written | None:
-        """What the slot holds; None if it is empty, half written, or damaged."""
+    def read(self) -> SlotContent | None:
+        """The content of the slot; None if it is empty, incomplete, or damaged."""
         if self._memory.size < _DATA_AT:
             return None
-        magic, mark, version, data_bytes, text_bytes, its_sum = _HEAD.unpack(self._memory[: _HEAD.size].tobytes())
+        magic, state, version, data_bytes, text_bytes, text_sum = _HEAD.unpack(
+            self._memory[: _HEAD.size].tobytes()
+        )
         end = _DATA_AT + data_bytes
-        if magic != _MAGIC or mark not in (PREPARED, COMMITTED) or end + text_bytes > self._memory.size:
+        if magic != _MAGIC or state not in (PREPARED, COMMITTED) or end + text_bytes > self._memory.size:
             return None
-        text = self._memory[end : end + text_bytes].copy()  # a process that was taken for dead may write it yet
-        if checksum(text) != its_sum:
+        text = self._memory[
+            end : end + text_bytes
+        ].copy()  # a process that is only believed to be dead may still write
+        if checksum(text) != text_sum:
             return None
-        return Written(version, mark, json.loads(text.tobytes()), self._memory[_DATA_AT:end])
+        return SlotContent(version, state, json.loads(text.tobytes()), self._memory[_DATA_AT:end])
 
     def close(self) -> None:
-        """Let go of the memory; the file goes away."""
+        """Free the memory, and remove the file."""
         self._memory = np.empty(0, np.uint8)
         if self.path is not None:
             self.path.unlink(missing_ok=True)
 
-    def _mark(self, mark: int) -> None:
-        self._memory[_MARK_AT : _MARK_AT + _MARK.size] = np.frombuffer(_MARK.pack(mark), np.uint8)
+    def _set_state(self, state: int) -> None:
+        self._memory[_STATE_AT : _STATE_AT + _STATE.size] = np.frombuffer(_STATE.pack(state), np.uint8)
 
-    def _provide(self, size: int, keep: int) -> None:
-        """Have memory of at least `size` bytes, with the first `keep` of what there was."""
+    def _reserve(self, size: int, keep: int) -> None:
+        """Provide at least `size` bytes of memory, and preserve the first `keep`."""
         if self._memory.size >= size:
             return
         if self.path is None:
@@ -173,28 +177,28 @@ def _mapped(path: Path, size: int) -> npt.NDArray[np.uint8]:
 # Arrays in it ----------------------------------------------------------------------------------------------
 
 
-def offsets(kinds: Iterable[Kind]) -> tuple[list[int], int]:
-    """Where arrays of these kinds begin in the data, and how many bytes all of them take."""
+def offsets(specs: Iterable[ArraySpec]) -> tuple[list[int], int]:
+    """The offsets of arrays in the data, and the size of the data in bytes."""
     begins, end = [], 0
-    for kind in kinds:
+    for spec in specs:
         begins.append(end)
-        end += -(-kind.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end += -(-spec.nbytes // _ALIGNMENT) * _ALIGNMENT
     return begins, end
 
 
-def views(data: npt.NDArray[np.uint8], kinds: Sequence[Kind]) -> list[Array]:
-    """The arrays in the data, which share its memory."""
-    begins, _ = offsets(kinds)
+def views(data: npt.NDArray[np.uint8], specs: Sequence[ArraySpec]) -> list[Array]:
+    """Views of the arrays in the data."""
+    begins, _ = offsets(specs)
     return [
-        data[at : at + kind.nbytes].view(arrays.dtype_named(kind.dtype)).reshape(kind.shape)
-        for at, kind in zip(begins, kinds, strict=True)
+        data[at : at + spec.nbytes].view(arrays.dtype_named(spec.dtype)).reshape(spec.shape)
+        for at, spec in zip(begins, specs, strict=True)
     ]
 
 
 def copy_into(out: npt.NDArray[Any], x: Array) -> int:
-    """Copy an array of the host or of a device into `out`, on the host; returns its checksum.
+    """Copy a host or device array into `out`, on the host; returns its checksum.
 
-    What lies on the host is read once: it is summed while it is copied, in about the time of a copy.
+    A contiguous host array is read once, for the copy and the checksum.
     """
     if not isinstance(x, np.ndarray):
         out[...] = x.get()
@@ -208,20 +212,22 @@ def copy_into(out: npt.NDArray[Any], x: Array) -> int:
 def checksum(x: npt.NDArray[Any]) -> int:
     """A checksum of 64 bits of a contiguous array: s <- f s + sum_i (v_i x_i + w_i floor(x_i / 2^32)), per block.
 
-    The x are 64-bit words, and sums wrap. The random odd weights tell places apart, so that exchanged values are
-    found as well as changed ones. The second term is there for the upper half of each word: of its highest bit,
-    often a sign, every odd weight makes the same, and two changed signs would go unseen. The checksum is no match
-    for somebody who means harm.
+    The x are 64-bit words, and sums wrap. The weights are random odd numbers, which detect exchanged values as
+    well as changed ones. The second term protects the upper half of each word: multiplied by any odd weight, its
+    highest bit, often a sign, gives the same value, so that two changed signs would cancel. The checksum is not
+    cryptographic.
     """
     return _checksum(arrays.as_bytes(x), None)
 
 
 def _checksum(x: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8] | None) -> int:
-    """The checksum of `x`, which is copied to `out`."""
+    """The checksum of `x`, which is also copied to `out`, if given."""
     whole = x.size & ~7
     words = x[:whole].view(np.uint64)
     sums = np.empty(-(-whole // _BLOCK), np.uint64)
-    kernels.on_host().weigh_blocks(words, _weights(), sums, None if out is None else out[:whole].view(np.uint64))
+    kernels.on_host().checksum_blocks(
+        words, _weights(), sums, None if out is None else out[:whole].view(np.uint64)
+    )
     if out is not None:
         out[whole:] = x[whole:]
     total = x.size

@@ -1,7 +1,7 @@
-"""The copies of commits that a process keeps: its own, and what is the own of ranks whose buddy it is.
+"""The snapshots that a process holds: its own, and the private state of ranks whose buddy it is.
 
-There are two sides, A and B. A commit writes the one that does not hold the newest commit, so that a death in the
-middle leaves the other one whole everywhere.
+There are two buffers, A and B. A commit writes the one that does not hold the newest commit, so that a death in
+the middle of it leaves the other one intact everywhere.
 """
 
 from __future__ import annotations
@@ -19,64 +19,64 @@ import numpy.typing as npt
 
 from ...arrays import Array
 from ...checkpoint.trees import Json, Packed, Rule
-from .slot import COMMITTED, Kind, Slot, Written, checksum, copy_into, offsets, views
+from .slot import COMMITTED, ArraySpec, Slot, SlotContent, copy_into, offsets, views
 
 
-class Held(NamedTuple):
-    """A copy that a process holds, as it tells the others."""
+class SnapshotInfo(NamedTuple):
+    """Description of a snapshot, as its holder reports it to the other processes."""
 
     run: str
-    """The name under which its ranks committed. It changes whenever training is entered."""
+    """The run of training in which it was committed. A new run begins whenever training is entered."""
     version: int
     rank: int
-    """Whose copy it is: a rank of those that committed."""
+    """The rank, at the commit, whose state it holds."""
     ranks: int
     whole: bool
-    """Whether everything is in it; a buddy holds only what is the rank's own."""
+    """Whether it is complete; a buddy holds only the private state of the rank."""
     committed: bool
     private: bool
-    """Whether anything in it is the rank's own."""
+    """Whether it contains any private state."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the arrays of a commit are: first those that all ranks share, then those inside of `Own`."""
+    """The arrays of a commit: first those outside of any `Own`, then those inside."""
 
-    kinds: tuple[Kind, ...]
+    specs: tuple[ArraySpec, ...]
     rules: tuple[Rule | None, ...]
-    """For each array the rule of its `Own`; None if all ranks share it."""
+    """For each array the rule of its `Own`; None outside of an `Own`."""
 
     @classmethod
     def of(cls, packed: Packed) -> Layout:
-        """The layout of a tree that was packed."""
+        """The layout of a packed tree."""
         rules: list[Rule | None] = [None] * (len(packed.shared) + len(packed.own))
         for rule, node in zip(rules_of(packed.tree), packed.own_trees, strict=True):
             for number in _arrays_in(node):
                 rules[len(packed.shared) + number] = rule
-        return cls(tuple(Kind.of(leaf.array) for leaf in (*packed.shared, *packed.own)), tuple(rules))
+        return cls(tuple(ArraySpec.of(leaf.array) for leaf in (*packed.shared, *packed.own)), tuple(rules))
 
     @classmethod
     def from_header(cls, header: dict[str, Any]) -> Layout:
-        """The layout that a header tells."""
-        kinds = tuple(Kind(name, tuple(shape)) for name, shape, _ in header["arrays"])
-        return cls(kinds, tuple(rule for _, _, rule in header["arrays"]))
+        """The layout that a header describes."""
+        specs = tuple(ArraySpec(name, tuple(shape)) for name, shape, _ in header["arrays"])
+        return cls(specs, tuple(rule for _, _, rule in header["arrays"]))
 
     def as_json(self) -> list[list[Any]]:
-        """What goes into the header."""
-        return [[kind.dtype, list(kind.shape), rule] for kind, rule in zip(self.kinds, self.rules, strict=True)]
+        """The layout as it is written into a header."""
+        return [[spec.dtype, list(spec.shape), rule] for spec, rule in zip(self.specs, self.rules, strict=True)]
 
     def digest(self) -> int:
-        """Equal on ranks whose arrays are of the same kinds, in the same order."""
+        """A hash of 64 bits; equal on ranks whose arrays have the same dtypes, shapes and rules."""
         return digest_of(json.dumps(self.as_json()))
 
 
 def digest_of(text: str) -> int:
-    """A number of 64 bits that tells texts apart."""
+    """A hash of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def rules_of(tree: Json) -> list[Rule | None]:
-    """The rules of the `Own` parts of a packed tree, in their order."""
+    """The rules of the `Own` parts of a packed tree, by their numbers."""
     found: dict[int, Rule | None] = {}
     for node in _dicts_in(tree):
         if "own" in node and "reshape" in node:
@@ -90,7 +90,7 @@ def _arrays_in(tree: Json) -> list[int]:
 
 
 def _dicts_in(node: Json) -> Iterator[dict[str, Any]]:
-    """Every node of a packed tree that has a tag."""
+    """All tagged nodes of a packed tree."""
     if isinstance(node, list):
         for item in node:
             yield from _dicts_in(item)
@@ -101,21 +101,21 @@ def _dicts_in(node: Json) -> Iterator[dict[str, Any]]:
                 yield from _dicts_in(item)
 
 
-class Copy(NamedTuple):
-    """A copy in a slot: its header, and its arrays by number."""
+class Snapshot(NamedTuple):
+    """A snapshot in a slot: its header, and its arrays by number."""
 
     version: int
     committed: bool
     whole: bool
     header: dict[str, Any]
     arrays: dict[int, Array]
-    """Views of the slot's memory; of a buddy's copy only the arrays that are the rank's own."""
+    """Views of the slot's memory; a buddy's snapshot has only the private arrays."""
 
     @property
-    def held(self) -> Held:
-        """What the others are told of it."""
+    def info(self) -> SnapshotInfo:
+        """The description for the other processes."""
         header = self.header
-        return Held(
+        return SnapshotInfo(
             header["run"],
             self.version,
             header["rank"],
@@ -125,37 +125,31 @@ class Copy(NamedTuple):
             bool(header["private"] or header["texts_differ"]),
         )
 
-    def is_sound(self) -> bool:
-        """Whether every array still has the checksum that it was written with."""
-        sums = self.header["sums"]
-        return all(checksum(np.ascontiguousarray(x)) == sums[n] for n, x in self.arrays.items())
+
+def snapshot_of(content: SlotContent) -> Snapshot:
+    """The snapshot in a slot."""
+    header = content.header
+    specs = Layout.from_header(header).specs
+    numbers = range(len(specs)) if header["whole"] else header["private"]
+    found = dict(zip(numbers, views(content.data, [specs[n] for n in numbers]), strict=True))
+    return Snapshot(content.version, content.state == COMMITTED, header["whole"], header, found)
 
 
-def copy_in(written: Written) -> Copy:
-    """The copy that a slot holds."""
-    header = written.header
-    kinds = Layout.from_header(header).kinds
-    numbers = range(len(kinds)) if header["whole"] else header["private"]
-    there = views(written.data, [kinds[n] for n in numbers])
-    found = dict(zip(numbers, there, strict=True))
-    return Copy(written.version, written.mark == COMMITTED, header["whole"], header, found)
-
-
-class Side:
-    """One of the two sides: this process's own copy, and those of the ranks whose buddy it is.
+class Buffer:
+    """One of the two buffers: the snapshot of this process, and those of the ranks whose buddy it is.
 
     Args:
         name: "a" or "b".
-        folder: Where the files of its slots lie; None for memory of this process.
+        folder: The folder of the files of its slots; None for memory of this process.
         number: The number of this process.
     """
 
     def __init__(self, name: str, folder: Path | None, number: int) -> None:
         self._stem = None if folder is None else folder / f"slot-{number}-{name}"
-        self.own = self._slot("own")
-        self.guarded: list[Slot] = []
-        while (path := self._path(f"for-{len(self.guarded)}")) is not None and path.exists():
-            self.guarded.append(Slot(path))  # of a process of this number before a restart
+        self.local = self._slot("own")
+        self.peers: list[Slot] = []
+        while (path := self._path(f"for-{len(self.peers)}")) is not None and path.exists():
+            self.peers.append(Slot(path))  # of a process of this number before a restart
 
     def _path(self, role: str) -> Path | None:
         return None if self._stem is None else self._stem.with_name(f"{self._stem.name}-{role}")
@@ -163,50 +157,48 @@ class Side:
     def _slot(self, role: str) -> Slot:
         return Slot(self._path(role))
 
-    def guard(self, count: int) -> list[Slot]:
-        """Slots for the copies of so many ranks."""
-        while len(self.guarded) < count:
-            self.guarded.append(self._slot(f"for-{len(self.guarded)}"))
-        return self.guarded[:count]
+    def _slots(self) -> list[Slot]:
+        return [self.local, *self.peers]
 
-    def copies(self) -> list[Copy]:
-        """All whole copies on this side."""
-        found = [slot.read() for slot in (self.own, *self.guarded)]
-        return [copy_in(each) for each in found if each is not None]
+    def peer_slots(self, count: int) -> list[Slot]:
+        """Slots for the snapshots of `count` other ranks."""
+        while len(self.peers) < count:
+            self.peers.append(self._slot(f"for-{len(self.peers)}"))
+        return self.peers[:count]
+
+    def snapshots(self) -> list[Snapshot]:
+        """All readable snapshots in this buffer."""
+        found = [slot.read() for slot in self._slots()]
+        return [snapshot_of(each) for each in found if each is not None]
 
     def confirm(self, version: int, run: str) -> None:
-        """Mark what was prepared for a commit as committed: a rank has committed it, so all had prepared it."""
-        for slot in (self.own, *self.guarded):
-            written = slot.read()
-            if written is not None and (written.version, written.header["run"]) == (version, run):
+        """Mark the snapshots prepared for a commit as committed: one rank has committed, so all had prepared."""
+        for slot in self._slots():
+            content = slot.read()
+            if content is not None and (content.version, content.header["run"]) == (version, run):
                 slot.commit()
 
-    def version(self) -> int:
-        """The version of the own copy, if it is committed; else -1."""
-        found = self.own.read()
-        return found.version if found is not None and found.mark == COMMITTED else -1
-
-    def write(self, packed: Packed, layout: Layout) -> Draft:
-        """Copy the arrays of a tree into this process's own slot.
+    def write(self, packed: Packed, layout: Layout) -> PendingSnapshot:
+        """Copy the arrays of a packed tree into the local slot.
 
         Raises:
-            OSError: There is no room for them.
+            OSError: There is not enough memory.
         """
-        _, size = offsets(layout.kinds)
-        data = self.own.begin(size)
+        _, size = offsets(layout.specs)
+        data = self.local.begin(size)
         leaves = (*packed.shared, *packed.own)
-        sums = [copy_into(out, leaf.array) for out, leaf in zip(views(data, layout.kinds), leaves, strict=True)]
-        return Draft(packed, layout, sums, data, size)
+        sums = [copy_into(out, leaf.array) for out, leaf in zip(views(data, layout.specs), leaves, strict=True)]
+        return PendingSnapshot(packed, layout, sums, data, size)
 
     def close(self) -> None:
-        """Let go of all slots."""
-        for slot in (self.own, *self.guarded):
+        """Free all slots, and remove their files."""
+        for slot in self._slots():
             slot.close()
 
 
 @dataclass
-class Draft:
-    """An own copy that is being written: its arrays are in the slot, its header is not."""
+class PendingSnapshot:
+    """A local snapshot that is being written: its arrays are in the slot, its header is not."""
 
     packed: Packed
     layout: Layout
@@ -215,20 +207,20 @@ class Draft:
     size: int
 
     def texts(self) -> str:
-        """Everything in the tree that is no array."""
+        """Everything in the tree except arrays."""
         return json.dumps([self.packed.tree, self.packed.own_trees])
 
     def header(
         self, run: str, rank: int, ranks: int, private: Sequence[int], *, texts_differ: bool
     ) -> dict[str, Any]:
-        """The header.
+        """The header of the snapshot.
 
         Args:
-            run: The name under which the ranks commit.
+            run: The run of training.
             rank: This rank.
             ranks: The number of ranks.
-            private: The numbers of the arrays that are a rank's own: those in an `Own`, and those that differ.
-            texts_differ: Whether what is no array differs between ranks.
+            private: The numbers of the private arrays: those in an `Own`, and those that differ between ranks.
+            texts_differ: Whether anything except arrays differs between ranks.
         """
         return {
             "run": run,
@@ -247,18 +239,18 @@ class Draft:
 _NAME = re.compile(r"slot-(\d+)-[ab]-(own|for-\d+)")
 
 
-def left_in(folder: Path, besides: int) -> list[Copy]:
-    """The copies in a folder that other processes have written, also those that are gone.
+def snapshots_in(folder: Path, except_of: int) -> list[Snapshot]:
+    """The snapshots in a folder that other processes have written, dead ones included.
 
     Args:
-        folder: Where the slots of the processes of this host lie.
-        besides: The number of this process, whose slots are left out.
+        folder: The folder of the slots of all processes of this host.
+        except_of: The number of this process, whose slots are skipped.
     """
     found = []
     for path in sorted(folder.glob("slot-*")):
         name = _NAME.fullmatch(path.name)
-        if name is not None and int(name[1]) != besides:
-            written = Slot(path).read()
-            if written is not None:
-                found.append(copy_in(written))
+        if name is not None and int(name[1]) != except_of:
+            content = Slot(path).read()
+            if content is not None:
+                found.append(snapshot_of(content))
     return found

@@ -1,12 +1,12 @@
-"""Start a program with environment variables that came sealed on the command line, which everybody can read.
+"""Start a program with environment variables that are encrypted on the command line, which every user can read.
 
-It runs by itself, before the variables by which this package may be found are set. So it imports Python's own
-modules alone. `sealing` starts it as
+This file runs on its own, before the variables that Python may need to find this package are set. So it imports
+only the standard library. `sealing` starts it as
 
     python -c CODE COUNT SEALED... PROGRAM ARGUMENT...
 
-where CODE is the text of this file and a call of `main`, and COUNT is how many arguments hold what is sealed. The
-key is in an environment variable, that only this user and root can read.
+where CODE is the text of this file and a call of `main`, and COUNT is the number of sealed arguments. The key is
+in an environment variable, which only this user and root can read.
 """
 
 import base64
@@ -20,25 +20,25 @@ KEY = "BAGUA_SEAL"
 """The environment variable that holds the key, in hexadecimal."""
 
 CHECK_BYTES = 16
-"""How many bytes tell whether key and text belong together."""
+"""The size of the checksum that detects a wrong key."""
 
 
 def crypt(data: bytes, key: bytes) -> bytes:
-    """Encrypt or decrypt, by exclusive or with SHAKE-256 of the key, which must be used for one text only."""
+    """Encrypt or decrypt, by XOR with SHAKE-256 of the key, which must be used for one text only."""
     stream = hashlib.shake_256(key).digest(len(data))
     return (int.from_bytes(data, "little") ^ int.from_bytes(stream, "little")).to_bytes(len(data), "little")
 
 
 def check(data: bytes, key: bytes) -> bytes:
-    """What is sent with `data`, to see that it was sealed with this key."""
+    """The keyed checksum that is sent with `data`."""
     return hashlib.blake2b(data, digest_size=CHECK_BYTES, key=key).digest()
 
 
 def unseal(texts: list[str], key: bytes) -> dict[str, str]:
-    """The variables that `sealing.seal` made these texts of.
+    """Decrypt the variables of `sealing.seal`.
 
     Raises:
-        ValueError: The key is another one.
+        ValueError: The key is wrong.
     """
     sealed = base64.b64decode("".join(texts))
     data = crypt(sealed[CHECK_BYTES:], key)
@@ -49,10 +49,10 @@ def unseal(texts: list[str], key: bytes) -> dict[str, str]:
 
 
 def main(variables: dict[str, str]) -> None:
-    """Become the program.
+    """Replace this process by the program.
 
     Args:
-        variables: Those of this process, the key among them.
+        variables: The environment of this process, with the key.
     """
     count = int(sys.argv[1])
     texts, program = sys.argv[2 : 2 + count], sys.argv[2 + count :]

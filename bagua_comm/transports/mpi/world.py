@@ -1,10 +1,10 @@
-"""What the communicators of one world share: where its ranks run, and what they say beside their calls."""
+"""The state that all communicators of one MPI world share: where its ranks run, and their notices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -14,15 +14,12 @@ from ...arrays import Array
 from ...processes import state_of
 from ..notices import Notice, Notices
 
-if TYPE_CHECKING:
-    from .transport import MPITransport
-
-_GROUPS_TOLD = 64
+_GROUPS_LISTED = 64
 """How many groups a notice lists. Sending a longer message would wait for its receiver."""
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """Host and process of a rank."""
 
     host: str
     process: int
@@ -51,8 +48,8 @@ def first_beside(comm: MPI.Comm) -> int:
 class Arriving:
     """A notice that is being received.
 
-    A signal handler may raise after any call, before its result is kept. `extend` and `map` call and keep it in
-    one, so that no message is lost which MPI has given out, and no array freed into which it writes.
+    A signal handler may raise after any call, before its result is stored. `extend` and `map` call and store in
+    one step, so that no message that MPI has handed out is lost, and no array is freed while MPI writes to it.
     """
 
     def __init__(self) -> None:
@@ -61,10 +58,10 @@ class Arriving:
         self._requests: list[MPI.Request] = []
         self.data: Array = np.empty(0, np.uint8)
         self.source = MPI.ANY_SOURCE
-        """Who sent it."""
+        """The rank that sent it."""
 
     def look(self, comm: MPI.Comm, tag: int) -> bool:
-        """Go on receiving; returns whether it is there, in `data`."""
+        """Continue to receive; returns whether the notice is complete, in `data`."""
         if not self._messages:
             self._messages.extend(map(comm.Improbe, (MPI.ANY_SOURCE,), (tag,), (self._status,)))
         message = self._messages[0]
@@ -78,21 +75,37 @@ class Arriving:
         return self._requests[0].Test()
 
 
+class Revocable(Protocol):
+    """A communicator of the world that can be revoked."""
+
+    members: list[int]
+    """The members' ranks in the world."""
+    rank: int
+    size: int
+
+    def revoke(self) -> None:
+        """Wake the ranks that are in a call, where MPI can do that."""
+
+
 class World:
-    """What a transport shares with those that are derived from it by `split` and `dup`."""
+    """The state that a transport shares with all that are derived from it by `split` and `dup`.
+
+    Args:
+        comm: Carries the notices.
+        places: Where each rank runs; empty as long as that is not known.
+        sound: The reductions, (dtype, op), that MPI computes as NumPy does, on all ranks.
+    """
 
     notices_tag: ClassVar[int] = 0
 
     def __init__(self, comm: MPI.Comm, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
-        self.comm, self.places = comm, places
-        self.sound = sound
-        """The reductions, (dtype, op), that MPI computes as NumPy does, on all ranks."""
+        self.comm, self.places, self.sound = comm, places, sound
         self.notices = Notices(self._post, self._take)
-        self.transports: WeakSet[MPITransport] = WeakSet()
+        self.transports: WeakSet[Revocable] = WeakSet()
         self.completed: dict[str, list[int]] = {}
         """By group, a list of one number: how many collective calls this rank has completed."""
         self.open = 0
-        """How many communicators of this rank were made, and not closed."""
+        """How many communicators of this rank are open."""
         self.orderly: bool | None = None
         """Whether all ranks left in order; None before this one leaves."""
         self.is_quiet = True
@@ -100,17 +113,46 @@ class World:
         self._under_way: list[tuple[MPI.Request, Array]] = []
         self._arriving = Arriving()
 
-    def latest_groups(self) -> list[str]:
-        """The groups that were made last, as many as fit into a short message."""
-        return list(self.completed)[-_GROUPS_TOLD:]
+    def learn(self, places: list[Place], sound: frozenset[tuple[str, str]]) -> None:
+        """Set where the ranks run, and which reductions are sound."""
+        self.places, self.sound = places, sound
 
-    def tell(self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]) -> None:
-        """Tell these ranks of the world that this one leaves, or gives up the calls of some groups."""
+    def add(self, communicator: Revocable, group: str, completed: list[int]) -> None:
+        """Register a communicator, the name of its group, and its count of completed collective calls."""
+        self.transports.add(communicator)
+        self.open += 1
+        self.completed[group] = completed
+
+    def forget(self) -> None:
+        """Note that a communicator was closed."""
+        self.open -= 1
+
+    def name(self, member: int) -> str:
+        """The host and process of a rank of the world, in parentheses; empty if not known."""
+        return f" ({self.places[member]})" if self.places else ""
+
+    def latest_groups(self) -> list[str]:
+        """The latest groups, up to the number that fits into a short message."""
+        return list(self.completed)[-_GROUPS_LISTED:]
+
+    def notify(
+        self, ranks: Sequence[int], kind: str, error: BaseException | None, groups: Collection[str]
+    ) -> None:
+        """Notify these ranks of the world that this one leaves, or has aborted some groups."""
         name = type(error).__name__ if error is not None else ""
         reason = str(error) if error is not None else ""
         completed = {group: self.completed[group][0] if group in self.completed else 0 for group in groups}
-        notice = Notice(kind, name, reason[:500], completed)
-        self.notices.tell(ranks, notice)
+        self.notices.send(ranks, Notice(kind, name, reason[:500], completed))
+
+    def note_failure(self) -> None:
+        """Note that a notice of a failure is sent, and may be under way for long."""
+        self.is_quiet = False
+
+    def end(self, *, orderly: bool, quiet: bool | None = None) -> None:
+        """Note that this rank has left, and whether all have left in order and no notice is under way."""
+        self.orderly = orderly
+        if quiet is not None:
+            self.is_quiet = quiet
 
     def _post(self, rank: int, message: bytes) -> None:
         data = np.frombuffer(message, np.uint8)
@@ -119,21 +161,21 @@ class World:
             requests = map(self.comm.Isend, ([data, MPI.BYTE],), (rank,), (self.notices_tag,))
             self._under_way.extend(zip(requests, (data,), strict=True))  # as in `Arriving`
 
-    def _take(self, hear: Callable[[int, bytes], None]) -> bool:
+    def _take(self, receive: Callable[[int, bytes], None]) -> bool:
         try:
             if not self._arriving.look(self.comm, self.notices_tag):
                 return False
         except MPI.Exception:
             self._arriving = Arriving()
-            return False  # a rank has died: the calls that wait for it will say so
-        hear(self._arriving.source, self._arriving.data.tobytes())
+            return False  # a rank has died: the calls that wait for it will raise
+        receive(self._arriving.source, self._arriving.data.tobytes())
         self._arriving = Arriving()
         return True
 
     def revoke(self, dead: Collection[int]) -> None:
         """Wake all ranks that are in a call with a dead one; `dead` are ranks of this world."""
-        for transport in list(self.transports):
-            if not set(dead).isdisjoint(transport.members):
-                transport.revoke()
+        for communicator in list(self.transports):
+            if not set(dead).isdisjoint(communicator.members):
+                communicator.revoke()
         with suppress(MPI.Exception, NotImplementedError):
             self.comm.Revoke()

@@ -9,22 +9,23 @@ and round once. For "avg" NCCL scales each contribution before it adds. Some red
 `exchange` instead: min and max of floats, since NCCL's hide NaN; averages of integers; bitwise operations; and
 dtypes that NCCL lacks.
 
-NCCL compares nothing: ranks whose calls or sizes don't fit together wait for each other, or get wrong bytes
+NCCL compares nothing: ranks whose calls or sizes differ wait for each other, or get wrong bytes
 (`connect(check=True)` finds such calls). A send waits, on the stream, for its receive; they match in the order of
 all calls between the two ranks, collectives included. A message to oneself needs both ends in one `exchange`.
 
-A watchdog watches the calls in flight. It ends NCCL's communicator after an error of NCCL or of CUDA, and when a
-call has not ended `timeout_s` after it was made, whatever its stream has to do before it. Then streams go on, the
-data in flight is lost, and all later calls raise, or else `close` does. This rank tells the others, over the host
-transport if that can (`Transport.tell`), and those that wait raise as well. A rank whose program catches an
-error, and goes on without the call, has not given up: the others notice only when their time is over.
+A watchdog watches the calls in flight. It aborts NCCL's communicator after an error of NCCL or of CUDA, and when
+a call has not ended `timeout_s` after it was made, including the time that its stream spends on earlier work.
+Then streams continue, the data in flight is lost, and all later calls raise, or else `close` does. This rank
+notifies the others, over the host transport if that can (`Transport.notify_failure`), and those that wait raise
+as well. A rank whose program catches an error and continues without the call has not aborted: the others notice
+only by their own timeout.
 
-A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: drop graphs before
-`close`, which waits for them `LEAVE_S` at most.
+A replayed CUDA graph is not watched. NCCL frees no communicator that a graph still uses: delete graphs before
+`close`, which waits for them at most `LEAVE_S`.
 
-Two communicators of one rank may be in flight together, for instance a lane's and the caller's. If a setting puts
-them in an order (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), the order must be the same on all
-ranks, which lanes on threads don't promise.
+Two communicators of one rank may be in flight together, for instance a lane's and the caller's. If a setting
+orders them (NCCL_LAUNCH_ORDER_IMPLICIT, CUDA_DEVICE_MAX_CONNECTIONS=1), the order must be the same on all ranks,
+which lanes on threads do not guarantee.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from cupy.cuda import nccl
 from ...arrays import FLOATS, Array, address, dtype_name
 from ...cuda import explained
 from ...errors import CommAborted, CommError, CommTimeout, RankFailed, UnsupportedError
-from ..base import POINT_TO_POINT, Message, Transport, check_timeout
+from ..base import Transport
+from ..call_state import check_timeout
+from ..flow import POINT_TO_POINT, Message
 from .watchdog import Watch, Watchdog
 
 if not nccl.available:
@@ -66,7 +69,7 @@ _FLOAT_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "avg": nccl.NCCL_AVG
 _INTEGER_OPS = {"sum": nccl.NCCL_SUM, "prod": nccl.NCCL_PROD, "min": nccl.NCCL_MIN, "max": nccl.NCCL_MAX}
 
 _TOKEN_BYTES = 16
-"""The length of a communicator's name, which is random, so that no other one has it."""
+"""The length of a communicator's name, which is random and so unique."""
 
 _REMOTE_ERROR, _IN_PROGRESS, _TIMEOUT = 6, 7, 8
 _LIBRARY_ERRORS = (nccl.NcclError, KeyError)
@@ -75,13 +78,13 @@ _ERRORS = (*_LIBRARY_ERRORS, cupy.cuda.runtime.CUDARuntimeError)
 
 
 class Names(NamedTuple):
-    """The names of a communicator in the notices by which ranks tell each other that they have given up."""
+    """The names of a communicator in the notices of ranks that have aborted it."""
 
     name: str
     family: str
-    """The name of all communicators that were split off one another with the same ranks."""
+    """The name of all communicators split off one another with the same ranks."""
     joined: list[str]
-    """The families of all communicators that this rank is in; a rank that leaves gives up all of them."""
+    """The families of all communicators that this rank is in; a rank that leaves aborts all of them."""
 
 
 class NcclTransport(Transport):
@@ -98,14 +101,14 @@ class NcclTransport(Transport):
         self.rank, self.size, self.timeout_s = rank, size, watchdog.timeout_s
         self._comm, self._watchdog, self._host, self._names = comm, watchdog, host, names
         self._splits = 0
-        self._others_know = False  # whether they know that this communicator has failed
+        self._others_know = False  # that this communicator has failed
         self._watch = Watch(
             _who(self),
             watchdog,
             check=self._check,
             destroy=comm.destroy,
             abort=comm.abort,
-            tell=self._tell,
+            notify=self._notify,
             listen=self._listen,
         )
 
@@ -113,10 +116,10 @@ class NcclTransport(Transport):
     def connect(cls, host: Transport, *, timeout_s: float | None = None) -> NcclTransport:
         """Make an NCCL communicator over the ranks of `host`, each on its current device.
 
-        Collective. Each rank needs a device of its own. If it fails on one rank, it fails on all.
+        Collective. Each rank needs its own device. If it fails on one rank, it fails on all.
 
         Args:
-            host: Carries NCCL's address to all ranks, and later the notices of ranks that have given up.
+            host: Carries NCCL's address to all ranks, and later the notices of ranks that have aborted.
             timeout_s: How long a call may take; that of `host` if None.
 
         Raises:
@@ -126,21 +129,21 @@ class NcclTransport(Transport):
         limit_s = host.timeout_s if timeout_s is None else check_timeout(cls.name, timeout_s)
 
         def prepare() -> tuple[Watchdog, bytes]:
-            """Nobody waits in NCCL for a rank that cannot use its device, on a thread of the watchdog either."""
+            """Find out first whether this rank can use its device, so that no rank waits for it in NCCL."""
             watchdog = Watchdog(cupy.cuda.Device().id, limit_s)
             make_id = nccl.get_unique_id if host.rank == 0 else lambda: bytes(UNIQUE_ID_BYTES)
             return watchdog, watchdog.limited(make_id, host.timeout_s / 2, f"{_who(host)}: NCCL")
 
         watchdog, mine = _together(host, prepare)
         token = secrets.token_bytes(_TOKEN_BYTES)  # after a shrink, NCCL's address may be the same again
-        told = np.frombuffer(mine + token, np.uint8).copy()
-        host.broadcast(told, 0)
-        unique_id, name = told[:-_TOKEN_BYTES].tobytes(), told[-_TOKEN_BYTES:].tobytes().hex()
+        id_and_name = np.frombuffer(mine + token, np.uint8).copy()
+        host.broadcast(id_and_name, 0)
+        unique_id, name = id_and_name[:-_TOKEN_BYTES].tobytes(), id_and_name[-_TOKEN_BYTES:].tobytes().hex()
 
         def make() -> Any:
             return nccl.NcclCommunicator(host.size, unique_id, host.rank)
 
-        # Only half of the time: a rank that waits here for a failed one must still meet it in `_together`.
+        # Half of the time limit: a rank that waits here for a failed one must still join it in `_together`.
         comm = _together(
             host,
             lambda: watchdog.limited(make, host.timeout_s / 2, f"{_who(host)}: NCCL"),
@@ -198,39 +201,41 @@ class NcclTransport(Transport):
 
     def allreduce(self, x: Array, out: Array, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        kind = _native(x, op)
-        if kind is None:
+        native = _native(x, op)
+        if native is None:
             super().allreduce(x, out, op)
             return
         self._enqueue(
             "allreduce",
             x.nbytes,
-            lambda stream: self._comm.allReduce(address(x), address(out), x.size, *kind, stream),
+            lambda stream: self._comm.allReduce(address(x), address(out), x.size, *native, stream),
         )
         self.sent_bytes += 2 * x.nbytes * (self.size - 1) // self.size
 
     def reduce(self, x: Array, out: Array | None, root: int, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        kind = _native(x, op)
-        if kind is None:
+        native = _native(x, op)
+        if native is None:
             super().reduce(x, out, root, op)
             return
         target = 0 if out is None else address(out)
         self._enqueue(
-            "reduce", x.nbytes, lambda stream: self._comm.reduce(address(x), target, x.size, *kind, root, stream)
+            "reduce",
+            x.nbytes,
+            lambda stream: self._comm.reduce(address(x), target, x.size, *native, root, stream),
         )
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
     def reduce_scatter(self, x: Array, out: Array, op: str) -> None:
         """NCCL's own where it reduces as the contract says; see `Transport`."""
-        kind = _native(x, op)
-        if kind is None:
+        native = _native(x, op)
+        if native is None:
             super().reduce_scatter(x, out, op)
             return
         self._enqueue(
             "reduce_scatter",
             x.nbytes,
-            lambda stream: self._comm.reduceScatter(address(x), address(out), out.size, *kind, stream),
+            lambda stream: self._comm.reduceScatter(address(x), address(out), out.size, *native, stream),
         )
         self.sent_bytes += x.nbytes * (self.size - 1) // self.size
 
@@ -288,31 +293,31 @@ class NcclTransport(Transport):
                 event.record(stream)
                 call.event = event
         except BaseException as exc:
-            self._give_up(name, exc)
+            self._abort_after(name, exc)
             raise
 
-    def _give_up(self, name: str, exc: BaseException) -> None:
-        """Give up, since this rank has not made a call that the others make; raises what that means."""
+    def _abort_after(self, name: str, exc: BaseException) -> None:
+        """Abort, since this rank has not made a call that the others make; raises the error of that."""
         who = f"{_who(self)}: {name}"
-        if isinstance(exc, CommError):  # it was given up before
+        if isinstance(exc, CommError):  # it was aborted before
             return
         if isinstance(exc, _ERRORS):
             self._watch.fail(*_translated(exc, who))
             self._watch.check_usable(exc)
-        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_told=True)
+        self._watch.fail(CommError, f"{who}: {type(exc).__name__}: {exc}", is_reported=True)
 
-    def _tell(self, error: CommError) -> None:
-        """Tell the other ranks that this one has given up, unless they know."""
+    def _notify(self, error: CommError) -> None:
+        """Notify the other ranks, unless they know, that this one has aborted."""
         if not self._others_know:
             self._others_know = True
-            self._host.tell(self._names.name, error)
+            self._host.notify_failure(self._names.name, error)
 
     def _listen(self) -> None:
-        """Raise if another rank has given up."""
-        told = self._host.heard((self._names.name, self._names.family))
-        if told is not None:
+        """Raise if another rank has aborted."""
+        error = self._host.poll_failures((self._names.name, self._names.family))
+        if error is not None:
             self._others_know = True
-            raise told
+            raise error
 
     def _check(self) -> None:
         """Raise if NCCL has found an error."""
@@ -338,7 +343,7 @@ class NcclTransport(Transport):
             self._watch.fail(CommTimeout, str(exc))
             raise
         except BaseException as exc:
-            self._give_up("split", exc)
+            self._abort_after("split", exc)
             raise
         self._splits += 1
         name = f"{self._names.name}.{self._splits}:{color}"
@@ -356,26 +361,26 @@ class NcclTransport(Transport):
         )
 
     def shrink(self, host: Transport | None = None) -> Transport:
-        """A new communicator over the survivors, which meet over `host`."""
+        """A new communicator over the survivors, set up over `host`."""
         if host is None:
-            raise UnsupportedError("nccl: the survivors need a host transport over which to meet; pass host=")
+            raise UnsupportedError("nccl: the survivors need a host transport to set it up again; pass host=")
         self.abort()
         return NcclTransport.connect(host, timeout_s=self.timeout_s)
 
     def abort(self, exit_code: int = 1) -> None:
-        """End the calls in flight on this rank, and tell its peers if the host transport can. No process ends."""
+        """End the calls in flight on this rank, and notify its peers if possible. No process ends."""
         self._watch.abort()
 
     def leave(self, reason: str | None = None) -> bool:
         """See `Transport.leave`; with a `reason`, the calls in flight on this rank end at once.
 
-        That is so in all communicators that were split off from this one as well, those of lanes among them.
+        This includes all communicators split off from this one, also those of lanes.
         """
         if reason is not None:
             self._others_know = True
             for family in self._names.joined:
-                self._host.tell(family, CommAborted(reason))
-            self._watchdog.give_up(reason)
+                self._host.notify_failure(family, CommAborted(reason))
+            self._watchdog.abandon(reason)
         return True
 
     def close(self) -> None:
@@ -384,7 +389,7 @@ class NcclTransport(Transport):
         Collective.
 
         Raises:
-            CommError: Something failed, and no call has raised it yet.
+            CommError: An error that no call has raised yet.
         """
         super().close()
         self._watch.close(self.timeout_s)
@@ -394,7 +399,7 @@ def version() -> int:
     """NCCL's version as a number: 23203 for 2.32.3.
 
     Raises:
-        CommError: NCCL cannot tell.
+        CommError: NCCL does not answer.
     """
     try:
         return int(nccl.get_version())
@@ -415,8 +420,8 @@ def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], ob
         failure.__cause__ = exc
     text = "" if failure is None else f"{'late' if isinstance(failure, CommTimeout) else 'here'}{failure}"
     mine, everyones = np.zeros(_REASON_BYTES, np.uint8), np.empty((host.size, _REASON_BYTES), np.uint8)
-    told = np.frombuffer(text.encode()[:_REASON_BYTES], np.uint8)
-    mine[: told.size] = told
+    encoded = np.frombuffer(text.encode()[:_REASON_BYTES], np.uint8)
+    mine[: encoded.size] = encoded
     host.allgather(mine, everyones)
     reasons = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in everyones]
     failed = [rank for rank, reason in enumerate(reasons) if reason]
@@ -424,7 +429,7 @@ def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], ob
         return made
     if failure is None:
         undo(made)
-    # Who has waited for a rank in vain was late because of that rank.
+    # A rank that waited for a failed one in vain was late because of it.
     first = next((rank for rank in failed if reasons[rank].startswith("here")), failed[0])
     reason = reasons[first][len("here") :]
     if failure is None:
@@ -435,7 +440,7 @@ def _together(host: Transport, make: Callable[[], Any], undo: Callable[[Any], ob
 
 
 _REASON_BYTES = 1024
-"""How much of the reason why one rank fails is told to the others."""
+"""Bytes of the reason of a failure that the other ranks receive."""
 
 
 def _who(transport: Transport) -> str:

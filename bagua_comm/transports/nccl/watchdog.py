@@ -1,9 +1,9 @@
-"""Watches calls in flight of a library that reports no missing peers, and ends them when their time is over.
+"""A watchdog for calls in flight of a library that reports no missing peers: it ends them after a time limit.
 
-Calls that only enqueue work return at once, whatever happens to the work. A `Watch` remembers the calls of a
-communicator, each with an event after its work. The thread of a `Watchdog` forgets the calls that have ended. It
-gives the communicator up when a call takes longer than `timeout_s`, or when the library reports an error. Then
-streams go on, with garbage in the arrays that were to be received, and the next call raises the reason.
+Calls that only enqueue work return at once, whatever happens to the work. A `Watch` records the calls of a
+communicator, each with an event after its work. The thread of a `Watchdog` drops the calls that have ended. It
+aborts the communicator when a call takes longer than `timeout_s`, or when the library reports an error. Then
+streams continue, with garbage in the arrays that were to be received, and the next call raises the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...cuda import passed, use_device
 from ...errors import CommAborted, CommError, CommTimeout
 
 LOOK_S = 0.2
-"""How often the watchdog looks at calls in flight; ten times in `timeout_s` if that is more often."""
+"""How often the watchdog checks calls in flight; ten times in `timeout_s` if that is more often."""
 
 LEAVE_S = 10.0
 """How long `Watch.leave` waits for a communicator to be freed: the library may need the other ranks for that."""
@@ -43,13 +43,13 @@ class Watch:
     """The calls in flight of one communicator, why it failed, and its end.
 
     Args:
-        who: The rank, for messages.
-        watchdog: Watches it.
+        who: The rank, for errors.
+        watchdog: The watchdog of the communicator.
         check: Raises a `CommError` if the library has found an error.
         destroy: Frees the communicator; may wait for peers.
         abort: Ends the calls in flight, and frees the communicator.
-        tell: Tells the other ranks why this one has given up, without waiting.
-        listen: Raises a `CommError` if another rank has given up; called while something is in flight.
+        notify: Notifies the other ranks why this one has aborted, without waiting.
+        listen: Raises a `CommError` if another rank has aborted; called while calls are in flight.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Watch:
         check: Callable[[], None],
         destroy: Callable[[], None],
         abort: Callable[[], None],
-        tell: Callable[[CommError], None],
+        notify: Callable[[CommError], None],
         listen: Callable[[], None],
     ) -> None:
         self.who, self._watchdog = who, watchdog
         self._check, self._destroy, self._abort = check, destroy, abort
-        self._tell, self._listen = tell, listen
+        self._notify, self._listen = notify, listen
         self._calls: deque[Call] = deque()
         self.spare_events: list[Any] = []
         self.stuck = False
-        """Whether a thread hangs inside the library: to free what it works on would end the process."""
+        """Whether a thread hangs inside the library: to free its communicator would end the process."""
         self.inside = False
         """Whether a thread is inside the library now. Set it, then call `check_usable` (see `_end`); set it back
         by an assignment in `finally`, since a signal handler may raise before a call there."""
         self._failure: tuple[type[CommError], str] | None = None
-        self._told = self._closed = False
+        self._is_reported = self._closed = False
         self._looking = threading.Lock()
         self._over = threading.Event()
         self._ender = threading.Thread(target=self._end, name="end of a communicator", daemon=True)
@@ -83,14 +83,14 @@ class Watch:
         atexit.register(self.leave, LEAVE_S)
 
     def begin(self, name: str, nbytes: int, limit_s: float | None = None) -> Call:
-        """Remember a call that is about to be made, and may take `limit_s`; the watchdog's limit if None."""
+        """Record a call that is about to be made, and may take `limit_s`; the watchdog's limit if None."""
         call = Call(name, nbytes, self._watchdog.timeout_s if limit_s is None else limit_s)
         self._calls.append(call)
         self._watchdog.wake()
         return call
 
     def look(self) -> bool:
-        """Forget the calls that have ended, fail if one takes too long, and return whether any is left."""
+        """Drop the calls that have ended, fail if one takes too long, and return whether any is left."""
         with self._looking:
             if self._failure is not None or self._closed:
                 return False
@@ -114,38 +114,38 @@ class Watch:
             return bool(self._calls) and self._failure is None
 
     def drain(self, limit_s: float) -> None:
-        """Wait until nothing is in flight or the communicator has failed, but at most `limit_s`."""
+        """Wait until no call is in flight or the communicator has failed, but at most `limit_s`."""
         deadline = time.monotonic() + limit_s
         while self.look() and time.monotonic() < deadline:
             time.sleep(0.0001)
 
-    def fail(self, kind: type[CommError], reason: str, *, is_told: bool = False) -> None:
-        """Give up: abort the communicator; later calls raise this error, and `close` does unless it `is_told`."""
+    def fail(self, kind: type[CommError], reason: str, *, is_reported: bool = False) -> None:
+        """Abort the communicator; later calls raise this error, and `close` does unless it `is_reported`."""
         first = self._failure is None
         if first:
             self._failure = kind, reason
-            self._told = is_told
+            self._is_reported = is_reported
         self._over.set()
         if first:
-            self._tell(kind(reason))
+            self._notify(kind(reason))
 
     def check_usable(self, cause: BaseException | None = None) -> None:
         """Raise the failure, if there is one."""
         if self._failure is not None:
             kind, reason = self._failure
-            self._told = True
+            self._is_reported = True
             raise kind(reason) from cause
         if self._closed:
             raise CommAborted(f"{self.who}: this communicator is closed")
 
     def abort(self) -> None:
-        """Give up at the caller's request."""
+        """Abort at the caller's request."""
         self.fail(CommAborted, f"{self.who}: this communicator was aborted")
-        self._told = True
+        self._is_reported = True
 
-    def give_up(self, reason: str) -> None:
-        """Free the communicator in the background, and end its calls in flight; tells and waits for nobody."""
-        self._told = True
+    def abandon(self, reason: str) -> None:
+        """Free the communicator in the background, and end its calls in flight, without notices or waits."""
+        self._is_reported = True
         if self._closed:
             return
         if self._failure is None:
@@ -158,11 +158,11 @@ class Watch:
     def close(self, limit_s: float) -> None:
         """Free the communicator, once its calls have ended; raises the first failure that no call has raised."""
         self.leave(limit_s)
-        if self._failure is not None and not self._told:
+        if self._failure is not None and not self._is_reported:
             self.check_usable()
 
     def leave(self, limit_s: float) -> None:
-        """Free the communicator in any state, without waiting for ever. Also called when the process ends."""
+        """Free the communicator in any state, within a time limit. Also called when the process ends."""
         if self._closed:
             return
         atexit.unregister(self.leave)
@@ -177,7 +177,7 @@ class Watch:
     def _end(self) -> None:
         """Wait for the end, then free the communicator; on a thread, since freeing may wait for peers for ever.
 
-        The thread is started at once, since no thread can be started while the process ends.
+        The thread starts early, since none can be started while the process ends.
         """
         try:
             _work_beside(self._watchdog.device)
@@ -188,7 +188,7 @@ class Watch:
         deadline = time.monotonic() + 1
         while self.inside and time.monotonic() < deadline:
             time.sleep(0.001)
-        with self._looking:  # nobody may look from now on
+        with self._looking:  # no more looks from now on
             free = self._destroy if self._failure is None else self._abort
         if self.stuck:
             return
@@ -199,7 +199,7 @@ class Watch:
 
 
 class Watchdog:
-    """A thread that watches a communicator and those split off from it; it sleeps while nothing is in flight.
+    """A thread that watches a communicator and those split off from it; it sleeps while no call is in flight.
 
     Args:
         device: The device of the communicators.
@@ -218,34 +218,34 @@ class Watchdog:
             self.start(self._run).add_done_callback(self._ended)
 
     def discard(self, watch: Watch) -> None:
-        """Watch a communicator no longer; any thread may call this, and again."""
+        """Stop to watch a communicator; any thread may call this, more than once."""
         with suppress(ValueError):
             self._watches.remove(watch)
         self._busy.set()
 
     def _ended(self, thread: Future[Any]) -> None:
-        """Fail what is still to be watched, if the thread has ended by an error."""
+        """Fail the communicators that are still watched, if the thread has ended by an error."""
         exc = thread.exception()
         if exc is not None:
             for watch in tuple(self._watches):
                 reason = f"nobody watches this communicator: {type(exc).__name__}: {exc}"
                 watch.fail(CommError, f"{watch.who}: {reason}")
 
-    def give_up(self, reason: str) -> None:
-        """Give up all communicators; see `Watch.give_up`."""
+    def abandon(self, reason: str) -> None:
+        """Abandon all communicators; see `Watch.abandon`."""
         for watch in tuple(self._watches):
-            watch.give_up(reason)
+            watch.abandon(reason)
 
     def wake(self) -> None:
-        """Tell the thread that something is in flight."""
+        """Wake the thread, since a call is in flight."""
         if not self._busy.is_set():
             self._busy.set()
 
     def limited(self, task: Callable[[], Any], limit_s: float, who: str) -> Any:
-        """The result of `task`, a library call that has no time limit of its own.
+        """The result of `task`, a library call without a time limit.
 
         Raises:
-            CommTimeout: It takes longer than `limit_s`. It goes on, on a thread.
+            CommTimeout: It takes longer than `limit_s`. It continues on its thread.
         """
         try:
             return self.start(task).result(limit_s)
@@ -282,9 +282,9 @@ _RELAXED = 2
 
 
 def _work_beside(device: int) -> None:
-    """Make a device this thread's current one, and let the thread disturb no captures of other threads.
+    """Make a device current on this thread, and keep the thread from breaking captures of other threads.
 
-    A query of an event breaks a capture in global mode, which is PyTorch's default, unless the thread that asks
+    A query of an event breaks a capture in global mode, which is PyTorch's default, unless the querying thread
     has relaxed its own mode. CuPy does not offer that call.
     """
     use_device(device)

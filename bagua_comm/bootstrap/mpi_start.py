@@ -1,0 +1,243 @@
+"""The start of MPI within a time limit, and the world of its ranks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..comm import Communicator
+from ..errors import BootstrapError, CommError, CommTimeout, RankFailed
+from ..processes import this_host
+from ..topology import hosts
+from ..trace import NULL
+from ..transports import Transport
+from . import launchers, tcp_links
+from .environment import (
+    has_ulfm,
+    job,
+    number_of_links,
+    own_variables,
+    ranks_on_other_hosts,
+    set_mpi_variables,
+    under_mpi,
+)
+from .rank_exit import ExitHandler, exit_handler
+from .rendezvous import LOOK_S, JoinLog, Wait
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class _Fleet(Protocol):
+    def fail(self, reason: str) -> None:
+        """Notify the other processes that the program has failed here."""
+
+
+F = TypeVar("F", bound=_Fleet)
+
+_POLL_S = 0.001
+"""The interval between two checks whether other ranks have come."""
+
+
+def mpi_world(timeout_s: float, comm: MPI.Comm | None) -> tuple[Transport, list[int], str, ExitHandler]:
+    """Start MPI, and return a transport, the host label of each rank, a name for the records, the exit handler.
+
+    Collective.
+
+    Args:
+        timeout_s: The time limit of the start, and of later calls.
+        comm: The ranks of the world; if None, all that were started.
+
+    Raises:
+        BootstrapError: MPI cannot start, or finds fewer ranks than were started.
+        CommTimeout: MPI had started on all ranks, but one did not come in time.
+        RankFailed: A rank died meanwhile.
+    """
+    handler, log = _start_mpi(timeout_s, comm)
+    from mpi4py import MPI
+
+    from ..transports.mpi import MPITransport
+    from ..transports.mpi.world import first_beside
+
+    def gather_ranks() -> tuple[MPITransport, list[tuple[int, str, str]]]:
+        duplicate = _duplicate(comm or MPI.COMM_WORLD, Wait(log, timeout_s))
+        first = first_beside(duplicate)
+        transport = MPITransport(duplicate, timeout_s=timeout_s)
+        facts = Communicator([transport], tracer=NULL).allgather_object((first, this_host(), new_name()))
+        return transport, facts
+
+    try:
+        transport, facts = handler.limit(Wait(log, timeout_s + LOOK_S), gather_ranks)
+    except CommTimeout:
+        raise
+    except (MPI.Exception, CommError) as exc:
+        raise _lost_at_the_start(log, exc) from exc
+    # The label of a node is the number of its first rank.
+    firsts, machines, names = zip(*facts, strict=True)
+    return transport, hosts(firsts, machines), names[0], handler
+
+
+def new_name() -> str:
+    """Return a unique name for the folder of a job's flight records."""
+    return time.strftime(f"%Y%m%d-%H%M%S-{secrets.token_hex(3)}")
+
+
+def under_ulfm() -> bool:
+    """Whether this process was started with others that survive its death: by mpirun --with-ft ulfm."""
+    return under_mpi() and has_ulfm()
+
+
+def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
+    """Start MPI, and return the result of `first`, which all processes call once it has started.
+
+    Collective. If a process does not come in time, one prints a message that names it, and the job ends.
+
+    Raises:
+        BootstrapError: The world cannot be set up; see `connect`.
+        RankFailed: A process died before the others could go on without it.
+    """
+    handler, log = _start_mpi(timeout_s, None)
+    try:
+        # A process that joins later waits for as long as the others train; see `elastic.mpi.spawn`.
+        fleet = first() if job().recruiter else handler.limit(Wait(log, timeout_s + LOOK_S), first)
+    except CommError as exc:
+        raise _lost_at_the_start(log, exc) from exc
+    handler.abort.set_notify(fleet.fail)
+    return fleet
+
+
+def _start_mpi(timeout_s: float, comm: MPI.Comm | None) -> tuple[ExitHandler, JoinLog]:
+    """Start MPI, unless it runs, and check that it has found all ranks of the job. Collective."""
+    set_mpi_variables()
+    handler = exit_handler()
+    if handler.process != os.getpid():
+        raise BootstrapError(
+            f"connect: this process was forked from process {handler.process}, which is a rank; a forked child "
+            "cannot be a rank: start ranks with mpirun"
+        )
+    variables = own_variables()
+    log = JoinLog(variables, None if comm is None else _members(comm))
+    log.check_in()
+    launch = launchers.find(variables)
+    try:
+        mpi = _import_and_initialize(handler, log, timeout_s)
+    except (ImportError, RuntimeError) as exc:
+        raise BootstrapError(_why_there_is_no_mpi(launch, exc)) from exc
+    if comm is None and launch is not None:
+        complaint = launchers.complaint(launch, mpi.COMM_WORLD.Get_size(), _name_of(mpi))
+        if complaint:
+            raise BootstrapError(complaint)
+    return handler, log
+
+
+def _import_and_initialize(handler: ExitHandler, log: JoinLog, timeout_s: float) -> Any:
+    """Start MPI, unless it runs, and install the exit handler; returns `mpi4py.MPI`."""
+    import mpi4py
+
+    must_finalize = "mpi4py.MPI" not in sys.modules
+    if must_finalize:
+        # mpi4py would hold the GIL while MPI starts here, so that no thread could end a start that hangs.
+        settings = {"initialize": mpi4py.rc.initialize, "finalize": mpi4py.rc.finalize}
+        mpi4py.rc(initialize=False, finalize=False)
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc(**settings)
+        must_finalize = settings["finalize"] is not False
+    from mpi4py import MPI
+
+    handler.prepare(MPI, log, timeout_s)
+    if not MPI.Is_initialized():
+        library = handler.limit(Wait(log, timeout_s), lambda: _initialize(MPI))
+        if must_finalize:
+            handler.must_finalize(library)
+    handler.install()
+    return MPI
+
+
+def _initialize(mpi: Any) -> Any:
+    """Start MPI as mpi4py would, but let other threads run meanwhile; returns MPI's C interface."""
+    import mpi4py
+
+    settings = mpi4py.rc
+    level = getattr(mpi, f"THREAD_{settings.thread_level.upper()}") if settings.threads else mpi.THREAD_SINGLE
+    library = ctypes.CDLL(mpi.__file__)
+    granted = ctypes.c_int()
+    if library.MPI_Init_thread(None, None, level, ctypes.byref(granted)) != mpi.SUCCESS:
+        raise RuntimeError("MPI_Init_thread failed")
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)
+    if number_of_links() > 1 and ranks_on_other_hosts():
+        tcp_links.open_in_order(mpi.COMM_WORLD, number_of_links(), _POLL_S)
+    return library
+
+
+def _lost_at_the_start(log: JoinLog, error: Exception) -> RankFailed:
+    """The error for a rank that died, under ULFM, while MPI started; MPI's own does not always name the rank."""
+    return RankFailed(f"connect: {log.location()} lost another rank: {log.missing()} ({error})")
+
+
+def _why_there_is_no_mpi(launch: launchers.Launch | None, error: Exception) -> str:
+    """The message for an MPI that cannot be loaded."""
+    if launch is not None and importlib.util.find_spec("mpi4py") is None:
+        complaint = launchers.complaint(launch, 1, "")
+        if complaint:
+            return complaint
+    launcher = "mpirun" if launch is None else launch.launcher.name
+    return (
+        f"connect: {launcher} started this process, but mpi4py cannot load an MPI library: {error}; pip install "
+        "'bagua-comm[mpi]' brings one, or, at a site with an MPI of its own, "
+        f"{launchers.BUILD.format('that')}"
+    )
+
+
+def _name_of(mpi: Any) -> str:
+    """The name and version of an MPI library, as "Open MPI 5.0.11"."""
+    name, version = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def _members(comm: Any) -> list[int]:
+    """The ranks in MPI's world of a communicator's ranks.
+
+    Raises:
+        BootstrapError: `comm` cannot be a world.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Comm):
+        raise BootstrapError(
+            f"connect: comm is of type {type(comm).__name__}, expected a communicator of mpi4py (mpi4py.MPI.Comm)"
+        )
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        when = "has ended" if mpi.Is_finalized() else "has not started (call mpi4py.MPI.Init_thread before)"
+        raise BootstrapError(f"connect: comm is a communicator of mpi4py, but MPI {when}")
+    if comm == mpi.COMM_NULL:
+        raise BootstrapError(
+            "connect: comm is MPI.COMM_NULL: this rank is outside of that communicator, or it was freed; only "
+            "its ranks may connect"
+        )
+    if comm.Is_inter():
+        raise BootstrapError(
+            "connect: comm is an inter-communicator, expected one whose ranks form one group; Merge() makes one"
+        )
+    everyone = comm.Get_group().Translate_ranks(None, mpi.COMM_WORLD.Get_group())
+    return [rank for rank in everyone if rank != mpi.UNDEFINED]
+
+
+def _duplicate(original: Any, wait: Wait) -> Any:
+    """A duplicate of a communicator. Collective."""
+    comm, request = original.Idup()
+    while not request.Test():
+        complaint = wait.complaint()
+        if complaint is not None:
+            # MPI may still write the new communicator into this memory: never free it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((comm, request)))
+            raise CommTimeout(complaint)
+        time.sleep(_POLL_S)
+    return comm

@@ -1,0 +1,412 @@
+"""The exit of a rank: no other rank waits for one that has ended, whatever ended it.
+
+an uncaught exception    print it, then end all ranks (MPI_Abort)
+SIGTERM                  end child processes as well; mpirun then ends the other ranks
+the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import functools
+import io
+import os
+import signal
+import site
+import socket
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..comm import Communicator
+from ..errors import BaguaError, CommError
+from ..flight import explain
+from ..processes import mapped_files
+from .environment import has_ulfm, job, own_variables
+from .rendezvous import Deadline, JoinLog, Wait
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+EXIT_TIMEOUT_S = 10.0
+"""The time limit of MPI_Finalize where ranks may have died; after it, the process ends without MPI."""
+
+REPORT_DELAY_S, MAX_REPORT_DELAY_S = 0.3, 3.0
+"""Ranks that may have the same error report it one after the other: rank r waits r times the first number, and at
+most the second."""
+
+RECORDS_S = 1.0
+"""How long the rank that reports an error waits, at most, for the flight records of the other ranks."""
+
+
+@functools.lru_cache(maxsize=1)
+def exit_handler() -> ExitHandler:
+    """Return the exit handler of this process, which has one MPI and one set of hooks."""
+    return ExitHandler()
+
+
+def set_abort_group(everyone: MPI.Comm) -> None:
+    """Have an uncaught exception of this process end all processes of `everyone`, in place of MPI's world."""
+    exit_handler().abort.set_group(everyone)
+
+
+class Abort:
+    """Ends all ranks of the job, after one of them has printed the reason."""
+
+    def __init__(self) -> None:
+        self.log = JoinLog(own_variables())
+        self.mpi: Any = None
+        """The module `mpi4py.MPI`, once it is imported."""
+        self._group: MPI.Comm | None = None
+        """All processes of the job, if some of them are outside of MPI's world."""
+        self._notify: Callable[[str], None] | None = None
+
+    def prepare(self, mpi: Any, log: JoinLog) -> None:
+        """Use this module `mpi4py.MPI`, and this log of the ranks that connect."""
+        self.mpi, self.log = mpi, log
+
+    def set_group(self, group: MPI.Comm) -> None:
+        """End the processes of `group`, in place of MPI's world."""
+        self._group = group
+
+    def set_notify(self, notify: Callable[[str], None]) -> None:
+        """Call `notify(reason)` first: the other processes of a fleet may survive MPI_Abort."""
+        self._notify = notify
+
+    def with_message(self, message: str) -> None:
+        """Print a message, unless another rank has, and end all ranks."""
+        self.wait_for_turn()
+        self.print_once(message)
+        self.end_all(1, message)
+
+    def rank_name(self) -> str:
+        """Return the name of this rank in messages; its launcher may know of ranks that MPI does not find."""
+        world = self._group or self.mpi.COMM_WORLD
+        return self.log.name() if self._is_alone() else f"rank {world.Get_rank()} of {world.Get_size()}"
+
+    def wait_for_turn(self) -> None:
+        """Wait until it is this rank's turn to report an error."""
+        time.sleep(min(REPORT_DELAY_S * self.log.rank, MAX_REPORT_DELAY_S))
+
+    def print_once(self, message: str) -> None:
+        """Print a message, unless another rank of this host has."""
+        if self.log.is_reporter():
+            print(message, file=sys.stderr, flush=True)
+        else:
+            time.sleep(MAX_REPORT_DELAY_S)  # the reporter is about to end all ranks
+
+    def end_all(self, exit_code: int, reason: str = "an error") -> None:
+        """End all ranks, this one with `exit_code`."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        if self._notify is not None:
+            with suppress(Exception):
+                self._notify(reason)
+        mpi = self.mpi
+        if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and not self._is_alone():
+            (self._group or mpi.COMM_WORLD).Abort(exit_code)
+        os._exit(exit_code)  # MPI has not started; mpirun ends the other ranks
+
+    def _is_alone(self) -> bool:
+        """Whether this process is the only one of the job that MPI knows of."""
+        alone: bool = (self._group or self.mpi.COMM_WORLD).Get_size() == 1
+        return alone
+
+
+@dataclass(frozen=True)
+class Finalizer:
+    """Ends MPI at the end of the program, within a time limit where MPI_Finalize may hang."""
+
+    abort: Abort
+    library: Any
+    """MPI's C interface, if this library started MPI and must end it; else None."""
+    timeout_s: float
+    """The time limit of MPI_Finalize after an error."""
+
+    def run(self, *, orderly: bool, start_s: float) -> None:
+        """End MPI.
+
+        Args:
+            orderly: Whether all ranks have left their worlds without an error.
+            start_s: When this rank began to leave its worlds, by `time.monotonic`.
+        """
+        if has_ulfm():
+            # Once a rank has died, MPI_Finalize may hang, and so may MPI's destructors. mpirun requires neither.
+            if self.library is None:  # the user's mpi4py would call it, and wait for ever
+                self._within(ctypes.CDLL(self.abort.mpi.__file__), EXIT_TIMEOUT_S)
+            _end_without_destructors()
+        elif self.library is None:
+            return
+        elif orderly:
+            self.library.MPI_Finalize()
+        elif time.monotonic() - start_s >= self.timeout_s:
+            # The other ranks may compute for as long as they like; the user should know which of them run.
+            print(self.abort.log.note(self.timeout_s), file=sys.stderr, flush=True)
+            self.library.MPI_Finalize()
+        else:
+            self._within(self.library, self.timeout_s)
+
+    def _within(self, library: Any, limit_s: float) -> None:
+        """Call MPI_Finalize, and end the process if that takes longer than `limit_s`."""
+        message = (
+            f"{self.abort.log.location()}: MPI did not end within {limit_s:g} s after a rank or a call had "
+            "failed; this process ends without it"
+        )
+        deadline_s = time.monotonic() + limit_s
+        deadline = Deadline(lambda: message if time.monotonic() > deadline_s else None, self.abort.with_message)
+        try:
+            deadline.start()
+        except RuntimeError:  # from Python 3.12 on, no thread can be started at this point
+            faulthandler.dump_traceback_later(limit_s, exit=True)
+        library.MPI_Finalize()
+
+
+class ExitHandler:
+    """The hooks for the exit of this rank: for exceptions, SIGTERM and the end of the program."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.abort = Abort()
+        self._library: Any = None
+        self._timeout_s = 0.0
+        self._worlds: list[Communicator] = []
+        """The open ones."""
+        self._job = job()
+        self._rank = 0
+        self._orderly = True
+        """Whether all ranks have left, without an error, each world that this rank has left."""
+        self._hook: Callable[..., Any] = sys.__excepthook__
+        self._thread_hook: Callable[..., Any] = threading.__excepthook__
+        self._is_installed = False
+        self._earlier_error = _last_error()
+
+    def prepare(self, mpi: Any, log: JoinLog, timeout_s: float) -> None:
+        """Use this module `mpi4py.MPI`, this log of the ranks that connect, and this time limit at exit."""
+        self.abort.prepare(mpi, log)
+        self._timeout_s = timeout_s
+
+    def must_finalize(self, library: Any) -> None:
+        """Call MPI_Finalize of this C interface at exit."""
+        self._library = library
+
+    def limit(self, wait: Wait, body: Callable[[], T]) -> T:
+        """Return `body()`. If that takes longer than `wait` allows, end all ranks with a message."""
+        return Deadline(wait.complaint, self.abort.with_message).run(body)
+
+    # The open worlds --------------------------------------------------------------------------------
+
+    def add(self, world: Communicator) -> None:
+        """Add a world, which this rank leaves at the end of the program."""
+        self._worlds.append(world)
+
+    def discard(self, world: Communicator) -> None:
+        """Forget a world, if it is open."""
+        if world in self._worlds:
+            self._worlds.remove(world)
+
+    def leave(self, world: Communicator) -> None:
+        """Leave a world, if it is open, and notify the other ranks. Collective."""
+        if world not in self._worlds:
+            return
+        self._worlds.remove(world)
+        if self.abort.mpi.Is_finalized():
+            return
+        orderly, self._orderly = self._orderly, False
+        for transport in world.transports:
+            orderly &= transport.leave()
+        self._orderly = orderly
+        if not orderly:
+            world.flight.write(left="its program ended, or it closed its communicator")
+
+    # Exceptions and signals -------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Install the hooks, and record the start of this rank. MPI has started."""
+        if not self._is_installed:
+            world = self.abort.mpi.COMM_WORLD
+            self._job.prepare()
+            self._rank = world.Get_rank()
+            shared = mapped_files("/dev/shm/") if self._job.folder is not None else []
+            self._job.record("start", rank=self._rank, size=world.Get_size(), shared=shared)
+        if sys.excepthook != self._on_exception:
+            self._hook, sys.excepthook = sys.excepthook, self._on_exception
+        if threading.excepthook != self._on_thread_exception:
+            self._thread_hook, threading.excepthook = threading.excepthook, self._on_thread_exception
+        if self._is_installed:
+            return
+        self._is_installed = True
+        atexit.register(self._on_exit)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+            os.register_at_fork(after_in_child=self._restore_sigterm)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != self.process:
+            self._hook(kind, error, trace)
+            return
+        # torch.distributed's hook, which calls this one, redirects stderr to print the text after this returns.
+        lasting = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
+        with redirect_stderr(lasting):
+            self._report(error, trace, lambda: self._hook(kind, error, trace), self._hook is sys.__excepthook__)
+            self.abort.end_all(130 if issubclass(kind, KeyboardInterrupt) else 1, _text(error))
+
+    def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
+        error, trace, thread = args.exc_value, args.exc_traceback, args.thread
+        harmless = thread is not None and thread.daemon and not isinstance(error, BaguaError)
+        if (
+            os.getpid() != self.process
+            or error is None
+            or isinstance(error, SystemExit)
+            or (harmless and not _refers_to_a_communicator(trace))
+        ):
+            self._thread_hook(args)
+            return
+        self._report(error, trace, lambda: self._thread_hook(args), self._thread_hook is threading.__excepthook__)
+        self.abort.end_all(1, _text(error))
+
+    def _report(
+        self, error: BaseException, trace: TracebackType | None, show: Callable[[], object], is_default: bool
+    ) -> None:
+        """Record an error. Print one of this library briefly and once, and any other by `show`."""
+        self._record_error(error)
+        name = self.abort.rank_name()
+        if isinstance(error, BaguaError) and is_default and os.environ.get("BAGUA_TRACEBACK", "") in ("", "0"):
+            self.abort.wait_for_turn()
+            self.abort.print_once(
+                f"{name} on {socket.gethostname()}: {_text(error)}\n{_where(trace)}"
+                f"{self._explanation(error)}  (BAGUA_TRACEBACK=1 shows the traceback)"
+            )
+            return
+        self._write_flight_record(error)
+        print(f"{name}:", file=sys.stderr, flush=True)
+        show()
+
+    def _explanation(self, error: BaseException) -> str:
+        """The diagnosis of the error from all ranks' flight records; empty if no call has failed."""
+        if not isinstance(error, CommError):
+            self._write_flight_record(error)
+            return ""
+        texts = [explain(world.flight, RECORDS_S) for world in self._worlds[-1:]]
+        return "".join(f"  {line}\n" for text in texts for line in text.splitlines())
+
+    def _write_flight_record(self, error: BaseException) -> None:
+        """Write the flight record of this rank, which leaves because of an error outside of calls."""
+        for world in self._worlds[-1:]:
+            world.flight.write(left=_text(error))
+
+    def _record_error(self, error: BaseException) -> None:
+        """Record an error, and whether it is due to other ranks, in the record of the job."""
+        chain: list[BaseException] = []
+        each: BaseException | None = error
+        while each is not None and each not in chain:
+            chain.append(each)
+            each = each.__cause__ or each.__context__
+        due_to_others = any(isinstance(each, CommError) for each in chain)
+        facts = {"error": type(error).__name__, "text": str(error)[:500], "due_to_others": due_to_others}
+        self._job.record("error", rank=self._rank, **facts)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """End this process as the default action would, and its children with it."""
+        for world in self._worlds[-1:]:
+            world.flight.write()  # often mpirun has sent it, because another rank failed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # mpirun gives each rank a process group of its own.
+        if os.getpgrp() == self.process == os.getpid():
+            os.killpg(self.process, signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _restore_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    # The end of the program -------------------------------------------------------------------------
+
+    def _on_exit(self) -> None:
+        """Leave the open worlds, and end MPI if this library started it."""
+        if os.getpid() != self.process:
+            return
+        error = _last_error()
+        failed = error is not None and error is not self._earlier_error and sys.excepthook != self._on_exception
+        if error is not None and failed:
+            self._record_error(error)
+        else:
+            self._job.record("exit", rank=self._rank)
+        if self.abort.mpi.Is_finalized():
+            return
+        if error is not None and failed:
+            # Another hook has printed it without calling ours.
+            text = f"{self.abort.rank_name()} ended with {type(error).__name__}, and all ranks with it"
+            print(text, file=sys.stderr, flush=True)
+            self.abort.end_all(1, _text(error))
+        start_s = time.monotonic()
+        for world in list(self._worlds):
+            with suppress(CommError):
+                self.leave(world)
+        from ..transports.mpi.time_limit import BlockedCall
+
+        if any(isinstance(thread, BlockedCall) for thread in threading.enumerate()):
+            # A call that timed out still waits inside MPI, which cannot end before it returns.
+            name = self.abort.log.location()
+            self.abort.print_once(f"{name} ended while a call of MPI waits for another rank, so all ranks end")
+            self.abort.end_all(1)
+        self._restore_sigterm()  # Python calls no signal handler while MPI ends
+        Finalizer(self.abort, self._library, self._timeout_s).run(orderly=self._orderly, start_s=start_s)
+
+
+def _end_without_destructors() -> None:
+    """Have the process end as soon as Python has, with its exit code: no library's destructors run."""
+    with suppress(AttributeError, OSError):  # not every C library has on_exit
+        library = ctypes.CDLL(None)
+        library.on_exit(library._exit, None)
+        library.fflush(None)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _last_error() -> BaseException | None:
+    """The exception that ended the main thread, if there is one."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
+
+
+def _refers_to_a_communicator(trace: TracebackType | None) -> bool:
+    """Whether a name in the code that failed is bound to a communicator."""
+    for frame, _ in traceback.walk_tb(trace):
+        code = frame.f_code
+        for name in (*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars):
+            if isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), Communicator):
+                return True
+    return False
+
+
+def _where(trace: TracebackType | None) -> str:
+    """The line of the user's program where an error happened."""
+    installed = tuple(
+        {site.getusersitepackages(), *sysconfig.get_paths().values()} - {sysconfig.get_path("data")}
+    )
+    frames = [
+        (frame.f_code.co_filename.startswith(("<frozen", *installed)), summary)
+        for (frame, _), summary in zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("bagua_comm", "bagua_torch")
+    ]
+    if not frames:
+        return ""
+    # The deepest frame of the program itself; if it has none, the deepest of its caller.
+    _, line = max(enumerate(frames), key=lambda item: (not item[1][0], item[0]))[1]
+    return f"  {line.filename}:{line.lineno}, in {line.name}: {line.line}\n"

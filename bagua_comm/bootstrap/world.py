@@ -1,0 +1,102 @@
+"""The communicator that `connect` makes, and the default communicator of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..comm import Communicator
+from ..errors import BootstrapError
+from ..transports import Transport
+from .rank_exit import ExitHandler
+
+
+class World(Communicator):
+    """The communicator that `connect` makes. It is the default communicator until it is closed."""
+
+    def __init__(
+        self, transports: Sequence[Transport], *, exit_handler: ExitHandler | None, **settings: Any
+    ) -> None:
+        super().__init__(transports, **settings)
+        self._exit_handler = exit_handler
+        if exit_handler is not None:
+            exit_handler.add(self)
+
+    def shrink(self) -> Communicator:
+        """See `Communicator.shrink`. The result replaces this communicator as the default."""
+        survivors = super().shrink()
+        if self._exit_handler is not None:
+            self._exit_handler.discard(self)
+        _default.replace(self, survivors)
+        return survivors
+
+    def _survivors(self, transports: Sequence[Transport], **settings: Any) -> Communicator:
+        return World(transports, exit_handler=self._exit_handler, **settings)
+
+    def close(self) -> None:
+        """Free the resources of this communicator. Collective."""
+        if self.guard.closed or not self.guard.is_of_this_process:
+            return
+        _default.replace(self, None)
+        if self._exit_handler is not None:
+            self._exit_handler.leave(self)
+        super().close()
+
+
+class _Default:
+    """The default communicator of this process."""
+
+    def __init__(self) -> None:
+        self.world: Communicator | None = None
+        """The communicator that `connect` made last, unless it is closed."""
+        self._implicit: Communicator | None = None
+        """The communicator that `default` made, if it made one."""
+
+    def set(self, world: Communicator) -> None:
+        """Make `world` the default communicator."""
+        self.world = world
+
+    def replace(self, world: Communicator, successor: Communicator | None) -> None:
+        """Replace `world` by `successor`, if `world` is the default communicator."""
+        if self.world is world:
+            self.world = successor
+
+    def connect_implicitly(self, connect: Callable[[], Communicator]) -> Communicator:
+        """Return `connect()`, and let a later `connect` of the program replace it. Collective."""
+        self._implicit = connect()
+        return self._implicit
+
+    def is_explicit(self) -> bool:
+        """Whether the program itself has made the default communicator, in this process."""
+        return self.world is not None and self.world.guard.is_of_this_process and self.world is not self._implicit
+
+
+_default = _Default()
+
+
+def set_default(world: Communicator) -> None:
+    """Make `world` the default communicator of this process."""
+    _default.set(world)
+
+
+def current() -> Communicator | None:
+    """Return the communicator that `connect` made last; None if it is closed, or there is none."""
+    return _default.world
+
+
+def default_or(connect: Callable[[], Communicator]) -> Communicator:
+    """Return the default communicator; without one, `connect()`, which a later `connect` may replace.
+
+    Collective, if it connects.
+    """
+    return _default.world if _default.world is not None else _default.connect_implicitly(connect)
+
+
+def refuse_a_second_world() -> None:
+    """Raise `BootstrapError` if the communicator that `connect` made last is open."""
+    if _default.is_explicit():
+        raise BootstrapError(
+            "connect: this process is connected already. bagua_comm.default() returns the communicator, and its "
+            "dup() makes another one of the same ranks; close() it, or leave its `with` block, to connect anew. "
+            "connect(comm=mpi4py.MPI.COMM_WORLD) makes another world with other settings"
+        )

@@ -1,6 +1,0 @@
-"""The former name of `bagua_comm.averages`; it goes in the next release."""
-
-from .averages import quantized as averages
-from .former import former_name_of
-
-__getattr__ = former_name_of(averages, "bagua_comm.collectives")

@@ -1,0 +1,124 @@
+"""The array arguments of calls: conversion, checks, and outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import arrays, refusals
+from ..arrays import Array, as_array
+from ..errors import ArrayError, UnsupportedError
+from ..transports.base import Transport
+
+EMPTY: Array = np.empty(0, np.uint8)
+"""The array of calls that take none."""
+
+
+class Output(NamedTuple):
+    """Where the result of a call goes."""
+
+    out: Any
+    """The `out` argument; None if none was given."""
+    value: Array
+    """`out` as an array; a new array if none was given."""
+    target: Array
+    """The array that the transport fills: `value` if that is contiguous, else a contiguous copy."""
+
+
+NO_OUTPUT = Output(None, EMPTY, EMPTY)
+
+
+def as_argument(call: str, name: str, x: Any) -> Array:
+    """View argument `name` of `call` as an array.
+
+    Raises:
+        UnsupportedError: It is not an array.
+    """
+    try:
+        return as_array(x)
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"{call}: {name}: {exc}") from exc
+
+
+def transport_for(transports: Sequence[Transport], call: str, name: str, x: Array) -> Transport:
+    """Return the first transport that moves `x`, argument `name` of `call`.
+
+    Raises:
+        UnsupportedError: No transport moves such arrays.
+    """
+    if not arrays.is_movable(x.dtype):
+        raise UnsupportedError(
+            f"{call}: {name} has dtype {x.dtype}, expected integers, floats, bool or complex in native byte "
+            f"order; {refusals.of_dtype(x.dtype)}"
+        )
+    for transport in transports:
+        if transport.moves(x):
+            return transport
+    names = ", ".join(transport.name for transport in transports)
+    raise UnsupportedError(
+        f"{call}: {name} is a {arrays.library(x)} array, but this communicator's transports ({names}) do not "
+        "move such arrays"
+    )
+
+
+def resolve_output(
+    call: str, name: str, out: Any | None, shape: tuple[int, ...], like: Array, *, any_shape: bool = False
+) -> Output:
+    """Return the output of `call`: `out`, or a new array of `shape` if it is None.
+
+    With `any_shape`, an `out` of any shape with the same number of elements will do.
+
+    Raises:
+        ArrayError: `out` does not fit the shape, or `like` in dtype and library, or cannot be written to.
+        UnsupportedError: `out` is not an array.
+    """
+    if out is None:
+        target = arrays.empty(shape, like.dtype, like=like)
+        return Output(None, target, target)
+    value = out if type(out) is type(like) else as_argument(call, name, out)
+    fits = value.size == math.prod(shape) if any_shape else value.shape == shape
+    if not fits:
+        wanted = f"{math.prod(shape)} elements" if any_shape else f"{shape}"
+        raise ArrayError(f"{call}: {name} has shape {value.shape}, expected {wanted}")
+    if value.dtype != like.dtype:
+        raise ArrayError(f"{call}: {name} has dtype {value.dtype}, expected {like.dtype}")
+    if type(value) is not type(like) and arrays.library(value) != arrays.library(like):
+        raise ArrayError(f"{call}: {name} is a {arrays.library(value)} array, expected {arrays.library(like)}")
+    check_writable(call, name, out, value)
+    target = value if arrays.is_contiguous(value) else arrays.empty(value.shape, value.dtype, like=value)
+    return Output(out, value, target)
+
+
+def check_writable(call: str, name: str, x: object, value: Array) -> None:
+    """Raise `ArrayError` unless `value`, the array of argument `x`, can be written to."""
+    if isinstance(x, np.generic) or (isinstance(value, np.ndarray) and not value.flags.writeable):
+        raise ArrayError(f"{call}: {name} {refusals.of_target(x)}")
+    if 0 in value.strides and arrays.repeats(value):
+        raise ArrayError(f"{call}: {name} has several elements in one place of memory; pass a copy of it")
+
+
+def check_mutable(call: str, name: str, x: object, value: Array) -> None:
+    """Raise `ArrayError` if arrays of the type of `x` are always read-only: no rank could receive into one."""
+    read_only = isinstance(value, np.ndarray) and not value.flags.writeable
+    if isinstance(x, np.generic) or (read_only and not isinstance(x, np.ndarray)):
+        raise ArrayError(f"{call}: {name} {refusals.of_target(x)}")
+
+
+def check_apart(call: str, written: Sequence[Array], read: Sequence[Array]) -> None:
+    """Raise `ArrayError` if an array that is written to overlaps another array."""
+    extents = [(*arrays.extent(x), True) for x in written if x.size]
+    extents += [(*arrays.extent(x), False) for x in read if x.size]
+    end_of_all = end_of_written = 0
+    for start, end, is_written in sorted(extents):
+        if start < (end_of_all if is_written else end_of_written):
+            raise ArrayError(f"{call}: an array that is written to overlaps another array")
+        end_of_all = max(end_of_all, end)
+        end_of_written = max(end_of_written, end) if is_written else end_of_written
+
+
+def is_same(a: Array, b: Array) -> bool:
+    """Whether two arrays are views of the same elements in the same order."""
+    return a is b or (arrays.extent(a) == arrays.extent(b) and a.strides == b.strides)

@@ -1,0 +1,326 @@
+"""Collectives on arrays of equal size: reductions, broadcast, allgather, alltoall, barrier."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy.typing as npt
+
+from .. import arrays
+from ..arrays import A, AnyArray, Array, Elements, Op, S, as_real, parts
+from ..errors import ArrayError
+from .arguments import EMPTY, check_mutable, check_writable
+from .base import CommBase
+from .call import Call
+from .prepared import run_if_known
+
+
+class Collectives(CommBase):
+    """Collectives on arrays of equal size."""
+
+    def allreduce(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
+        """Reduce `x` over all ranks, to the same bytes on every rank.
+
+        Collective. `x` has the same shape and dtype on every rank. `out` may be `x`.
+
+        Args:
+            x: The array of this rank.
+            out: Where to put the result.
+            op: "sum", "avg", "prod", "min", "max"; also "band", "bor", "bxor" for integers. Integers are averaged
+                in 64 bits, and truncated towards zero. float16 and bfloat16 are reduced in float32. Complex
+                numbers have "sum", "avg" and, in host arrays, "prod".
+            timeout_s: The time limit of this call, in seconds; the communicator's `timeout_s` if None.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.allreduce(np.array([1.0, comm.rank]), op="avg"))
+        [array([1. , 0.5]), array([1. , 0.5])]
+        """
+        repeated: A | None = run_if_known(self, "allreduce", (op,), x, out, timeout_s)
+        if repeated is not None:
+            return repeated
+        call = Call(self, "allreduce", x, op=op, timeout_s=timeout_s)
+        call.check_reduction(op)
+        call.writes_to(out, call.x.shape)
+        call.in_place()
+        call.contiguous()
+        transport = call.transport
+        call.run_and_cache(lambda x, out: transport.allreduce(as_real(x, op), as_real(out, op), op), op)
+        result: A = call.result
+        return result
+
+    def reduce(
+        self, x: A, out: A | None = None, *, root: int, op: Op = "sum", timeout_s: float | None = None
+    ) -> A | None:
+        """Reduce `x` over all ranks; return the result on `root`, and None on the others.
+
+        Collective. `x` has the same shape and dtype on every rank. Only `root` uses `out`, which
+        may be `x`. For `op` see `allreduce`.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, `root` is not a rank, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+        """
+        root = self._check_peer("reduce", "root", root)
+        at_root = self.rank == root
+        repeated: A | None = run_if_known(self, "reduce", (op, root), x, out, timeout_s)
+        if repeated is not None:
+            return repeated if at_root else None
+        call = Call(self, "reduce", x, op=op, root=root, timeout_s=timeout_s)
+        call.check_reduction(op)
+        transport = call.transport
+        if not at_root:
+            call.contiguous()
+            call.run_and_cache(
+                lambda x, _: transport.reduce(as_real(x, op), None, root, op), op, root, fills="nothing"
+            )
+            return None
+        call.writes_to(out, call.x.shape)
+        call.in_place()
+        call.contiguous()
+        call.run_and_cache(lambda x, out: transport.reduce(as_real(x, op), as_real(out, op), root, op), op, root)
+        result: A = call.result
+        return result
+
+    def broadcast(self, x: A, *, root: int, timeout_s: float | None = None) -> A:
+        """Copy `x` of `root` into `x` of every other rank, and return it.
+
+        Collective. `x` has the same shape and dtype on every rank.
+
+        Raises:
+            ArrayError: `root` is not a rank, or `x` cannot be written to.
+            UnsupportedError: No transport takes such an array.
+        """
+        root = self._check_peer("broadcast", "root", root)
+        if run_if_known(self, "broadcast", (root,), x, None, timeout_s) is not None:
+            return x
+        call = Call(self, "broadcast", x, root=root, timeout_s=timeout_s)
+        value = call.x
+        check = check_mutable if self.rank == root else check_writable
+        check("broadcast", "x", x, value)
+        call.contiguous()
+        call.sends(call.x if self.rank == root else None)
+        call.target, transport = call.x, call.transport
+        call.run_and_cache(lambda x, _: transport.broadcast(x, root), root, fills="x")
+        if call.x is not value and self.rank != root:
+            value[...] = call.x
+        return x
+
+    @overload
+    def allgather(self, x: AnyArray, out: A, *, timeout_s: float | None = None) -> A: ...
+
+    @overload
+    def allgather(
+        self, x: Elements[S], out: None = None, *, timeout_s: float | None = None
+    ) -> npt.NDArray[S]: ...
+
+    @overload
+    def allgather(self, x: A, out: None = None, *, timeout_s: float | None = None) -> A: ...
+
+    def allgather(self, x: Any, out: Any = None, *, timeout_s: float | None = None) -> Any:
+        """Gather `x` of all ranks on every rank: row r of the result is that of rank r.
+
+        Collective. `x` has the same shape and dtype on every rank; the result has shape `(p, *x.shape)`.
+        `out` may have any shape with that many elements. `x` may be this rank's row of `out`.
+
+        Raises:
+            ArrayError: `out` does not fit.
+            UnsupportedError: No transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.allgather(np.array([comm.rank, 7])))[0]
+        array([[0, 7], [1, 7]])
+        """
+        shape = None if out is None else getattr(out, "shape", "unknown")
+        result = run_if_known(self, "allgather", (shape,), x, out, timeout_s)
+        if result is not None:
+            return result
+        call = Call(self, "allgather", x, timeout_s=timeout_s)
+        call.writes_to(out, (self.size, *call.x.shape), any_shape=True)
+        call.contiguous()
+        call.check_overlap(arrays.rows(call.target, self.size)[self.rank])
+        call.run_and_cache(call.transport.allgather, shape)
+        return call.result
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: AnyArray,
+        out: A,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> A: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: Elements[S],
+        out: None = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> npt.NDArray[S]: ...
+
+    @overload
+    def reduce_scatter(
+        self,
+        x: A,
+        out: None = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> A: ...
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        op: Op = "sum",
+        counts: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Reduce `x` over all ranks and keep this rank's chunk.
+
+        Collective. `x` has shape (p * m, ...) on every rank; the result, (m, ...), is chunk `rank`. With `counts`
+        the chunks may differ: `x` has sum(counts) elements, and the result, (counts[rank],), is chunk `rank`.
+
+        Args:
+            x: The array of this rank.
+            out: Where to put the result; may be this rank's chunk of `x`. With `counts`, it may have any shape
+                with that many elements.
+            op: See `allreduce`.
+            counts: Numbers of elements that the ranks keep, (p,), the same on every rank; equal ones if None.
+            timeout_s: See `allreduce`.
+
+        Raises:
+            ArrayError: `x` does not split evenly or has not sum(counts) elements, `out` does not fit, or `op`
+                is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(2, lambda comm: comm.reduce_scatter(np.arange(4.0)))
+        [array([0., 2.]), array([4., 6.])]
+        """
+        if counts is None:
+            result = run_if_known(self, "reduce_scatter", (op,), x, out, timeout_s)
+            if result is not None:
+                return result
+        call = Call(self, "reduce_scatter", x, op=op, timeout_s=timeout_s)
+        call.check_reduction(op)
+        if counts is None:
+            shape = (self._even_chunk("reduce_scatter", call.x), *call.x.shape[1:])
+            chunks = [math.prod(shape)] * self.size
+        else:
+            chunks = call.detail["counts"] = self._check_counts("reduce_scatter", "counts", counts, call.x)
+            shape = (chunks[self.rank],)
+        call.writes_to(out, shape, any_shape=counts is not None)
+        call.contiguous()
+        call.check_overlap(parts(call.x, chunks)[self.rank])
+        transport = call.transport
+        if counts is None:
+            call.run_and_cache(lambda x, out: transport.reduce_scatter(as_real(x, op), as_real(out, op), op), op)
+            return call.result
+        real, target = as_real(call.x, op), as_real(call.target, op)
+        width = 1 if real is call.x else 2
+        call.run(lambda *_: transport.reduce_scatterv(real, target, [width * count for count in chunks], op))
+        return call.result
+
+    def scan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A:
+        """Reduce `x` of ranks 0 to `rank`, this one included.
+
+        Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
+        "avg" is the average of rank + 1 arrays.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.scan(np.array([1, comm.rank])))
+        [array([1, 0]), array([2, 1]), array([3, 3])]
+        """
+        result: A = self._prefix("scan", x, out, op, timeout_s)
+        return result
+
+    def exscan(self, x: A, out: A | None = None, *, op: Op = "sum", timeout_s: float | None = None) -> A | None:
+        """Reduce `x` of the ranks before this one, 0 to rank - 1.
+
+        Collective. `x` has the same shape and dtype on every rank. `out` may be `x`. For `op` see `allreduce`;
+        "avg" is the average of `rank` arrays. Rank 0 has no ranks before it: it returns `out` unchanged, or
+        None. Pass zeros as `out` to get zero on rank 0.
+
+        Raises:
+            ArrayError: `out` does not fit `x`, or `op` is unknown.
+            UnsupportedError: No such reduction for this dtype, or no transport takes such an array.
+
+        >>> import numpy as np
+        >>> from bagua_comm.testing import run_ranks
+        >>> run_ranks(3, lambda comm: comm.exscan(np.array(10 + comm.rank), out=np.array(0)))   # where mine begin
+        [array(0), array(10), array(21)]
+        """
+        result: A | None = self._prefix("exscan", x, out, op, timeout_s)
+        return result
+
+    def _prefix(self, name: str, x: Any, out: Any, op: Op, timeout_s: float | None) -> Any:
+        """The body of `scan` and `exscan`."""
+        call, exclusive = Call(self, name, x, op=op, timeout_s=timeout_s), name == "exscan"
+        call.check_reduction(op)
+        call.writes_to(out, call.x.shape)
+        call.in_place()
+        call.contiguous()
+        scan = call.transport.scan
+        call.run(lambda x, target: scan(as_real(x, op), as_real(target, op), op, exclusive=exclusive))
+        return out if exclusive and self.rank == 0 else call.result
+
+    def alltoall(self, x: A, out: A | None = None, *, timeout_s: float | None = None) -> A:
+        """Send chunk j of `x` to rank j; chunk i of the result comes from rank i.
+
+        Collective. `x` has shape (p * m, ...) on every rank, and so has the result. `out` may be `x`.
+
+        Raises:
+            ArrayError: `x` does not split evenly, or `out` does not fit.
+            UnsupportedError: No transport takes such an array.
+        """
+        repeated: A | None = run_if_known(self, "alltoall", (), x, out, timeout_s)
+        if repeated is not None:
+            return repeated
+        call = Call(self, "alltoall", x, timeout_s=timeout_s)
+        self._even_chunk("alltoall", call.x)
+        call.writes_to(out, call.x.shape)
+        call.in_place()
+        call.contiguous()
+        call.run_and_cache(call.transport.alltoall)
+        result: A = call.result
+        return result
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Wait until every rank has called it.
+
+        Collective.
+        """
+        if run_if_known(self, "barrier", (), EMPTY, None, timeout_s) is None:
+            call = Call(self, "barrier", timeout_s=timeout_s)
+            host = self.host
+            call.run_and_cache(lambda *_: host.barrier(), fills="nothing")
+
+    def _even_chunk(self, call: str, x: Array) -> int:
+        """Return the length of a rank's chunk of `x`; raise unless chunks are equal."""
+        if x.ndim == 0 or x.shape[0] % self.size:
+            raise ArrayError(
+                f"{call}: x has shape {x.shape}, expected a first dimension divisible by {self.size} ranks"
+            )
+        return int(x.shape[0]) // self.size

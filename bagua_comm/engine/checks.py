@@ -1,0 +1,76 @@
+"""Checks of an engine's plan, algorithm and state, with the same outcome on all ranks."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..algorithms.base import Algorithm, check_size, with_defaults
+from ..bucket import Plan
+from ..comm import Communicator
+from ..errors import ArrayError, CommMismatch
+
+T = TypeVar("T")
+
+
+def check_fit(algorithm: Algorithm, plan: Plan, size: int) -> None:
+    """Raise unless the algorithm can exchange the tensors of `plan` over `size` ranks.
+
+    Raises:
+        ArrayError: It does not support this number of ranks.
+        UnsupportedError: It cannot exchange the dtype of a tensor; the message names the tensor.
+    """
+    for bucket in plan.buckets:
+        try:
+            with_defaults(algorithm).check(bucket.dtype)
+        except TypeError as exc:
+            names = ", ".join(repr(tensor.name) for tensor in bucket.tensors[:3])
+            raise type(exc)(f"tensor {names}: {exc}") from exc
+    check_size(algorithm, size)
+
+
+def check_same_training(comm: Communicator, plan: Plan, algorithm: Algorithm) -> str:
+    """Raise unless all ranks have this plan and this algorithm; return a new token, the same on all ranks.
+
+    Collective.
+
+    Raises:
+        CommMismatch: They differ.
+    """
+    mine = (plan.digest(), repr(algorithm))
+    rows = comm.allgather_object((mine, new_token()))
+    for rank, (other, _) in enumerate(rows):
+        if other != mine:
+            what = "plan" if other[0] != mine[0] else "algorithm"
+            raise CommMismatch(
+                f"rank {comm.rank} and rank {rank} have different {what}s: "
+                + (f"{mine[1]} and {other[1]}" if what == "algorithm" else "the tensors differ")
+            )
+    token: str = rows[0][1]
+    return token
+
+
+def check_on_all_ranks(comm: Communicator, check: Callable[[], T]) -> list[T]:
+    """Return the results of `check` on all ranks; an error on one rank is an ArrayError on all.
+
+    Collective.
+    """
+    outcome: tuple[T | None, str | None] = (None, None)
+    cause: Exception | None = None
+    try:
+        outcome = (check(), None)
+    except ArrayError as exc:
+        outcome, cause = (None, str(exc)), exc
+    except Exception as exc:  # if it were raised here, the other ranks would wait for this one
+        outcome, cause = (None, f"the state cannot be read: {exc!r}"), exc
+    outcomes: list[Any] = comm.allgather_object(outcome)
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem is not None:
+            raise ArrayError(f"load_state_dict: rank {rank}: {problem}") from cause
+    return [value for value, _ in outcomes]
+
+
+def new_token() -> str:
+    """A random string that identifies a training run."""
+    return secrets.token_hex(8)

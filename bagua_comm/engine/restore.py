@@ -1,0 +1,136 @@
+"""The state of an engine's algorithm: saved, checked on all ranks, and loaded, also into another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..algorithms.base import Algorithm, Combinator, Payload, State, phase_of, phases_of
+from ..algorithms.state import (
+    Saved,
+    StateHeader,
+    check_nothing_lost,
+    check_tensors,
+    check_together,
+    checksum,
+    load_state,
+    read_header,
+    save_state,
+)
+from ..bucket import Bucket
+from ..comm import Communicator
+from ..errors import ArrayError
+from .checks import check_on_all_ranks, new_token
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint that all ranks have checked, and the states to load it into."""
+
+    training: str
+    """A new token of the training run, the same on all ranks."""
+    header: StateHeader
+    states: list[State]
+    continues: bool
+    """Whether its phase continues; else the phase ends at FORWARD, and nothing is loaded."""
+
+
+def save_states(buckets: Iterable[Bucket], states: Iterable[State]) -> Saved:
+    """Copy the state of each bucket, by tensor name."""
+    saved: Saved = {}
+    for bucket, state in zip(buckets, states, strict=True):
+        saved.update(save_state(bucket, state))
+    return saved
+
+
+def load_states(buckets: Iterable[Bucket], states: Iterable[State], saved: Mapping[str, Any]) -> None:
+    """Copy what `save_states` returned into the states of these buckets."""
+    for bucket, state in zip(buckets, states, strict=True):
+        load_state(bucket, state, saved)
+
+
+def make_state_dict(header: StateHeader, training: str, algorithm: Algorithm, tensors: Saved) -> dict[str, Any]:
+    """The dictionary that `Engine.state_dict` returns."""
+    digest = header.digest(training, algorithm, tensors)
+    return {
+        **header._asdict(),
+        "digest": digest,
+        "checksum": checksum(*header, digest, saved=tensors),
+        "tensors": tensors,
+    }
+
+
+def check_state_dict(
+    comm: Communicator,
+    algorithm: Algorithm,
+    buckets: Mapping[Payload, Sequence[Bucket]],
+    names: Sequence[str],
+    saved: Mapping[str, Any],
+) -> Checkpoint:
+    """Check on all ranks that `saved` can be loaded, and make the states for it.
+
+    Collective.
+
+    Args:
+        comm: The communicator of an idle lane.
+        algorithm: The algorithm of the engine.
+        buckets: Its buckets, by payload.
+        names: The tensors of its current phase.
+        saved: The result of `Engine.state_dict`.
+
+    Raises:
+        ArrayError: On all ranks alike; see `Engine.load_state_dict`.
+    """
+    rows = check_on_all_ranks(comm, lambda: (read_header(saved, algorithm, names), saved["digest"], new_token()))
+    header, _, _ = rows[comm.rank]
+    check_together(algorithm, [(theirs, digest) for theirs, digest, _ in rows])
+    phase = phase_of(algorithm, header.phase_began)
+    continues = repr(phase_of(algorithm, header.step)) == header.phase
+    states = [phase.init(bucket, comm) for bucket in buckets[phase.payload]]
+    pairs = list(zip(buckets[phase.payload], states, strict=True)) if continues else []
+    check_on_all_ranks(comm, lambda: check_tensors(phase, pairs, header, saved, rank=comm.rank, size=comm.size))
+    return Checkpoint(rows[0][2], header, states, continues)
+
+
+# Another plan -----------------------------------------------------------------------------------------------
+
+
+def check_same_types(old: Algorithm, new: Algorithm) -> None:
+    """Raise unless `new` is `old` with other settings, in all phases.
+
+    Raises:
+        ArrayError: It is another algorithm.
+    """
+    if [_types_of(phase) for phase in phases_of(new)] != [_types_of(phase) for phase in phases_of(old)]:
+        raise ArrayError(f"replan: algorithm is {new}, expected {old} with other settings")
+
+
+def phase_to_continue(algorithm: Algorithm, current: Algorithm, *, began: int, step: int) -> tuple[int, bool]:
+    """The step in which the phase of an algorithm with new settings began, and whether it is the current one.
+
+    If it is another phase, that one begins in this step.
+    """
+    continues = _types_of(phase_of(algorithm, began)) == _types_of(current)
+    return (began if continues else step), continues
+
+
+def _types_of(phase: Algorithm) -> tuple[Any, ...]:
+    """The types of an algorithm and of those inside it, whatever their settings."""
+    inner = _types_of(phase.algorithm) if isinstance(phase, Combinator) else ()
+    return (type(phase), phase.payload, *inner)
+
+
+def make_states(
+    phase: Algorithm, buckets: Sequence[Bucket], comm: Communicator, saved: Saved | None
+) -> list[State]:
+    """Make the states of a phase for these buckets.
+
+    Collective.
+
+    Raises:
+        ArrayError: They have no field for something in `saved`, which would be lost.
+    """
+    states = [phase.init(bucket, comm) for bucket in buckets]
+    if saved is not None:
+        for bucket, state in zip(buckets, states, strict=True):
+            check_nothing_lost(bucket, state, saved)
+    return states

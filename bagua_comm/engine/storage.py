@@ -1,0 +1,108 @@
+"""The buckets of an engine and their memory: creation, copies, averages, kernels, and a log line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from .. import arrays
+from ..algorithms.base import Algorithm, Payload, phases_of, runs_in_rounds
+from ..arrays import Array
+from ..bucket import Bucket, Plan, make_buckets
+from ..codecs.base import codecs_in
+from ..comm import Communicator
+from ..errors import ArrayError
+from ..logs import log_on_root, megabytes
+
+Storage: TypeAlias = Sequence[Array] | Mapping[Payload, Sequence[Array]]
+"""Memory of the buckets, one flat array each; by payload, if an algorithm exchanges gradients and weights in
+turn."""
+
+
+def buckets_over(plan: Plan, storage: Storage, algorithm: Algorithm) -> dict[Payload, list[Bucket]]:
+    """Make buckets over `storage`, for every payload that the algorithm exchanges.
+
+    Raises:
+        ArrayError: `storage` does not fit the plan, or lacks a payload.
+    """
+    given = storage if isinstance(storage, Mapping) else {algorithm.payload: storage}
+    needed = {phase.payload for phase in phases_of(algorithm)}
+    if not needed <= set(given):
+        wanted = " and ".join(map(repr, sorted(needed)))
+        raise ArrayError(f"storage is for {', '.join(map(repr, given))}, but {algorithm} needs {wanted}")
+    return {payload: make_buckets(plan, given[payload]) for payload in sorted(needed)}
+
+
+def allocate(plan: Plan, like: Mapping[Payload, Sequence[Bucket]]) -> dict[Payload, list[Array]]:
+    """Zeroed memory for `plan`, for the payloads of the buckets `like` and in their array library."""
+    flats = [bucket.flat for buckets in like.values() for bucket in buckets]
+    run = arrays.namespace(flats[0]) if flats else np
+    return {
+        payload: [run.zeros(spec.size, arrays.dtype_named(spec.dtype)) for spec in plan.buckets]
+        for payload in like
+    }
+
+
+def tensors_of(plan: Plan) -> set[object]:
+    """The tensors of all buckets."""
+    return {tensor for bucket in plan.buckets for tensor in bucket.tensors}
+
+
+def copy_tensors(old: Sequence[Bucket], new: Sequence[Bucket]) -> None:
+    """Copy the values of all tensors to the new buckets."""
+    views = {name: view for bucket in old for name, view in bucket.views.items()}
+    for bucket in new:
+        for name, view in bucket.views.items():
+            view[...] = views[name]
+
+
+def average_in_place(comm: Communicator, flats: Iterable[Array]) -> None:
+    """Replace each array with its mean over all ranks.
+
+    Collective.
+    """
+    for flat in flats:
+        comm.allreduce(flat, out=flat, op="avg")
+
+
+def prepare_codecs(algorithm: Algorithm, buckets: Mapping[Payload, Sequence[Bucket]]) -> None:
+    """Load the kernels of codecs while the lane is idle.
+
+    On the host, this starts to compile those that are not on disk. On a device, CUDA loads a kernel at its first
+    launch, and may wait until the device is idle. If an NCCL call were running on the lane then, and its peer
+    waited in another thread to launch the same kernel, both would hang. Kernels of sums, of optimizers and of
+    CuPy itself are loaded at their first use.
+    """
+    for phase in phases_of(algorithm):
+        for flat in {bucket.flat.dtype: bucket.flat for bucket in buckets[phase.payload]}.values():
+            for codec in codecs_in(phase):
+                codec.prepare(flat)
+
+
+def log_plan(log: logging.Logger, rank: int, plan: Plan, algorithm: Algorithm, *, lane: str) -> None:
+    """Log the algorithm, the sizes of the buckets, and the lane."""
+    buckets = plan.buckets
+    log_on_root(
+        log,
+        rank,
+        "%s: %d tensors in %d buckets, %s, the largest %s; on a %s",
+        algorithm,
+        sum(len(bucket.tensors) for bucket in buckets),
+        len(buckets),
+        megabytes(sum(bucket.nbytes for bucket in buckets)),
+        megabytes(max((bucket.nbytes for bucket in buckets), default=0)),
+        lane,
+    )
+
+
+def lane_kind(
+    comm: Communicator, algorithm: Algorithm, buckets: Mapping[Payload, Sequence[Bucket]]
+) -> Literal["thread", "stream"]:
+    """Return "stream" if exchanges only enqueue work, else "thread": in `Rounds` the host waits for ranks."""
+    flats = [bucket.flat for each in buckets.values() for bucket in each]
+    transports = [comm.transport_for(flat, call="Engine", name="storage") for flat in flats]
+    streamed = flats and not runs_in_rounds(algorithm) and all(t.enqueues for t in transports)
+    return "stream" if streamed else "thread"

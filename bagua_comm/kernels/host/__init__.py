@@ -1,0 +1,61 @@
+"""Kernels in NumPy: the specification of what every device kernel computes, byte for byte.
+
+All arithmetic is float32 with each operation rounded half to even and no fused multiply-add; sums run
+in rank order. A call works on cache-sized pieces with one small set of scratch arrays, and writes every result
+to an array that the caller gives.
+"""
+
+from .casts import cast_combine, cast_decode, cast_encode, cast_saturating
+from .checksums import checksum_blocks
+from .elementwise import (
+    adam_moments,
+    adam_step,
+    add,
+    add_scaled,
+    advance,
+    blend,
+    loss,
+    midpoint,
+    move_half,
+    ring_difference,
+    scale,
+    sgd_step,
+    subtract,
+)
+from .fixed_point import fixed_add, fixed_exponents, fixed_mean
+from .minmax import minmax_combine, minmax_decode, minmax_encode
+from .numbers import largest_finite, silent_context, widen
+from .sums import divide, is_plain, reduce_rows
+
+__all__ = [
+    "adam_moments",
+    "adam_step",
+    "add",
+    "add_scaled",
+    "advance",
+    "blend",
+    "cast_combine",
+    "cast_decode",
+    "cast_encode",
+    "cast_saturating",
+    "checksum_blocks",
+    "divide",
+    "fixed_add",
+    "fixed_exponents",
+    "fixed_mean",
+    "is_plain",
+    "largest_finite",
+    "loss",
+    "midpoint",
+    "minmax_combine",
+    "minmax_decode",
+    "minmax_encode",
+    "move_half",
+    "reduce_rows",
+    "ring_difference",
+    "scale",
+    "sgd_step",
+    "silent_context",
+    "subtract",
+    "widen",
+]

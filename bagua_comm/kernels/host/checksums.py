@@ -1,0 +1,35 @@
+"""Checksums of blocks of words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...arrays import Array
+
+_UPPER = np.uint64(32)
+_AT_ONCE = 1 << 15
+"""How many words are weighed at a time: 256 KiB, which stay in the second-level cache."""
+
+
+def checksum_blocks(words: Array, weights: Array, sums: Array, out: Array | None = None) -> None:
+    """sums[b] = sum_i (v_i x_i + w_i floor(x_i / 2^32)) over the words x of block b; sums wrap.
+
+    Args:
+        words: A row of uint64.
+        weights: v and w, uint64 of shape (2, words of a block). The last block may be shorter.
+        sums: A row of uint64 with a place for each block.
+        out: Gets a copy of `words`, of which each block is read from memory only once.
+    """
+    size, whole = weights.shape[1], len(words) // weights.shape[1]
+    step = max(1, _AT_ONCE // size)
+    groups = [(at, min(step, whole - at), size) for at in range(0, whole, step)]
+    if whole < len(sums):
+        groups.append((whole, 1, len(words) - whole * size))
+    for block, rows, row_words in groups:
+        these = slice(block * size, block * size + rows * row_words)
+        part = words[these]
+        if out is not None:
+            out[these] = part
+            part = out[these]
+        table, (v, w) = part.reshape(rows, row_words), weights[:, :row_words]
+        sums[block : block + rows] = np.einsum("bi,i->b", table, v) + np.einsum("bi,i->b", table >> _UPPER, w)

@@ -1,0 +1,124 @@
+"""Element-wise steps of algorithms and optimizers.
+
+Flat arrays of one size. float16 and bfloat16 are computed in float32 and rounded once; `out` may be an input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...arrays import REDUCED_PRECISION, Array
+from .numbers import PIECE, ZERO
+
+
+def scale(x: Array, factor: float) -> None:
+    """Multiply floating-point `x` in place."""
+    with np.errstate(all="ignore"):
+        np.multiply(x, x.dtype.type(factor), out=x)
+
+
+def add(x: Array, y: Array, out: Array) -> None:
+    """x + y."""
+    _elementwise(np.add, (x, y), (out,))
+
+
+def subtract(x: Array, y: Array, out: Array) -> None:
+    """x - y."""
+    _elementwise(np.subtract, (x, y), (out,))
+
+
+def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
+    """factor (x - decoded), and 0 where that is not finite."""
+
+    def formula(x: Array, decoded: Array) -> Array:
+        lost = (x - decoded) * factor
+        return np.where(np.isfinite(lost), lost, ZERO)
+
+    _elementwise(formula, (x, decoded), (out,))
+
+
+def midpoint(x: Array, y: Array, out: Array) -> None:
+    """(x + y) / 2."""
+    _elementwise(lambda x, y: (x + y) / 2, (x, y), (out,))
+
+
+def blend(x: Array, y: Array, weight: float, out: Array) -> None:
+    """weight x + (1 - weight) y."""
+    _elementwise(lambda x, y: x * weight + y * (1 - weight), (x, y), (out,))
+
+
+def ring_difference(x: Array, left: Array, right: Array, weight: Array, out: Array) -> None:
+    """x + left / 3 + right / 3 - (5 / 3) weight."""
+
+    def formula(x: Array, left: Array, right: Array, weight: Array) -> Array:
+        return x + left / 3 + right / 3 - weight * (5 / 3)
+
+    _elementwise(formula, (x, left, right, weight), (out,))
+
+
+def move_half(x: Array, received: Array, sent: Array, out: Array) -> None:
+    """x + (received - sent) / 2."""
+    _elementwise(lambda x, received, sent: x + (received - sent) / 2, (x, received, sent), (out,))
+
+
+def advance(x: Array, mean: Array, snapshot: Array) -> None:
+    """x <- x + (mean - snapshot)."""
+    _elementwise(lambda x, mean, snapshot: x + (mean - snapshot), (x, mean, snapshot), (x,))
+
+
+def add_scaled(x: Array, y: Array, factor: float) -> None:
+    """x <- x + factor y."""
+    _elementwise(lambda x, y: x + y * factor, (x, y), (x,))
+
+
+def sgd_step(
+    x: Array, g: Array, buffer: Array, *, lr: float, momentum: float, weight_decay: float, nesterov: bool
+) -> None:
+    """A step of SGD: g' = g + wd x; b <- mu b + g'; x <- x - lr (g' + mu b if nesterov else b)."""
+
+    def step(x: Array, g: Array, b: Array) -> tuple[Array, Array]:
+        g = g + x * weight_decay if weight_decay else g
+        b = b * momentum + g
+        return x - (g + b * momentum if nesterov else b) * lr, b
+
+    _elementwise(step, (x, g, buffer), (x, buffer))
+
+
+def adam_moments(
+    x: Array, g: Array, m: Array, v: Array, *, betas: tuple[float, float], weight_decay: float
+) -> None:
+    """Adam's moments: g' = g + wd x; m <- b1 m + (1 - b1) g'; v <- b2 v + (1 - b2) g'^2."""
+    b1, b2 = betas
+
+    def step(x: Array, g: Array, m: Array, v: Array) -> tuple[Array, Array]:
+        g = g + x * weight_decay if weight_decay else g
+        return m * b1 + g * (1 - b1), v * b2 + g * g * (1 - b2)
+
+    _elementwise(step, (x, g, m, v), (m, v))
+
+
+def adam_step(x: Array, m: Array, v: Array, *, lr: float, eps: float, corrections: tuple[float, float]) -> None:
+    """Adam's step: x <- x - lr / c1 * m / (sqrt(v) / sqrt(c2) + eps), c = 1 - beta^t; no step where v is 0."""
+    first, second = corrections
+
+    def step(x: Array, m: Array, v: Array) -> Array:
+        direction = m / (np.sqrt(v) / math.sqrt(second) + eps)
+        return x - np.where(v == 0, ZERO, direction) * (lr / first)
+
+    _elementwise(step, (x, m, v), (x,))
+
+
+def _elementwise(formula: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+    """Fill `outputs` with `formula(*inputs)`, piece by piece."""
+    narrow = inputs[0].dtype.name in REDUCED_PRECISION
+    with np.errstate(all="ignore"):
+        for start in range(0, inputs[0].size, PIECE):
+            piece = slice(start, start + PIECE)
+            values = [x[piece].astype(np.float32) if narrow else x[piece] for x in inputs]
+            results = formula(*values)
+            for out, result in zip(outputs, results if len(outputs) > 1 else [results], strict=True):
+                np.copyto(out[piece], result, casting="unsafe")

@@ -1,0 +1,205 @@
+"""Compile kernels in a separate process, while the training uses NumPy's.
+
+A compiler in a training process would hold the GIL for seconds, also on a thread. So one process on each host
+compiles (see `compiler_process`), which a lease chooses (see `cache.Lease`). It runs at the lowest priority and
+pauses while all cores are busy, because even then it delays the wake-up of training threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ...processes import processor_ticks
+from .cache import Lease, UnavailableError, load, read_verdict, verdict_path
+from .signatures import Function
+
+_log = logging.getLogger(__name__)
+
+_POLL_S = 0.25
+"""The interval at which waiting processes look for the kernels."""
+
+_WORK_S, _LOOK_S = 0.01, 0.2
+"""While all cores are busy: the seconds that the compiler runs between pauses, and between looks at the load."""
+
+_FIRST_SHARE, _LAST_SHARE, _RAMP_S = 0.01, 0.05, 20.0
+"""The share of the time that it runs then, at first and in the end, and the seconds in between.
+
+A program of some seconds loses less than 1 % of its speed. At the lowest priority without pauses, the compiler
+takes a tenth of the speed of a training on all cores.
+"""
+
+_IDLE_CORES = 1.5
+"""Idle cores needed to run without pauses: one for the compiler, half of one for threads that wake up."""
+
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_", "BAGUA_")
+"""Prefixes of the environment variables by which launchers know the processes of a job."""
+
+
+_DIE_WITH_PARENT = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 9)"
+"""Code that has Linux kill the process when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
+
+It runs first, since the process may be stopped at any time, and nobody would resume it.
+"""
+
+_MAIN = f"from {__package__}.compiler_process import main"
+
+
+class BackgroundCompiler:
+    """A thread that loads the kernels once they are compiled, by its own process or by another one's.
+
+    Args:
+        folder: Their folder (see `cache_dir`).
+        use: Called with the kernels, on the thread.
+        urgent: Whether a caller waits for them, so that the compiler runs at normal priority without pauses.
+    """
+
+    def __init__(self, folder: Path, use: Callable[[dict[str, Function]], None], *, urgent: bool = False) -> None:
+        self._folder, self._use, self._urgent = folder, use, urgent
+        self._pauses = not urgent
+        self._stop, self._owner = threading.Event(), os.getpid()
+        self.failure: str | None = None
+        """Why this process will have no compiled kernels."""
+        self.finished = threading.Event()
+        """Set when the kernels are in use, or never will be."""
+        self._thread = threading.Thread(target=self._work, name="bagua_comm kernels", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def is_of_this_process(self) -> bool:
+        """Whether the thread runs in this process, which may be a fork of the one that started it."""
+        return os.getpid() == self._owner
+
+    def hurry(self) -> None:
+        """Let the compiler run without pauses from now on."""
+        self._pauses = False
+
+    def end(self) -> None:
+        """End the thread and the compiler that it started."""
+        if self.is_of_this_process():  # a forked child has neither
+            self._stop.set()
+            self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            functions = self._obtain()
+            if functions is not None:
+                self._use(functions)
+                _log.info("the kernels of NumPy's arrays are the compiled ones from now on")
+        except Exception as exc:  # NumPy's kernels remain in use
+            self.failure = str(exc) or type(exc).__name__
+            _log.warning("the kernels of NumPy's arrays stay NumPy's: %s", exc)
+        finally:
+            self.finished.set()
+
+    def _obtain(self) -> dict[str, Function] | None:
+        """Wait for the kernels, and compile them if no other process does; None if `end` was called."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        lease = Lease(self._folder)
+        while not self._stop.is_set():
+            verdict, functions = read_verdict(self._folder), load(self._folder)
+            if functions is not None:
+                return functions
+            if not lease.claim():
+                self._stop.wait(_POLL_S)
+                continue
+            try:
+                if read_verdict(self._folder) == verdict:  # no other process has compiled them since
+                    self._compile(lease)
+            finally:
+                lease.drop()
+        return None
+
+    def _compile(self, lease: Lease) -> None:
+        """Start the compiler, and wait until it has ended or `end` is called.
+
+        Raises:
+            UnavailableError: It ended without a verdict.
+        """
+        with contextlib.suppress(OSError):  # there is an old verdict if a file that it judged cannot be read
+            verdict_path(self._folder).unlink()
+        process = start("make", self._folder, lease, urgent=self._urgent)
+        output, load, busy = b"", _ProcessorLoad(), False  # no pause at first: see _DIE_WITH_PARENT
+        start_s = time.monotonic()
+        while process.returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output = process.communicate(timeout=_WORK_S if busy else _POLL_S)[0]
+            if process.returncode is None and self._stop.is_set():
+                process.kill()
+            elif process.returncode is None and self._pauses:
+                share = _share(time.monotonic() - start_s)
+                busy = self._pause(process, load, _WORK_S / share - _WORK_S) if busy else load.is_full()
+        if read_verdict(self._folder) is None and not self._stop.is_set() and lease.is_held():
+            raise UnavailableError(last_words("compiling them", process.returncode, output))
+
+    def _pause(self, process: subprocess.Popen[bytes], load: _ProcessorLoad, seconds: float) -> bool:
+        """Stop the compiler and its child for some seconds; return whether the cores are still busy.
+
+        The pause ends early if they are not, or if a caller waits for the kernels.
+        """
+        busy = True
+        with contextlib.suppress(OSError):  # it has just ended
+            os.killpg(process.pid, signal.SIGSTOP)
+            end_s = time.monotonic() + seconds
+            while busy and self._pauses and (left_s := end_s - time.monotonic()) > 0:
+                # Never so short that the processors' clocks do not tick.
+                self._stop.wait(left_s if left_s < 2 * _LOOK_S else _LOOK_S)
+                busy = not self._stop.is_set() and load.is_full()
+            os.killpg(process.pid, signal.SIGCONT)
+        return busy
+
+
+def _share(age_s: float) -> float:
+    """The share of the time to compile while the cores are busy, some seconds after the start.
+
+    >>> [_share(seconds) for seconds in (0, 10, 60)]
+    [0.01, 0.03, 0.05]
+    """
+    return _FIRST_SHARE + (_LAST_SHARE - _FIRST_SHARE) * min(1.0, age_s / _RAMP_S)
+
+
+class _ProcessorLoad:
+    """The load of this machine's processors, from Linux' counters."""
+
+    def __init__(self) -> None:
+        self._before = processor_ticks()
+
+    def is_full(self) -> bool:
+        """Whether other processes have left less than `_IDLE_CORES` idle since the last call."""
+        before, self._before = self._before, processor_ticks()
+        spent = [after - earlier for after, earlier in zip(self._before, before, strict=True)]
+        if not sum(spent):
+            return False
+        _, nice, _, idle, *_ = spent  # the compiler's own time counts as nice
+        return (nice + idle) * (os.cpu_count() or 1) < _IDLE_CORES * sum(spent)
+
+
+def last_words(what: str, code: int, output: bytes) -> str:
+    """The exit code of a process and the last line of its output."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return f"{what} ended with {code}: {lines[-1] if lines else 'no message'}"
+
+
+def start(step: str, folder: Path, lease: Lease, *, urgent: bool) -> subprocess.Popen[bytes]:
+    """Start a process that runs `compiler_process.main`, outside of the job of this process."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    # A program may run in bagua_comm/kernels, where `import numba` would find the package beside this file.
+    paths = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parents[1]]
+    code = f"import sys; sys.path[:] = {paths!r}; {_DIE_WITH_PARENT}; {_MAIN}; main(*sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, step, str(folder), lease.token, str(os.getpid()), *["urgent"][:urgent]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=variables,
+        start_new_session=step == "make",  # the process that compares is stopped and resumed with the compiler
+    )

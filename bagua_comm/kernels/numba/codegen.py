@@ -1,0 +1,111 @@
+"""Compilation of kernels to object files with Numba and LLVM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from llvmlite import binding, ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from .signatures import KERNELS
+
+STRIP = 2048
+"""The number of elements in a strip: 8 KiB of float32."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_SEMANTICS = {"nogil": True, "error_model": "numpy"}
+"""x / 0 is inf or NaN, as in NumPy."""
+
+
+def inner(function: _Function) -> _Function:
+    """Compile a function for kernels to call; Python cannot call it."""
+    return cast(_Function, numba.njit(**_SEMANTICS, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
+
+
+def kernel(function: _Function) -> _Function:
+    """Register a function that `object_code` compiles for Python to call."""
+    _functions[function.__name__] = function
+    return function
+
+
+_functions: dict[str, Callable[..., Any]] = {}
+_TYPES = {"i": numba.types.int64, "f": numba.types.float64}
+
+
+def object_code(name: str) -> bytes:
+    """Compile one of `KERNELS` to an object file for this processor.
+
+    It defines a function of that name by Numba's convention: two addresses, of a result and of an error, precede
+    the arguments. Its status is not checked, since it can fail only for an unknown element dtype.
+
+    Raises:
+        RuntimeError: The kernel calls functions of Numba or Python.
+    """
+    compiled = numba.cfunc(numba.types.void(*(_TYPES[letter] for letter in KERNELS[name])), **_SEMANTICS)(
+        _functions[name]
+    )
+    module = binding.parse_assembly(compiled.inspect_llvm())
+    module.link_in(_empty_destructor())
+    native = compiled.native_name.removeprefix("cfunc.")  # the wrapper for C calls Python
+    for function in module.functions:
+        if function.name == native:
+            function.name = name
+        elif not function.is_declaration:
+            function.linkage = "internal"
+    _drop_unused(module)
+    called = [f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")]
+    if called:
+        raise RuntimeError(f"the kernel {name} calls {called}")
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(
+        cpu=binding.get_host_cpu_name(),
+        features=binding.get_host_cpu_features().flatten(),
+        opt=3,
+        reloc="static" if target.name.startswith("x86") else "default",  # as Numba itself does
+        codemodel="jitdefault",
+        jit=True,
+    )
+    return cast(bytes, machine.emit_object(module))
+
+
+def _empty_destructor() -> Any:
+    """A module with the function by which Numba frees an array's memory: empty, since kernels own none."""
+    module = ir.Module()
+    prototype = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer()])
+    builder = ir.IRBuilder(ir.Function(module, prototype, "NRT_MemInfo_call_dtor").append_basic_block())
+    builder.ret_void()
+    return binding.parse_assembly(str(module))
+
+
+def _drop_unused(module: Any) -> None:
+    """Remove functions that no external function calls."""
+    machine = binding.Target.from_default_triple().create_target_machine()
+    builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options())
+    passes = binding.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, builder)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer(_: Any, address: Any, dtype: Any) -> Any:
+    """An integer as a pointer to elements of `dtype`."""
+    result = numba.types.CPointer(dtype.dtype)
+    return result(address, dtype), lambda context, builder, signature, values: builder.inttoptr(
+        values[0], context.get_value_type(result)
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def scratch(_: Any) -> Any:
+    """A pointer to `STRIP` floats on the stack."""
+
+    def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        strip = cgutils.alloca_once(builder, ir.ArrayType(ir.FloatType(), STRIP))
+        strip.align = 64
+        return builder.bitcast(strip, ir.FloatType().as_pointer())
+
+    return numba.types.CPointer(numba.types.float32)(), code

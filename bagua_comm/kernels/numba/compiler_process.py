@@ -1,0 +1,135 @@
+"""The process that compiles kernels, and the one that compares them with NumPy's.
+
+Code that crashes or gives wrong bytes does so in the second process, before any training uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...arrays import dtype_named
+from .. import compiled, host
+from .background import last_words, start
+from .cache import (
+    GOOD,
+    Lease,
+    UnavailableError,
+    load_unchecked,
+    object_path,
+    read_object,
+    write_object,
+    write_verdict,
+)
+from .signatures import KERNELS
+
+_RENEW_S = 1.0
+"""The interval at which a lease is renewed."""
+
+_NO_LEASE = 75
+"""The exit code of a process that lost its lease or its parent."""
+
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+"""Signals by which code ends its own process; any other comes from outside, as for want of memory."""
+
+
+def main(step: str, folder: str, token: str, parent: str, urgent: str = "") -> None:
+    """Compile the kernels that a folder lacks, or compare those in it with NumPy's.
+
+    Args:
+        step: "make" or "check".
+        folder: The folder of the kernels.
+        token: The token in the lease, which this process renews.
+        parent: The number of the process that started this one, which ends with it.
+        urgent: Not empty to compile at normal priority.
+    """
+    if not urgent:
+        _lower_priority()
+    lease = Lease(Path(folder), token)
+    threading.Thread(target=_renew, args=(lease, int(parent)), daemon=True).start()
+    if step == "make":
+        _make(Path(folder), lease, urgent=bool(urgent))
+    else:
+        _check(Path(folder))
+
+
+def _lower_priority() -> None:
+    """Use processor time that no other process wants."""
+    os.nice(19)
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has the following
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        # Linux may first divide the processors among sessions; this process is the only one of its session.
+        Path("/proc/self/autogroup").write_text("19")
+
+
+def _renew(lease: Lease, parent: int) -> None:
+    while os.getppid() == parent and lease.is_held():
+        lease.renew()
+        time.sleep(_RENEW_S)
+    lease.drop()
+    os._exit(_NO_LEASE)
+
+
+def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
+    try:
+        # These import Numba, and register their kernels in codegen.
+        from . import casts, checksums, fixed_point, minmax, sums  # noqa: F401
+        from .codegen import object_code
+
+        for name in KERNELS:
+            if read_object(object_path(folder, name)) is None:
+                write_object(object_path(folder, name), object_code(name))
+    except (OSError, MemoryError):
+        raise  # the next attempt may find room
+    except Exception as exc:
+        write_verdict(folder, f"compiling them raised {type(exc).__name__}: {exc}")
+        return
+    process = start("check", folder, lease, urgent=urgent)
+    output = process.communicate()[0]
+    why = last_words("comparing them", code := process.returncode, output)
+    if code == _NO_LEASE or (code < 0 and -code not in _CRASHES):
+        sys.exit(why)  # it was ended from outside: no verdict on the kernels
+    write_verdict(folder, why if code else GOOD)
+
+
+def _check(folder: Path) -> None:
+    """Raise unless the kernels of a folder, used in a process without Numba, give NumPy's bytes."""
+    functions = load_unchecked(folder)
+    if functions is None:
+        raise UnavailableError("some cannot be read")
+    compiled.install(functions)
+    for dtype in compiled.DTYPES:
+        if _results_of(host, dtype) != _results_of(compiled, dtype):
+            raise UnavailableError(f"they differ from NumPy's in arrays of {dtype}")
+
+
+def _results_of(run: Any, dtype: str) -> list[bytes]:
+    """The output bytes of all kernels for some random numbers."""
+    element, wire16, count = dtype_named(dtype), np.dtype(np.float16), 3000
+    x = np.random.default_rng(0).standard_normal((3, count), np.float32).astype(element)
+    layout = {"start": 48 * element.itemsize, "block": 128, "eps": 1e-7}
+    coded, cast = np.zeros((3, 48 * element.itemsize + count), np.uint8), np.zeros((3, 2 * count), np.uint8)
+    outs = [np.zeros_like(x) for _ in range(4)]
+    totals = [np.zeros_like(coded[:1]), np.zeros_like(cast[:1])]
+    run.minmax_encode(x, coded, **layout)
+    run.minmax_decode(coded, outs[0], **layout)
+    run.minmax_combine(coded, totals[0], count, element, op="avg", **layout)
+    run.cast_encode(x, cast, wire16)
+    run.cast_decode(cast, outs[1], wire16)
+    run.cast_combine(cast, totals[1], count, element, wire16, "avg")
+    run.reduce_rows(x, outs[2][0], "sum")
+    bounds, fields, total = np.array([0, 100, count]), np.zeros(2, np.uint8), np.zeros(count, np.int32)
+    run.fixed_exponents(x[0], bounds, fields)
+    run.fixed_add(x[0], bounds, fields, 24, total, first=True)
+    run.fixed_mean(total, bounds, fields, 24, 3, outs[3][0])
+    words, weights, sums = coded[0].view(np.uint64), np.arange(128, dtype=np.uint64).reshape(2, 64), np.zeros(64)
+    run.checksum_blocks(words, weights, sums.view(np.uint64))
+    return [array.tobytes() for array in (coded, cast, *totals, *outs, fields, total, sums)]

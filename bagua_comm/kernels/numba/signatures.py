@@ -1,0 +1,21 @@
+"""Names and argument types of the compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+KERNELS = {
+    "encode_rows": "iiiiiiiif",
+    "decode_rows": "iiiiiiiif",
+    "combine_rows": "iiiiiiiiif",
+    "cast_rows": "iiiiiiii",
+    "sum_rows": "iiiiiiiii",
+    "find_fields": "iiiii",
+    "add_fixed": "iiiiiiii",
+    "mean_of_fixed": "iiiiiiii",
+    "checksum_blocks": "iiiiii",
+}
+"""The kernels, with a letter for each argument: i, a 64-bit integer, or f, a 64-bit float."""
+
+Function = Callable[..., None]
+"""A compiled kernel."""

@@ -1,0 +1,98 @@
+"""The launch agent of Open MPI, which runs a command on another host: ssh by default."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ANSWER_S = 5.0
+"""The time limit for the answer of a host."""
+
+_AGENTS, _ARGUMENTS = ("plm_ssh_agent", "plm_rsh_agent"), ("plm_ssh_args", "plm_rsh_args")
+_PREFIXES = ("PRTE_MCA_", "OMPI_MCA_")
+_END = "end of output"
+
+
+@dataclass(frozen=True)
+class RemoteShell:
+    """Runs commands on other hosts by the launch agent of Open MPI."""
+
+    words: tuple[str, ...]
+    """The agent's command line, without the host and the command at its end."""
+
+    def ask(self, hosts: Sequence[str], script: str, *, limit_s: float = ANSWER_S) -> dict[str, str | None]:
+        """Run a script of sh on each host; returns its output, or None for a host that does not answer."""
+        command = f"sh -c {shlex.quote(f'{script}; echo {_END}')}"
+        asked = {host: self.start(host, command) for host in hosts}
+        deadline = time.monotonic() + limit_s
+        return {host: _answer(process, deadline) for host, process in asked.items()}
+
+    def start(self, host: str, command: str) -> subprocess.Popen[str] | None:
+        """Start a command on a host; None if the agent cannot be started."""
+        with contextlib.suppress(OSError):
+            return subprocess.Popen(
+                [*self.words, host, command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that Ctrl-C does not end it, and it can be killed with its children
+            )
+        return None
+
+
+def find_remote_shell(given: Sequence[str]) -> RemoteShell:
+    """Return the launch agent of mpirun, if the user passes these arguments to mpirun.
+
+    >>> find_remote_shell(["--prtemca", "plm_ssh_agent", "true -q"]).words
+    ('true', '-q')
+    """
+    agent, more = _parameter(_AGENTS, given), shlex.split(_parameter(_ARGUMENTS, given) or "")
+    choices = [shlex.split(choice) for choice in (agent or "ssh : rsh").split(":")]
+    found = [words for words in choices if words and shutil.which(words[0])] or [["ssh"]]
+    words = found[0]
+    if os.path.basename(words[0]) == "ssh":
+        more += ["-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S:.0f}"]
+    return RemoteShell((*words, *more))
+
+
+def _parameter(names: Sequence[str], given: Sequence[str]) -> str | None:
+    """The value of an MCA parameter, from mpirun's arguments or its environment variables."""
+    for word, value in itertools.pairwise(given):
+        if word in names:
+            return value
+    variables = [f"{prefix}{name}" for prefix in _PREFIXES for name in names]
+    return next((os.environ[name] for name in variables if name in os.environ), None)
+
+
+def _answer(process: subprocess.Popen[str] | None, deadline: float) -> str | None:
+    """The output of a process until the deadline, if the script has ended."""
+    if process is None:
+        return None
+    try:
+        text = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[0]
+    except subprocess.TimeoutExpired:
+        kill(process)
+        return None
+    before, mark, _ = text.rpartition(f"{_END}\n")
+    return before if mark else None
+
+
+def kill(process: subprocess.Popen[str] | None) -> None:
+    """Kill a process with its children."""
+    if process is None:
+        return
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

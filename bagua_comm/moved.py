@@ -1,0 +1,72 @@
+"""Former module paths: importing one raises an error that names the new path.
+
+The modules themselves are gone. This table goes in the release after next.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.abc import MetaPathFinder
+from types import MappingProxyType
+from typing import Any
+
+MOVED: Mapping[str, str] = MappingProxyType(
+    {
+        "bagua_comm.agreement": "bagua_comm.comm.agreement",
+        "bagua_comm.algorithms.checkpoints": "bagua_comm.algorithms.state",
+        "bagua_comm.call": "bagua_comm.comm.call",
+        "bagua_comm.changes": "bagua_comm.engine",
+        "bagua_comm.collectives": "bagua_comm.averages",
+        "bagua_comm.commands.agent": "bagua_comm.launch.agent",
+        "bagua_comm.commands.base": "bagua_comm.launch.cli",
+        "bagua_comm.commands.hosts": "bagua_comm.launch.hosts",
+        "bagua_comm.commands.job_folder": "bagua_comm.launch.job_folder",
+        "bagua_comm.commands.links": "bagua_comm.launch.measure_links",
+        "bagua_comm.commands.mpirun": "bagua_comm.launch.mpirun",
+        "bagua_comm.commands.supervise": "bagua_comm.launch.supervisor",
+        "bagua_comm.commands.verdict": "bagua_comm.launch.verdict",
+        "bagua_comm.commands.write": "bagua_comm.launch.job_scripts",
+        "bagua_comm.costmodel": "bagua_comm.planning.costmodel",
+        "bagua_comm.elastic.committing": "bagua_comm.elastic.snapshot.commit",
+        "bagua_comm.elastic.copies": "bagua_comm.elastic.snapshot.snapshots",
+        "bagua_comm.elastic.members": "bagua_comm.elastic.roles",
+        "bagua_comm.elastic.origin": "bagua_comm.elastic.mpi.parent",
+        "bagua_comm.elastic.parts": "bagua_comm.elastic.snapshot.parts",
+        "bagua_comm.elastic.recruits": "bagua_comm.elastic.mpi.spawn",
+        "bagua_comm.elastic.restoring": "bagua_comm.elastic.snapshot.restore",
+        "bagua_comm.elastic.sealing": "bagua_comm.elastic.snapshot.sealing",
+        "bagua_comm.elastic.slots": "bagua_comm.elastic.snapshot.slot",
+        "bagua_comm.elastic.unsealing": "bagua_comm.elastic.snapshot.unsealing",
+        "bagua_comm.former": "bagua_comm.moved",
+        "bagua_comm.gpu_facts": "bagua_comm.bootstrap.gpu_facts",
+        "bagua_comm.job": "bagua_comm.bootstrap.job",
+        "bagua_comm.launchers": "bagua_comm.bootstrap.launchers",
+        "bagua_comm.links": "bagua_comm.bootstrap.tcp_links",
+        "bagua_comm.objects": "bagua_comm.comm.packets",
+        "bagua_comm.pace": "bagua_comm.engine.schedule",
+        "bagua_comm.reproducible": "bagua_comm.averages.reproducible",
+        "bagua_comm.roll": "bagua_comm.bootstrap.rendezvous",
+        "bagua_comm.transports.mpi.channel": "bagua_comm.elastic.mpi.channel",
+        "bagua_comm.transports.mpi.crew": "bagua_comm.elastic.mpi.processes",
+        "bagua_comm.tuner": "bagua_comm.planning.tuner",
+        "bagua_comm.turn": "bagua_comm.comm.guard",
+    }
+)
+"""New paths by former paths. A module that was split has the package of its parts."""
+
+
+class MovedModules(MetaPathFinder):
+    """The last finder of `sys.meta_path`: refuses former paths. Imports that succeed never reach it."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Raise `ModuleNotFoundError` if the module has moved."""
+        if fullname in MOVED:
+            # Without `name`: `from bagua_comm import call` would replace an error of that name by its own.
+            raise ModuleNotFoundError(f"{fullname} is now {MOVED[fullname]}")
+
+
+def install() -> None:
+    """Append the finder to `sys.meta_path`, unless it is there."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())

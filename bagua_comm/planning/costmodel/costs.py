@@ -1,0 +1,285 @@
+"""The costs of the exchange of a bucket: bytes on the wire, waiting and work of each task of the lane."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...algorithms import (
+    Algorithm,
+    AsyncModelAverage,
+    Decentralized,
+    DiLoCo,
+    GradientAllReduce,
+    LowPrecisionDecentralized,
+    LowPrecisionOnePeer,
+    QAdam,
+)
+from ...algorithms.by_node import ByNode
+from ...arrays import dtype_named
+from ...averages import Average, ErrorFeedback, Exact, Hierarchical, Quantized
+from ...averages.reproducible import Reproducible
+from ...codecs import BFloat16, Codec, Float16
+from ...errors import UnsupportedError
+from .inputs import Cluster, Method, Rates, TorchDDP
+
+
+class LaneTask(NamedTuple):
+    """A task of the lane: it waits for the wire and works at the same time."""
+
+    wire_s: float = 0.0
+    work_s: float = 0.0
+    """Seconds of work of one core, or of the device."""
+    poll_s: float = 0.0
+    """Seconds of polling, if a core is free; the task does not depend on it."""
+    wire_bytes: float = 0
+    node_bytes: float = 0
+
+
+class RankGroup(NamedTuple):
+    """Ranks that exchange with each other, the same number on each node. Every rank is in one group."""
+
+    size: int
+    per_node: int
+
+
+class BucketExchange(NamedTuple):
+    """The tasks of one bucket: those of the lane, in order, and that of the training thread around them."""
+
+    lane: list[LaneTask]
+    trainer: LaneTask
+
+
+def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
+    """The tasks of a method for a bucket of `n` bytes."""
+    everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
+    work, nothing = costs.work, LaneTask()
+    match method:
+        case TorchDDP(dtype=dtype):
+            itemsize = dtype_named(costs.dtype).itemsize
+            sent = n if dtype is None else n // itemsize * dtype_named(dtype).itemsize
+            casts = [] if dtype is None else [costs.coded(Float16(), encode=n), costs.coded(Float16(), decode=n)]
+            lane = [*costs.ring_allreduce(sent, everyone), *casts, work(copy=2 * n)]
+            return BucketExchange(lane, nothing)
+        case GradientAllReduce(average):
+            return BucketExchange(costs.average(average, n, everyone), nothing)
+        case QAdam(average=average):
+            return BucketExchange([work(add=2 * n), *costs.average(average, n, everyone)], nothing)
+        case Decentralized(peers="all"):
+            return BucketExchange(costs.average(Exact(), n, everyone), work(copy=n))
+        case Decentralized(peers="shift_one"):
+            # The two halves of the ranks are on different nodes, except on a node in the middle.
+            away = n if costs.cluster.nodes > 1 else 0
+            pairs = costs.cluster.ranks_per_node
+            return BucketExchange([costs.transfer(away, n - away, pairs=pairs), work(add=2 * n)], work(copy=n))
+        case Decentralized():
+            return BucketExchange([costs.to_one_peer(n), work(add=2 * n)], work(copy=n))
+        case LowPrecisionDecentralized(codec):
+            both = costs.to_both_neighbours(costs.wire_nbytes(codec, n))
+            lane = [work(add=4 * n), costs.coded(codec, encode=n), both]
+            lane += 3 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            return BucketExchange(lane, work(copy=n))
+        case LowPrecisionOnePeer(codec):
+            lane = [work(add=2 * n), costs.coded(codec, encode=n)]
+            lane += [costs.to_one_peer(costs.wire_nbytes(codec, n))]
+            lane += 2 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            return BucketExchange([*lane, work(add=3 * n)], work(copy=n))
+        case ByNode((Decentralized() | LowPrecisionDecentralized() | LowPrecisionOnePeer()) as algorithm):
+            node = RankGroup(costs.cluster.ranks_per_node, costs.cluster.ranks_per_node)
+            chunk = costs.chunk(n, node.size)
+            lane = [costs.allgather(chunk, node), work(add=n)] if node.size > 1 else []
+            lane += costs.among_nodes(algorithm, chunk)
+            lane += [costs.allgather(chunk, node)] if node.size > 1 else []
+            return BucketExchange(lane, work(copy=n))
+        case AsyncModelAverage():
+            return BucketExchange(costs.average(Exact(), n, everyone), work(copy=n, add=3 * n))
+        case DiLoCo(average=average):
+            lane = [work(add=2 * n), *costs.average(average, n, everyone), work(add=4 * n)]
+            return BucketExchange(lane, work(copy=n))
+    raise UnsupportedError(f"costmodel: the model does not know what {method!r} exchanges")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of each operation on this cluster."""
+
+    cluster: Cluster
+    rates: Rates
+    dtype: str
+
+    # Averages ---------------------------------------------------------------------------------------
+
+    def average(self, average: Average, n: int, group: RankGroup) -> list[LaneTask]:
+        """Average `n` bytes over a group."""
+        p = group.size
+        if p == 1:
+            return []
+        match average:
+            case Exact() if self.cluster.transport == "nccl":
+                return self.ring_allreduce(n, group)
+            case Exact():
+                chunk = self.chunk(n, p)
+                return [self.pairs(chunk, group), self.work(add=n, copy=chunk), self.pairs(chunk, group)]
+            case Reproducible(block=block):
+                count = -(-n // dtype_named(self.dtype).itemsize)
+                fields = self.average(Exact(), -(-count // block), group)
+                units = self.average(Exact(), 4 * count, group)
+                begin, middle = self.work(add=n), self.work(add=n, copy=4 * count)
+                return [begin, *fields, middle, *units, self.work(add=4 * count, copy=n)]
+            case Quantized(codec):
+                chunk = self.wire_nbytes(codec, self.chunk(n, p))
+                return [
+                    self.coded(codec, encode=n),
+                    self.pairs(chunk, group),
+                    self.coded(codec, combine=n),
+                    self.allgather(chunk, group),
+                    self.coded(codec, decode=n),
+                ]
+            case ErrorFeedback(Quantized(codec) as inner):
+                lost = [self.coded(codec, decode=2 * n), self.work(add=5 * n, copy=n)]
+                return [self.work(add=2 * n), *self.average(inner, n, group), *lost]
+            case Hierarchical(inner):
+                node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
+                if node.size == 1:
+                    return self.average(inner, n, across)
+                chunk = self.chunk(n, node.size)
+                scatter = [self.allgather(chunk, node), self.work(add=n)]
+                return [*scatter, *self.average(inner, chunk, across), self.allgather(chunk, node)]
+        raise UnsupportedError(f"costmodel: the model does not know what {average!r} exchanges")
+
+    def among_nodes(self, algorithm: Algorithm, n: int) -> list[LaneTask]:
+        """The tasks of `algorithm` for `n` bytes, if each rank exchanges with one rank of every other node."""
+        k = self.cluster.ranks_per_node
+        if self.cluster.nodes == 1:
+            return []
+        share = dataclasses.replace(
+            self.cluster, ranks_per_node=1, bandwidth_gbit=self.cluster.bandwidth_gbit / k
+        )
+        exchange = exchange_of(algorithm, n, dataclasses.replace(self, cluster=share))
+        return [task._replace(node_bytes=k * task.node_bytes) for task in [*exchange.lane, exchange.trainer]]
+
+    def ring_allreduce(self, n: int, group: RankGroup) -> list[LaneTask]:
+        """Reduce and gather `n` bytes along rings (or trees, over NCCL), adding while the next bytes arrive."""
+        half = self.ring(n, group)
+        return [half._replace(work_s=half.work_s + self.work(add=n).work_s), half]
+
+    # Messages ---------------------------------------------------------------------------------------
+
+    def pairs(self, message: float, group: RankGroup) -> LaneTask:
+        """Each rank of a group sends `message` bytes to each other rank, all at once."""
+        size, inside = group.size, group.per_node - 1
+        away = size - 1 - inside
+        pairs = self.cluster.ranks_per_node * away
+        return self.transfer(away * message, inside * message, messages=size - 1, pairs=pairs)
+
+    def allgather(self, message: float, group: RankGroup) -> LaneTask:
+        """Each rank of a group receives `message` bytes from each other rank."""
+        if self.cluster.transport == "nccl":
+            return self.ring(message * group.size, group)
+        return self.pairs(message, group)
+
+    def ring(self, n: float, group: RankGroup) -> LaneTask:
+        """Each rank of a group sends (p - 1) / p of `n` bytes, all chunks but one, to its successor."""
+        p, k = group
+        sent = self.chunk(n, p) * (p - 1)
+        away = sent / k if p > k else 0  # a ring leaves each node once
+        hops = math.ceil(math.log2(p)) if self.cluster.transport == "nccl" else p - 1
+        pairs = self.cluster.ranks_per_node / k  # each group of the node's ranks has a ring of its own
+        return self.transfer(away, sent - away, messages=hops, hops=hops, share=self.rates.ring, pairs=pairs)
+
+    def to_one_peer(self, n: float) -> LaneTask:
+        """Each rank sends `n` bytes on the one-peer exponential graph; the mean over its rounds."""
+        c = self.cluster
+        hops = [2**k for k in range((c.size - 1).bit_length())]
+        leaving = [min(hop, c.ranks_per_node) / c.ranks_per_node if c.nodes > 1 else 0.0 for hop in hops]
+        away = n * sum(leaving) / len(hops)
+        return self.transfer(away, n - away, pairs=c.ranks_per_node * sum(leaving) / len(hops))
+
+    def to_both_neighbours(self, n: float) -> LaneTask:
+        """Each rank sends `n` bytes to both neighbours on a ring; two edges of the ring leave each node."""
+        away = 2 * n / self.cluster.ranks_per_node if self.cluster.nodes > 1 else 0
+        return self.transfer(away, 2 * n - away, messages=2, pairs=2)
+
+    def transfer(
+        self,
+        away: float,
+        inside: float,
+        *,
+        pairs: float,
+        messages: int = 1,
+        hops: int = 1,
+        share: float | None = None,
+    ) -> LaneTask:
+        """Each rank sends `away` bytes to other nodes and `inside` bytes within its node, and receives as many.
+
+        `pairs` pairs of ranks share the link of a node at once.
+        """
+        c, rates = self.cluster, self.rates
+        link_s = (
+            away * c.ranks_per_node / (c.reached_gbit(pairs) / 8 * 1e9 * (share or rates.direct)) if away else 0.0
+        )
+        inside_s = inside / (c.intra_gbs * 1e9)
+        wait_s = hops * (c.latency_s if away else c.intra_latency_s)
+        work_s = 2 * (messages * rates.message_s + away * rates.network_s_per_byte + inside / rates.copy)
+        wire_s = wait_s + max(link_s, inside_s)
+        poll_s = 0.0 if share else rates.polling * wire_s
+        return LaneTask(wire_s, work_s, poll_s, away + inside, away * c.ranks_per_node)
+
+    # Work -------------------------------------------------------------------------------------------
+
+    def work(self, *, add: float = 0, copy: float = 0) -> LaneTask:
+        """Read `add` bytes for arithmetic, and copy `copy` bytes."""
+        return LaneTask(work_s=add / self.rates.add + copy / self.rates.copy)
+
+    def coded(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> LaneTask:
+        """Encode, decode and combine these bytes of full-precision arrays."""
+        rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
+        return LaneTask(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
+
+    def wire_nbytes(self, codec: Codec, n: int) -> int:
+        """Bytes of an encoded chunk of `n` bytes."""
+        dtype = dtype_named(self.dtype)
+        return codec.wire_nbytes(-(-n // dtype.itemsize), dtype)
+
+    def chunk(self, n: float, parts: int) -> int:
+        """Bytes of one of `parts` equal chunks, in whole elements."""
+        itemsize = dtype_named(self.dtype).itemsize
+        return -(-int(n) // (itemsize * parts)) * itemsize
+
+    # Time -------------------------------------------------------------------------------------------
+
+    def alone(self, task: LaneTask) -> float:
+        """Seconds of a task that runs alone."""
+        return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
+
+    def beside(self, task: LaneTask) -> tuple[float, float]:
+        """Seconds of a task beside computation, and the relative speed of computation meanwhile."""
+        cores = self.cluster.cores_per_rank
+        free = min(1.0, cores / 2)
+        spent = max(task.wire_s, task.work_s / free)
+        return spent, 1 - min(free, (task.work_s + task.poll_s) / spent) / cores if spent else 1.0
+
+    def overlap(self, compute_s: float, tasks: Sequence[tuple[float, Sequence[LaneTask]]]) -> tuple[float, float]:
+        """Seconds until computation and the lane have both ended, and seconds during which the lane is busy.
+
+        Args:
+            compute_s: Seconds of the computation alone.
+            tasks: For each bucket in turn, the computation before it, and the tasks of the lane.
+        """
+        now = done = busy = 0.0
+        for ready_s, bucket in tasks:
+            if done < ready_s:
+                now, done = now + ready_s - done, ready_s
+            for task in bucket:
+                spent, speed = self.beside(task)
+                if done + spent * speed <= compute_s:
+                    done += spent * speed
+                else:  # computation ends first; the rest of this task runs alone
+                    left = max(0.0, compute_s - done) / speed
+                    spent = left + (1 - left / spent) * self.alone(task)
+                    done = compute_s
+                now, busy = now + spent, busy + spent
+        return now + max(0.0, compute_s - done), busy

@@ -1,0 +1,156 @@
+"""The prediction of a step: its exchanges beside computation, as the window of the algorithm allows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from ...algorithms import DiLoCo, Point, Rounds, Window
+from ...algorithms.base import check_size, phases_of, with_defaults
+from ...algorithms.by_node import ByNode
+from ...algorithms.combinators import Every
+from ...averages import Exact
+from .costs import BucketExchange, Costs, LaneTask, RankGroup, exchange_of
+from .inputs import Cluster, Job, Method, Prediction, Rates, TorchDDP
+
+
+def predict(method: Method, job: Job, cluster: Cluster, rates: Rates | None = None) -> Prediction:
+    """Predict the step time and bytes of training `job` on `cluster` with an algorithm, after its warm-up.
+
+    Raises:
+        ArrayError: The algorithm does not support this number of ranks.
+        UnsupportedError: The model does not know the exchange of the algorithm or its average, or the algorithm
+            does not support the dtype of the job.
+
+    >>> from bagua_comm.algorithms import from_name
+    >>> job, cluster = Job(100_000_000, 0.1, 0.2), Cluster(nodes=4, bandwidth_gbit=1)
+    >>> exact, bytegrad = (predict(from_name(name), job, cluster) for name in ("exact", "bytegrad"))
+    >>> exact.wire_bytes, round(exact.step_s / bytegrad.step_s, 1)
+    (150000000, 2.6)
+    """
+    check_fit(method, job, cluster)
+    costs = Costs(cluster, rates or Rates(), job.dtype)
+    averages, tasks = _predict_averages(method, job, costs), _blocking_tasks(job, costs)
+    held_s = held_up_s(job, cluster, rates)
+    return Prediction(
+        averages.step_s + held_s,
+        averages.compute_s,
+        averages.communication_s + held_s,
+        averages.wire_bytes + sum(times * task.wire_bytes for times, task in tasks),
+        averages.node_bytes + sum(times * task.node_bytes for times, task in tasks),
+    )
+
+
+def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
+    """Seconds during which a step waits for the calls of the model itself.
+
+    >>> from bagua_comm.planning.models import sync_batchnorm
+    >>> job = Job(100, blocking=sync_batchnorm(64, layers=50))
+    >>> round(held_up_s(job, Cluster(2, latency_s=1e-3)), 2)
+    0.15
+    """
+    costs = Costs(cluster, rates or Rates(), job.dtype)
+    return sum(times * costs.alone(task) for times, task in _blocking_tasks(job, costs))
+
+
+def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
+    """The calls for which the step waits: how often each is made, and its task."""
+    everyone = RankGroup(costs.cluster.size, costs.cluster.ranks_per_node)
+    if everyone.size == 1:
+        return []
+    tasks: list[tuple[int, LaneTask]] = []
+    for call, nbytes, times in job.blocking:
+        match call:
+            case "allreduce":
+                tasks += [(times, task) for task in costs.average(Exact(), nbytes, everyone)]
+            case "allgather":
+                tasks.append((times, costs.allgather(nbytes, everyone)))
+            case "alltoall":
+                tasks.append((times, costs.pairs(nbytes / everyone.size, everyone)))
+    return tasks
+
+
+def _predict_averages(method: Method, job: Job, costs: Costs) -> Prediction:
+    """Predict the step of a model that does not communicate itself."""
+    if isinstance(method, TorchDDP):
+        job = dataclasses.replace(job, bucket_bytes=method.bucket_bytes)
+    else:
+        method = phases_of(method)[-1]
+    if isinstance(method, Every):
+        return _mean_over(method.n, _predict_averages(method.algorithm, job, costs))
+    exchanges = (
+        [exchange_of(method, nbytes, costs) for nbytes, _ in job.buckets()] if costs.cluster.size > 1 else []
+    )
+    window = method.window if isinstance(method, TorchDDP) else with_defaults(method).window
+    if isinstance(window, Rounds):
+        return _predict_rounds(window.interval_s, job, exchanges, costs)
+    prediction = _predict_window(window, job, exchanges, costs)
+    return _mean_over(method.local_steps, prediction) if isinstance(method, DiLoCo) else prediction
+
+
+def check_fit(method: Method, job: Job, cluster: Cluster) -> None:
+    """Raise unless the algorithm supports the dtype, the number of ranks and the number of nodes.
+
+    Raises:
+        ArrayError: It does not support this number of ranks or nodes.
+        UnsupportedError: It does not support the dtype of the job.
+    """
+    if not isinstance(method, TorchDDP):
+        with_defaults(method).check(job.dtype)
+        check_size(method, cluster.size)
+        for phase in phases_of(method):
+            if isinstance(phase, ByNode) and cluster.nodes > 1:
+                check_size(phase.algorithm, cluster.nodes)
+
+
+def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], costs: Costs) -> Prediction:
+    """Predict the step of an algorithm whose `window` opens and closes in each step."""
+    backward_begins, backward_ends = job.forward_s, job.forward_s + job.backward_s
+    at = {
+        Point.FORWARD: 0.0,
+        Point.GRADIENT: backward_begins,
+        Point.BACKWARD: backward_ends,
+        Point.STEP: job.compute_s,
+    }
+    beside_s = (at[window.closes] - at[window.opens]) % (job.compute_s or 1.0)
+    by_gradient = window.opens is Point.GRADIENT
+    ready = [share * job.backward_s if by_gradient else 0.0 for _, share in job.buckets()]
+    overlapped_s, busy_s = costs.overlap(beside_s, list(zip(ready, (e.lane for e in exchanges), strict=False)))
+    trainer_s = sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    step_s = job.compute_s - beside_s + overlapped_s + trainer_s
+    return Prediction(step_s, job.compute_s, busy_s, *_bytes_sent(exchanges))
+
+
+def _predict_rounds(interval_s: float, job: Job, exchanges: list[BucketExchange], costs: Costs) -> Prediction:
+    """Predict the step of an algorithm whose rounds of exchanges run beside training, which never waits.
+
+    A round begins at the end of a step, at least `interval_s` after the previous round began. Computation loses
+    the cores that the round uses.
+    """
+    if not exchanges:
+        return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
+    tasks = [costs.beside(task) for exchange in exchanges for task in exchange.lane]
+    round_s = sum(spent for spent, _ in tasks)
+    lost_s = sum(spent * (1 - speed) for spent, speed in tasks)
+    lost_s += sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    # The n steps from round to round take n compute_s + lost_s, and at least as long as the round.
+    steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
+    in_every = Prediction(job.compute_s + lost_s, job.compute_s, round_s, *_bytes_sent(exchanges))
+    return _mean_over(steps, in_every)
+
+
+def _bytes_sent(exchanges: Iterable[BucketExchange]) -> tuple[float, float]:
+    """Bytes that a rank sends, and bytes that a node sends."""
+    tasks = [task for exchange in exchanges for task in exchange.lane]
+    return sum(task.wire_bytes for task in tasks), sum(task.node_bytes for task in tasks)
+
+
+def _mean_over(n: float, step: Prediction) -> Prediction:
+    """The mean over `n` steps, of which only `step` communicates."""
+    return Prediction(
+        step.compute_s + step.exposed_s / n,
+        step.compute_s,
+        step.communication_s / n,
+        step.wire_bytes / n,
+        step.node_bytes / n,
+    )

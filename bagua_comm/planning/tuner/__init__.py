@@ -1,0 +1,31 @@
+"""The tuner: searches for the bucket size, average and codec block that train fastest, while training goes on.
+
+All ranks train a few steps with the same settings and agree on how long these took; the slowest rank's time
+counts. Rank 0 decides what to try next. Steps are noisy, so the fastest few settings are measured again, in turn,
+and the best of them stay.
+
+grid        the settings to choose from
+search      which of them to measure next; it knows nothing of ranks
+tuner       measurements on all ranks
+profile     the file of the best settings found
+"""
+
+from .grid import BLOCKS, BUCKET_BYTES, Cell, Grid, Settings, Trial, make_grid, period_of
+from .search import FINALISTS, ROUNDS, Search
+from .tuner import UNTIMED_STEPS, Tuner
+
+__all__ = [
+    "BLOCKS",
+    "BUCKET_BYTES",
+    "FINALISTS",
+    "ROUNDS",
+    "UNTIMED_STEPS",
+    "Cell",
+    "Grid",
+    "Search",
+    "Settings",
+    "Trial",
+    "Tuner",
+    "make_grid",
+    "period_of",
+]

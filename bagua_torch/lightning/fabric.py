@@ -1,0 +1,161 @@
+"""The strategy for Lightning Fabric."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from bagua_comm import Algorithm, ArrayError, Communicator
+
+from ..ddp import DistributedDataParallel
+from ..process_group import provide_group
+from .packages import FABRICS, Package, new_strategy
+from .strategy import KEY, RankStrategy, gather_states, load_states, make_equal
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies import ParallelStrategy as _FabricBase
+else:
+    _FabricBase = object
+
+
+class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
+    """A strategy for Lightning Fabric: DistributedDataParallel over any algorithm of bagua_comm.
+
+    Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`. Set the module up together
+    with its optimizers, `model, optimizer = fabric.setup(model, optimizer)`. `fabric.no_backward_sync`,
+    `fabric.save` and `fabric.load` work as with Fabric's own strategies. For BatchNorm over all ranks, call
+    `bagua_torch.sync_batchnorm.convert(model, fabric.strategy.comm)` before.
+
+    Where an algorithm exchanges weights, call `fabric.strategy.average_weights(model)` before evaluation;
+    `fabric.save` does it itself.
+
+    Args:
+        algorithm: What to exchange and when; `GradientAllReduce()` if None.
+        comm: The ranks; if None, those that `bagua_torch.connect` found, which is called if it was not yet.
+        package: The distribution whose Fabric gets this strategy; it need be given only if the program imports
+            both `lightning` and `lightning_fabric`.
+        checkpoint_io: As for Fabric's own strategies.
+        precision: As for Fabric's own strategies.
+        options: Further arguments of `bagua_torch.DistributedDataParallel`, by name.
+
+    Raises:
+        UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
+    """
+
+    def __new__(cls, *_: Any, package: Package | None = None, **__: Any) -> BaguaFabricStrategy:  # noqa: D102
+        return new_strategy(cls, "strategies", FABRICS, package)  # type: ignore[no-any-return]
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        comm: Communicator | None = None,
+        package: Package | None = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        **options: Any,
+    ) -> None:
+        found = self._join(FABRICS, algorithm, comm, options)
+        super().__init__(checkpoint_io=checkpoint_io, precision=precision, **found)
+        self._backward_sync_control = NoBackwardSync()
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's loggers which rank this is."""
+        self._set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Set up the device, and torch.distributed for those that use it. Collective."""
+        self._set_world_ranks()
+        super().setup_environment()
+        provide_group(self.comm)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
+        """Wrap the module, with the optimizers that step it. Collective."""
+        return self._wrap(module, optimizers), optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap the module; algorithms that depend on steps need its optimizers as well. Collective."""
+        try:
+            return self._wrap(module, [])
+        except ArrayError as exc:
+            raise ArrayError(f"{exc}. In Fabric: model, optimizer = fabric.setup(model, optimizer)") from exc
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move the module to this rank's device."""
+        module.to(self.root_device)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks, in place; anything else is returned as it is. Collective."""
+        return self._reduce(tensor, group, reduce_op)
+
+    def average_weights(self, module: nn.Module) -> None:
+        """Average weights that differ between ranks, before evaluation; `module` is what `fabric.setup` gave.
+
+        Collective. Buffers become rank 0's.
+
+        Raises:
+            ArrayError: `fabric.setup` did not give this module.
+        """
+        wrapper = next((part for part in module.modules() if isinstance(part, DistributedDataParallel)), None)
+        if wrapper is None:
+            raise ArrayError(
+                f"average_weights: this {type(module).__name__} was not set up here; give what fabric.setup gave"
+            )
+        make_equal(wrapper)
+        wrapper.resume()
+
+    # Checkpoints ------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The state of the plain module; weights that differ between ranks are averaged first. Collective."""
+        if isinstance(module, DistributedDataParallel):
+            self.average_weights(module)
+            module = module.module
+        return super().get_module_state_dict(module)  # type: ignore[no-any-return]
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Any, strict: bool = True) -> None:
+        """Load the state of the plain module."""
+        plain = module.module if isinstance(module, DistributedDataParallel) else module
+        super().load_module_state_dict(plain, state_dict, strict=strict)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, **options: Any
+    ) -> None:
+        """Write a checkpoint on rank 0, with what the algorithm keeps on every rank. Collective."""
+        wrappers = {name: part for name, part in state.items() if isinstance(part, DistributedDataParallel)}
+        for wrapper in wrappers.values():
+            self.average_weights(wrapper)  # before its state is taken
+        kept = {name: gather_states(wrapper) for name, wrapper in wrappers.items()}
+        kept = {name: ranks for name, ranks in kept.items() if ranks}
+        if kept:
+            state = {**state, KEY: kept}
+        super().save_checkpoint(path, state, storage_options=storage_options, **options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, **options: Any
+    ) -> dict[str, Any]:
+        """Load a checkpoint, and what the algorithm keeps; returns what `state` did not ask for. Collective."""
+        rest: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, **options)
+        if isinstance(state, dict) and state:
+            kept = rest.pop(KEY, {})
+            for name, part in state.items():
+                if isinstance(part, DistributedDataParallel) and name in kept:
+                    load_states(part, kept[name])
+        return rest
+
+
+class NoBackwardSync:
+    """Fabric's control of gradient synchronization."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """A context in which backward passes are not averaged, if `enabled`."""
+        if not enabled:
+            return nullcontext()
+        if not isinstance(module, DistributedDataParallel):
+            raise ArrayError(
+                f"no_backward_sync: the {type(module).__name__} was not set up with this strategy; give what "
+                "fabric.setup returned"
+            )
+        return module.no_sync()

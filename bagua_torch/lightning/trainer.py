@@ -1,0 +1,197 @@
+"""The strategy for Lightning's Trainer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bagua_comm import Algorithm, Communicator
+
+from ..broadcast import broadcast_tensors
+from ..ddp import DistributedDataParallel
+from ..process_group import provide_group
+from .layer_sync import BatchNormOverRanks
+from .packages import FABRICS, TRAINERS, Package, new_strategy, package_of, with_base
+from .strategy import KEY, RankStrategy, gather_states, load_states, make_equal
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _TrainerBase
+else:
+    _TrainerBase = object
+
+
+class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
+    """A strategy for Lightning's Trainer: DistributedDataParallel over any algorithm of bagua_comm.
+
+    Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`, and pass
+    `Trainer(strategy=BaguaStrategy(...))`. The Trainer's checkpoints, metrics with `sync_dist`, early stopping,
+    clipping, accumulation, mixed precision and manual optimization work as with Lightning's own DDPStrategy; with
+    `GradientAllReduce()` the results are the same. In manual optimization every `manual_backward` is averaged.
+    `Trainer(sync_batchnorm=True)` makes each BatchNorm a `bagua_torch.SyncBatchNorm` while `fit` runs.
+
+    Where an algorithm exchanges weights, ranks' weights differ while they train. They are averaged, and training
+    goes on from the average, whenever they are looked at: before validation, and in a checkpoint, and at the end
+    of `fit`. Meanwhile asynchronous averaging is stopped.
+
+    The strategy also sets up torch.distributed (gloo, and NCCL for CUDA tensors) where nobody has, since
+    torchmetrics and some callbacks use it. Gradients do not go there.
+
+    Args:
+        algorithm: What to exchange and when; `GradientAllReduce()` if None.
+        comm: The ranks; if None, those that `bagua_torch.connect` found, which is called if it was not yet.
+        package: The distribution whose Trainer gets this strategy. It need be given only if the program imports
+            both.
+        checkpoint_io: As for Lightning's own strategies.
+        precision_plugin: As for Lightning's own strategies.
+        options: Further arguments of `bagua_torch.DistributedDataParallel`, by name.
+
+    Raises:
+        UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
+    """
+
+    def __new__(cls, *_: Any, package: Package | None = None, **__: Any) -> BaguaStrategy:  # noqa: D102
+        return new_strategy(cls, "strategies", TRAINERS, package)  # type: ignore[no-any-return]
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        comm: Communicator | None = None,
+        package: Package | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        found = self._join(TRAINERS, algorithm, comm, options)
+        super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, **found)
+        self._resting = self._failed = False
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The wrapped module, while `fit` runs; None at other times."""
+        return self.model if isinstance(self.model, DistributedDataParallel) else None
+
+    # The beginning and the end ----------------------------------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        """Tell Lightning's loggers which rank this is."""
+        self._set_world_ranks()
+
+    def setup_environment(self) -> None:
+        """Set up the device, and torch.distributed for those that use it. Collective."""
+        super().setup_environment()
+        provide_group(self.comm)
+        home = FABRICS[package_of(type(self), TRAINERS)]
+        importlib.import_module(f"{home}.utilities.seed").reset_seed()  # as Lightning's own strategies do
+
+    def setup(self, trainer: Any) -> None:
+        """Move the module to its device, make its optimizers and wrap it. Collective."""
+        self._resting = self._failed = False
+        fitting = trainer.state.fn == "fit"
+        sync: Any = getattr(self, "_layer_sync", None)
+        if fitting and sync is not None:
+            if type(sync).__name__ == "TorchSyncBatchNorm":  # what sync_batchnorm=True stands for
+                sync = with_base(BatchNormOverRanks, type(sync).__base__)(self.comm)
+            self._layer_sync, self.model = sync, sync.apply(self.lightning_module)
+        super().setup(trainer)
+        module: Any = self.model
+        if fitting:
+            self.model = self._wrap(module, self.optimizers)
+        else:
+            broadcast_tensors(self.comm, [*module.parameters(), *module.buffers()])
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        self.model.to(self.root_device)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Note that this rank leaves by an error, so that `teardown` waits for no other."""
+        self._failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """End the wrapper, and leave the module to itself. Collective, except after an error."""
+        wrapper = self.wrapper
+        if wrapper is not None:
+            self.model = self.lightning_module
+            if not self._failed:
+                wrapper.close()
+            if self._layer_sync is not None:
+                self.model = self._layer_sync.revert(self.model)
+        super().teardown()
+
+    # A training step --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without averaging them."""
+        with self.wrapper.no_sync() if self.wrapper is not None else nullcontext():
+            yield
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """See to it that every backward pass of manual optimization is averaged. Collective."""
+        if self.wrapper is not None and not self.lightning_module.automatic_optimization:
+            self.wrapper.expect_backward()
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Complete a backward pass that reached no parameter on this rank. Collective."""
+        if self.wrapper is not None:
+            self.wrapper.end_backward()
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over all ranks, in place; anything else is returned as it is. Collective."""
+        return self._reduce(tensor, group, reduce_op)
+
+    # Where weights differ between ranks ---------------------------------------------------------------------
+
+    def _rest(self) -> None:
+        """Make weights and buffers the same on all ranks, and exchange nothing. Collective."""
+        if self.wrapper is not None and not self._resting:
+            make_equal(self.wrapper)
+            self._resting = True
+
+    def _go_on(self) -> None:
+        if self.wrapper is not None and self._resting:
+            self.wrapper.resume()
+            self._resting = False
+
+    def on_validation_start(self) -> None:
+        """Make weights and buffers the same on all ranks. Collective."""
+        self._rest()
+
+    def on_validation_end(self) -> None:
+        """Go on exchanging. Collective."""
+        self._go_on()
+
+    def on_train_end(self) -> None:
+        """Make weights and buffers the same on all ranks. Collective."""
+        self._rest()
+
+    # Checkpoints ------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state of the plain module; weights that differ between ranks are averaged first. Collective."""
+        resting = self._resting
+        self._rest()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if not resting:
+            self._go_on()
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint on rank 0, with what the algorithm keeps on every rank. Collective."""
+        if self.wrapper is not None and "optimizer_states" in checkpoint:
+            kept = gather_states(self.wrapper)
+            if kept:
+                checkpoint[KEY] = kept
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers, and what the algorithm keeps. Collective."""
+        super().load_optimizer_state_dict(checkpoint)
+        if self.wrapper is not None and KEY in checkpoint:
+            load_states(self.wrapper, checkpoint[KEY])

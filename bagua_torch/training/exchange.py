@@ -1,0 +1,135 @@
+"""The buckets of a model, and the engine that exchanges them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua_comm import Algorithm, Communicator
+from bagua_comm.algorithms.base import phases_of
+from bagua_comm.engine import EngineCallbacks
+from bagua_comm.pickling import Live
+from bagua_comm.trace import ExchangeCounters
+
+from ..broadcast import broadcast_tensors
+from ..engine import TorchEngine, average_tensors
+from ..memory import BucketMemory, extended, pack
+from ..model_state import ModelState
+from .optimizers import attach_states, flatten
+
+
+class BucketExchange(Live):
+    """The memory of a model's buckets, and the engine that exchanges them.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        model: The parameters and buffers that all ranks share.
+        optimizers: The optimizers of the model.
+        algorithm: What to exchange and when.
+        bucket_bytes: The size at which a bucket is closed.
+        device: The device of the parameters.
+        in_buckets: Whether `p.grad` is a part of its bucket.
+        callbacks: Functions of the training program for each engine.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: ModelState,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        bucket_bytes: int,
+        device: torch.device,
+        *,
+        in_buckets: bool,
+        callbacks: EngineCallbacks,
+    ) -> None:
+        self.comm, self.model, self.optimizers, self.device = comm, model, optimizers, device
+        self.bucket_bytes = bucket_bytes
+        self._callbacks = callbacks
+        self._past = ExchangeCounters()  # of earlier engines
+        self.memory = BucketMemory(model.trained, self._plan(bucket_bytes), in_buckets=in_buckets)
+        self._start(algorithm)
+
+    def _plan(self, bucket_bytes: int) -> Any:
+        return pack(self.model.trained, bucket_bytes, self.comm.size)
+
+    def _start(self, algorithm: Algorithm) -> None:
+        """Construct the engine for `algorithm`, and allocate missing memory. Collective."""
+        self.memory.provide({phase.payload for phase in phases_of(algorithm)})
+        self.engine = TorchEngine(self.comm, algorithm, self.memory, self.device, self._callbacks)
+        self.memory.commits = 0
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """The sums over all engines so far."""
+        return self._past + self.engine.counters
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether this step averages gradients over several ranks."""
+        return self.comm.size > 1 and self.engine.payload == "grad" and self.engine.communicates
+
+    def switch(self, algorithm: Algorithm) -> None:
+        """Continue with another algorithm, after the engine of the last one was closed. Collective."""
+        self._past += self.engine.counters
+        self._start(algorithm)
+        self.flatten()
+
+    def replan(self, bucket_bytes: int, algorithm: Algorithm) -> None:
+        """Continue with other buckets, and the same algorithm with other settings. Collective."""
+        self.reclaim()
+        memory = BucketMemory(self.model.trained, self._plan(bucket_bytes), in_buckets=self.memory.in_buckets)
+        for payload in {phase.payload for phase in phases_of(algorithm)}:
+            memory.allocate(payload)
+        self.engine.move(memory, algorithm)
+        memory.replace(self.memory)
+        self.memory, self.bucket_bytes = memory, bucket_bytes
+        self.note_new_weights()
+
+    def extend(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
+        """Add buckets for parameters that were frozen until now. Collective."""
+        if not self.engine.awaits(unfrozen):  # otherwise loaded weights, which may differ between ranks
+            broadcast_tensors(self.comm, list(unfrozen.values()), root=0)
+        self.model.train(unfrozen)
+        self.memory.extend(extended(self.memory.plan, unfrozen, self.bucket_bytes, self.comm.size))
+        self.engine.extend()
+        self.note_new_weights()
+
+    def hold(self) -> None:
+        """Keep the gradients in `p.grad` as one addend of the next mean, and set them to zero."""
+        self.memory.collect()
+        self.engine.hold()
+        self.memory.spread()
+
+    def average_weights(self) -> None:
+        """Set the weights of all ranks to their mean. Collective."""
+        average_tensors(self.comm, self.model.trained.values(), self.device)
+
+    def reclaim(self) -> None:
+        """Move weights back to the buckets, before an exchange, if user code has replaced their memory."""
+        if self.memory.strayed:
+            self.engine.settle()
+            self.note_new_weights()
+            self.memory.reclaim()
+
+    def note_new_weights(self) -> None:
+        """Increment the version counters of weights that the engine has written."""
+        self.memory.note(self.engine.commits)
+
+    def attach_states(self) -> None:
+        """Share the algorithm's state with optimizers; repeat it after they have loaded a state."""
+        attach_states(self.optimizers, self.model.trained, self.engine)
+
+    def detach_states(self) -> None:
+        """Give optimizers states of their own."""
+        attach_states(self.optimizers, self.model.trained, None)
+
+    def flatten(self) -> None:
+        """Move the parameters of fused optimizers to their final addresses."""
+        flatten(self.optimizers, self.model.trained, self.memory)

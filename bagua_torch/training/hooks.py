@@ -1,0 +1,179 @@
+"""The hooks of a wrapper on its module and optimizers, and the end of older wrappers.
+
+Hooks hold the wrapper weakly, so only the user keeps it alive. Once it is gone, its hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from bagua_comm import CommError, Communicator
+
+from ..flats import lay_out_state
+from .backward import BackwardWatch, watches_of
+
+
+class WeakCall:
+    """A hook that calls a method and holds its object weakly. Once the object is gone, the hook does nothing.
+
+    A copy does nothing either, such as the hook of a copied module.
+
+    Args:
+        method: The method.
+        handles: The handles of all hooks of the same object.
+    """
+
+    def __init__(self, method: Callable[..., Any] | None = None, handles: Sequence[Any] = ()) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
+        self._handles = handles
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the method, if its object is there."""
+        method = self._method() if self._method is not None else None
+        return method(*given) if method is not None else None
+
+    def __reduce__(self) -> Any:
+        return WeakCall, ()
+
+    def remove_if_dead(self) -> None:
+        """Remove all hooks of the object, if it is gone."""
+        if self._method is None or self._method() is None:
+            for handle in self._handles:
+                handle.remove()
+
+
+class EagerWeakCall(WeakCall):
+    """A `WeakCall` that compiled graphs omit, so that they do not break at its call."""
+
+    def __call__(self, *given: Any) -> Any:
+        """Call the method, if its object is there."""
+        return None if torch.compiler.is_compiling() else super().__call__(*given)
+
+
+class Hooks:
+    """The hooks of a wrapper on its module and optimizers: its methods, held weakly."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def on_optimizers(
+        self,
+        optimizers: Iterable[torch.optim.Optimizer],
+        *,
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+    ) -> None:
+        """Call `before` and `after` each step; give loaded states the strides of their parameters."""
+        for optimizer in optimizers:
+            self._handles += [
+                optimizer.register_step_pre_hook(WeakCall(before, self._handles)),
+                optimizer.register_step_post_hook(WeakCall(after, self._handles)),
+                optimizer.register_load_state_dict_post_hook(lay_out_state),
+            ]
+
+    def on_module(
+        self,
+        module: Any,  # torch leaves some of these methods untyped
+        *,
+        settle: Callable[..., Any],
+        returned: Callable[..., Any],
+        loading: Callable[..., Any],
+    ) -> None:
+        """Call `settle` before the module runs or saves, `loading` before it loads, `returned` after it ran."""
+        self._handles += [
+            module.register_forward_pre_hook(WeakCall(settle, self._handles)),
+            module.register_forward_hook(EagerWeakCall(returned, self._handles)),
+            module.register_state_dict_pre_hook(WeakCall(settle, self._handles)),
+            module.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)),
+        ]
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def remove_dead_hooks(module: nn.Module) -> None:
+    """Remove the hooks of deleted wrappers from `module` and its optimizers."""
+    for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+        if isinstance(hook, WeakCall):
+            hook.remove_if_dead()
+
+
+def end_older(module: nn.Module, comm: Communicator) -> None:
+    """End earlier wrappers of the parameters of `module`.
+
+    Collective. Those that exist on all ranks are closed. Ranks may delete a wrapper at different times: one that
+    is missing on a rank is detached on the others, and its communicator stays open.
+    """
+    older = _older(module)
+    remove_dead_hooks(module)
+    closable = sorted(name for name, steps in older.items() if steps.comm is comm)
+    common = set(closable).intersection(*comm.allgather_object(closable))
+    for name in closable:
+        if name in common:
+            # A wrapper whose exchanges have failed cannot end properly; the new one begins regardless.
+            with suppress(CommError):
+                older[name].close()
+    for steps in older.values():
+        steps.detach()
+
+
+def _older(module: nn.Module) -> dict[str, Any]:
+    """Every existing `TrainingSteps` of the same parameters, by the name of a parameter.
+
+    Those that share only some of the parameters are excluded: they continue.
+    """
+    parameters = {id(parameter) for parameter in module.parameters()}
+    older: dict[str, Any] = {}
+    for name, parameter in module.named_parameters():
+        for watch in watches_of(parameter):
+            steps: Any = watch.owner
+            if steps is None or steps in older.values():
+                continue
+            theirs = steps.model.module
+            if theirs is module or {id(p) for p in theirs.parameters()} == parameters:
+                older[name] = steps
+    return older
+
+
+def release_when_gone(
+    owner: object,
+    watch: BackwardWatch,
+    sharing: Iterable[torch.optim.Optimizer],
+    parameters: Iterable[torch.Tensor],
+) -> weakref.finalize[..., Any]:
+    """Call `release` when `owner` is deleted on this rank."""
+    optimizers, own = list(map(weakref.ref, sharing)), list(map(weakref.ref, parameters))
+    finalizer = weakref.finalize(owner, release, watch, optimizers, own)
+    finalizer.atexit = False
+    return finalizer
+
+
+def release(
+    watch: BackwardWatch,
+    sharing: Iterable[Callable[[], Any]],
+    parameters: Iterable[Callable[[], torch.Tensor | None]],
+) -> None:
+    """Remove a wrapper's hooks on parameters and its sharing of optimizer state. It sends nothing.
+
+    The hooks of modules and optimizers do nothing any more and stay: one of them may be running now, and PyTorch
+    does not allow its removal then.
+
+    Args:
+        watch: The watch of the wrapper.
+        sharing: Weak references to the optimizers that share state with its algorithm.
+        parameters: Weak references to its parameters.
+    """
+    watch.remove()
+    own = [p for p in (reference() for reference in parameters) if p is not None]
+    for optimizer in (reference() for reference in sharing):
+        if optimizer is not None:
+            optimizer.detach(own)

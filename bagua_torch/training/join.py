@@ -1,0 +1,151 @@
+"""Uneven data: a rank without batches takes part in the exchanges of ranks that have some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from bagua_comm import Communicator, Point
+from bagua_comm.algorithms.base import with_defaults
+
+from ..engine import TorchEngine
+from ..errors import EarlyEndError
+from ..memory import BucketMemory, SavedGradients
+from ..sharded import check_join
+
+
+@dataclass
+class Join:
+    """The ranks that have data left, and the exchanges of ranks without data.
+
+    Args:
+        comm: The ranks.
+        optimizers: The optimizers of the model.
+        divide_by_initial_size: Whether sums of gradients are divided by the number of all ranks.
+        throws: Whether all ranks stop as soon as one has ended.
+        stopping: Called before the error that stops a rank is raised.
+    """
+
+    comm: Communicator
+    optimizers: Sequence[torch.optim.Optimizer]
+    divide_by_initial_size: bool
+    throws: bool
+    stopping: Callable[[], None]
+    active: list[int] = field(default_factory=list)
+    """The ranks that had data left in the latest step."""
+    scale: float = 1.0
+    """The factor that turns the mean of gradients over all ranks into the mean over active ranks."""
+    forwards: int = 0
+    """The number of training forward passes of this rank in the context."""
+    copies: bool = False
+    """Whether buffers are due at the end of the latest announced step."""
+    freezes: bool = False
+    """Whether parameters are frozen in that step."""
+    passes: int = 0
+    """The number of earlier backward passes of the same step, on ranks with data."""
+
+    def __post_init__(self) -> None:
+        if self.comm.size > 1 and not self.throws:
+            check_join(self.optimizers)
+
+    def announce(
+        self,
+        engine: TorchEngine,
+        *,
+        active: bool,
+        copies: bool = False,
+        freezes: bool = False,
+        passes: int = 0,
+    ) -> None:
+        """Exchange which ranks have data, and the arguments of their step.
+
+        Collective.
+
+        Raises:
+            EarlyEndError: With `throws`, some ranks have ended and some have not.
+        """
+        table = self.comm.allgather(np.array([active, engine.step, copies, freezes, passes]))
+        self.active = [rank for rank in range(self.comm.size) if table[rank, 0]]
+        if self.throws and 0 < len(self.active) < self.comm.size:
+            self.stopping()
+            ended = [rank for rank in range(self.comm.size) if rank not in self.active]
+            who = f"rank {ended[0]} has" if len(ended) == 1 else f"ranks {ended} have"
+            raise EarlyEndError(
+                f"join: {who} no more batches, so all ranks stop, as throw_on_early_termination says"
+            )
+        self.copies, self.freezes = bool(table[:, 2].any()), bool(table[:, 3].any())
+        self.passes = int(table[:, 4].max())
+        if self.active and not self.divide_by_initial_size:
+            self.scale = self.comm.size / len(self.active)
+        while not active and engine.step < table[:, 1].max():
+            if with_defaults(engine.phase).lends:
+                for optimizer in self.optimizers:  # also updates the shared state
+                    optimizer.step()
+            else:
+                engine.at(Point.STEP)
+
+    def follow(
+        self,
+        engine: TorchEngine,
+        memory: BucketMemory,
+        *,
+        copy_buffers: Callable[[], None],
+        exchanged: Callable[[], None],
+    ) -> list[int]:
+        """Take part in the exchanges of ranks that have data left, until none has. Restores `p.grad`.
+
+        Collective.
+
+        Args:
+            engine: The engine of the buckets.
+            memory: The memory of the buckets.
+            copy_buffers: Called when the backward pass of a step has ended.
+            exchanged: Called at the end of each exchange.
+
+        Returns:
+            The ranks that took part in the last exchange, if this rank had ended before it.
+        """
+        before = SavedGradients(memory)
+        last: list[int] = []
+        zeroed_in = -1
+        while True:
+            self.announce(engine, active=False)
+            if not self.active:
+                break
+            last = self.active
+            engine.at(Point.FORWARD)
+            if engine.payload == "grad":
+                # Another backward pass of the same step adds to the averages in the buckets.
+                accumulates = zeroed_in == engine.step and bool(self.optimizers)
+                zeroed_in = engine.step
+                keep = accumulates and self.divide_by_initial_size
+                for parameter in memory.parameters.values():
+                    parameter.grad = None
+                for part in memory.gradients:
+                    part.give(zeros=not keep)
+                for index in range(len(memory.names)):
+                    engine.ready_bucket(index)
+            engine.at(Point.BACKWARD)
+            copy_buffers()
+            if engine.payload == "weight":
+                # Ranks that have data may wait for this exchange before they announce their next step.
+                engine.at(Point.STEP)
+            exchanged()
+        before.restore()
+        return last
+
+    def furthest(self, last: Sequence[int], steps: int) -> int:
+        """The rank whose weights all ranks get at the end.
+
+        Collective. Weights may differ even if all ranks ended together, as after steps in `no_sync`.
+
+        Args:
+            last: The result of `follow`.
+            steps: The number of optimizer steps that this rank made with its own data.
+        """
+        table = self.comm.allgather_object((last, steps, self.forwards))
+        candidates = {rank for ranks, _, _ in table for rank in ranks} or range(self.comm.size)
+        return max(candidates, key=lambda rank: (*table[rank][1:], -rank))

@@ -1,0 +1,122 @@
+"""The state of a wrapped module in state dicts and checkpoints."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from bagua_comm import Algorithm, ArrayError, Communicator, GradientAllReduce, Tuner
+from bagua_comm.algorithms.state import has_saved_state
+from bagua_comm.checkpoint.engines import state_of_tree, tree_of_engine
+
+from . import checks
+from .comm_hook import HookAlgorithm
+from .model_state import ModelState
+from .training.steps import TrainingSteps
+
+EXTRA_STATE = "_extra_state"
+"""PyTorch's name in a state dict for the value of `get_extra_state`."""
+
+
+class WrapperState(nn.Module):
+    """Base of DistributedDataParallel: its state dict, and its part of a checkpoint."""
+
+    module: nn.Module
+    comm: Communicator
+    algorithm: Algorithm
+    tuner: Tuner | None
+    _model: ModelState
+    _steps: TrainingSteps
+
+    def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
+        """Continue with other buckets, or the same algorithm with other settings. Collective."""
+        raise NotImplementedError
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What the algorithm keeps, for `state_dict()`."""
+        self._steps.complete()
+        return self._steps.engine.state_tensors()
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
+        mine, saved = self.algorithm, None
+        if self.tuner is not None:
+            names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
+            saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
+        if saved not in (None, mine):  # what a tuner tried at that time
+            self.replan(algorithm=saved)
+        try:
+            self._steps.engine.load_state_tensors(state)
+        except ArrayError:  # on all ranks
+            if self.algorithm != mine:
+                self.replan(algorithm=mine)
+            raise
+        if self.algorithm != mine:
+            self.replan(algorithm=mine)
+        self._steps.forget()
+
+    def tree_of_engine(self) -> dict[str, Any] | None:
+        """What the algorithm keeps, for `bagua_torch.Checkpoints`: a tree that loads on any number of ranks.
+
+        None if it keeps nothing. What was exchanged is written back to the weights first.
+        """
+        self._steps.complete()
+        self._steps.engine.settle()
+        keeps_none = self.tuner is None and not self.keeps_state()
+        return None if keeps_none else tree_of_engine(self._steps.engine)
+
+    def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
+        """Go on from the module's state dict and what `tree_of_engine` gave, also on another number of ranks.
+
+        Collective.
+
+        Raises:
+            ArrayError: What the algorithm keeps was not saved, or was saved with another algorithm.
+        """
+        if engine is None:
+            if self.tuner is None and self.keeps_state():
+                raise ArrayError(
+                    "load: the training that was saved had an algorithm that keeps nothing, but "
+                    f"{self.algorithm} keeps state; to begin with the saved weights alone, load into `.module`"
+                )
+            prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
+            self.load_state_dict(prefixed, strict=self.tuner is None)
+            return
+        self.module.load_state_dict(module)
+        self.set_extra_state(state_of_tree(self._steps.engine, engine))  # replicas are made from the weights
+
+    @property
+    def ignored_names(self) -> set[str]:
+        """Names of the parameters and buffers that stay this rank's own."""
+        return self._model.ignored
+
+    @property
+    def parts_stay(self) -> bool:
+        """Whether the module has parts that stay on their rank, as experts of a MoE; the same on all ranks."""
+        return checks.parts_stay(self.module)
+
+    def keeps_state(self) -> bool:
+        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters.
+
+        Then `state_dict()` has what `get_extra_state` gives.
+        """
+        plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
+        return not plain or any(has_saved_state(state) for state in self._steps.engine.states)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.tuner is None and not self.keeps_state():  # a tuner may try another one that does
+            del destination[prefix + EXTRA_STATE]
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        key, missing = prefix + EXTRA_STATE, args[2]
+        if key in missing and not self.keeps_state():
+            missing.remove(key)
+        if key not in state_dict:
+            if self._steps.watch.unfinished:
+                self._steps.engine.load_state_dict(self._steps.engine.state_dict())
+            self._steps.forget()

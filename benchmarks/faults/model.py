@@ -1,0 +1,102 @@
+"""The contract of the models that are trained: `Model` and `Steps`, their data and constants."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MICROBATCHES, IMAGES = 12, 8
+"""Microbatches of a step, over all ranks, and images of one: 12 are shared evenly by 1, 2, 3, 4 and 6 ranks."""
+
+LR, MOMENTUM, ADAM_LR = 0.1, 0.9, 3e-3
+
+
+class Data:
+    """Images (n, 64) and labels (n,) of the digits, the same on all ranks.
+
+    Args:
+        file: An npz file with both.
+    """
+
+    def __init__(self, file: Path) -> None:
+        with np.load(file) as digits:
+            self.images, self.labels = digits["images"], digits["labels"]
+
+    def microbatch(self, step: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The images and labels of one microbatch of a step."""
+        count = len(self.labels) // IMAGES
+        begin = (step * MICROBATCHES + number) % count * IMAGES
+        return self.images[begin : begin + IMAGES], self.labels[begin : begin + IMAGES]
+
+
+class Model(ABC):
+    """Weights, and what the optimizer keeps.
+
+    Args:
+        data: What it learns.
+        algorithm: How ranks exchange.
+        alike: Whether that leaves all ranks with the same weights after each step.
+    """
+
+    def __init__(self, data: Data, algorithm: Any, *, alike: bool) -> None:
+        self.data, self.algorithm, self.alike = data, algorithm, alike
+        self.holds = getattr(getattr(algorithm, "average", None), "addends", None) is not None
+        """Whether each microbatch is an addend of its own."""
+
+    @abstractmethod
+    def weights(self) -> list[np.ndarray]:
+        """All weights, sharing memory with the model."""
+
+    @abstractmethod
+    def parts(self) -> dict[str, Any]:
+        """What a `State` takes, by name."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All that must come back after a failure."""
+
+    @abstractmethod
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    @abstractmethod
+    def connect(self, comm: Any, *, init_sync: bool = True) -> Steps:
+        """Make what takes steps on these ranks; with `init_sync`, all begin with rank 0's, unless a state has it.
+
+        Collective.
+        """
+
+    def digest(self) -> str:
+        """A short name of the weights' bytes."""
+        joined = hashlib.sha256()
+        for weight in self.weights():
+            joined.update(np.ascontiguousarray(weight).data)
+        return joined.hexdigest()[:16]
+
+    def total(self) -> float:
+        """The sum of all weights."""
+        return float(sum(np.sum(weight, dtype=np.float64) for weight in self.weights()))
+
+    def average(self, comm: Any) -> None:
+        """Give all ranks the same weights, where an algorithm leaves them with different ones. Collective."""
+        if not self.alike:
+            for weight in (each for each in self.weights() if each.dtype.kind == "f"):
+                weight[...] = comm.allreduce(weight, op="avg")
+
+
+class Steps(ABC):
+    """What takes steps on the ranks of a communicator."""
+
+    engine: Any
+
+    @abstractmethod
+    def take(self, step: int) -> None:
+        """Take one step. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish. Collective."""

@@ -1,0 +1,57 @@
+"""PyTorch's default generators, used from several threads."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bagua_torch.rng import fork
+
+PROGRAM = """
+import gc
+import threading
+
+import pytest
+import torch
+from bagua_torch.rng import fork
+
+
+def work():
+    start.wait()
+    for _ in range(2000):
+        garbage = [torch.ones(2)]
+        garbage.append(garbage)
+        del garbage
+        with fork():
+            torch.manual_seed(1)
+
+
+gc.set_threshold(20)
+start = threading.Barrier(4)
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print("all are done")
+"""
+
+
+@pytest.mark.slow
+def test_threads_never_wait_for_each_other_for_ever():
+    """In a process of its own: threads that do would keep the interpreter's lock, and the test with it."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    assert "all are done" in done.stdout, done.stderr
+
+
+def test_the_body_may_fork_again_and_nothing_of_it_is_left():
+    before = torch.get_rng_state()
+    with fork():
+        torch.manual_seed(1)
+        first = torch.rand(1)
+        with fork():
+            torch.rand(5)
+        second = torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.cat([first, second]), torch.rand(2, generator=torch.Generator().manual_seed(1)))

@@ -1,0 +1,394 @@
+"""`python -m bagua_comm advise`."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from bagua_comm import (
+    ArrayError,
+    BFloat16,
+    DiLoCo,
+    GradientAllReduce,
+    Hierarchical,
+    LowPrecisionDecentralized,
+    MinMaxUInt8,
+    QAdam,
+    Quantized,
+    after,
+    by_node,
+    every,
+)
+from bagua_comm import __main__ as cli
+from bagua_comm.commands import advise
+from bagua_comm.launch.cli import CommandError
+from bagua_comm.planning.advise import AS_FAST, enough_flows, expression
+from bagua_comm.planning.costmodel import METHODS, Cluster, Job, Rates, predict
+
+BASE = ["advise", "--nodes", "4", "--bandwidth", "1gbit"]
+VGG16 = [*BASE, "--model", "vgg16", "--step-time", "3s"]
+
+
+def test_it_prints_both_tables(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "553 MB, 3.00 s a step alone; 4 nodes of 2 ranks, 1 Gbit/s, 50 us"
+    table = lines[lines.index("") + 1 :]
+    names = [line.split()[0] for line in table[1 : table.index("")]]
+    assert sorted(names) == sorted(METHODS)
+    (exact,) = [line.split() for line in table if line.startswith("exact")]
+    assert exact[1:] == ["gradients", "9.16", "s", "1.00x", "25%", "968.5", "968.5"]
+    ranks = [int(line.split()[0]) for line in lines[1:] if line.split() and line.split()[0].isdecimal()]
+    assert ranks == [2**exponent for exponent in range(1, 13)]
+
+
+def test_json_holds_the_same(capsys):
+    options = ["--model-bytes", "100M", "--forward", "0.1", "--backward", "200ms", "--optimizer", "0"]
+    assert cli.main([*BASE, *options, "--latency", "1ms", "--device", "cpu", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    job, cluster = Job(100_000_000, 0.1, 0.2, 0.0), Cluster(4, 1, 1.0, 1e-3)
+    steps = {row["name"]: row["step_s"] for row in record["algorithms"]}
+    assert list(steps.values()) == sorted(steps.values())
+    assert steps["bytegrad"] == predict(METHODS["bytegrad"], job, cluster).step_s
+    assert record["cluster"]["cores_per_rank"] is None
+    assert [row["ranks"] for row in record["scaling"]] == [2**exponent for exponent in range(1, 13)]
+    last = record["scaling"][-1]
+    assert last["gradients"]["averages"] == "gradients"
+    assert last["all"]["step_s"] <= last["gradients"]["step_s"] <= last["exact_s"]
+
+
+def test_parts_that_communicate_hold_every_step_up(capsys):
+    parts = ["--sync-batchnorm", "10x64", "--sync-batchnorm", "3x8", "--moe", "2x1000x64x8x2"]
+    plain, held = [], []
+    for options, steps in (([], plain), (parts, held)):
+        assert cli.main([*VGG16, *options, "--json"]) == 0
+        steps.append({row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]})
+    added = {round(held[0][name] - plain[0][name], 9) for name in METHODS if name in plain[0]}
+    assert len(added) == 1
+    assert added.pop() > (10 + 3) * 2 * 50e-6
+    assert cli.main([*VGG16, *parts]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("36 calls of the model itself hold a step up for ")
+
+
+CAPPED = [*VGG16, "--flow-bandwidth", "100mbit"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--device", "cpu"], "run --links 4 pays"),  # three peers at once: 3 x 4 flows of 0.1 fill 1 Gbit/s
+        ([], "the plugin for NCCL, run --net bagua, pays"),
+    ],
+)
+def test_more_flows_pay_where_each_is_held_below_the_link(options, expected, capsys):
+    assert cli.main([*CAPPED, *options]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("1 flow of 0.1 Gbit/s between two ranks: exact takes ")
+    assert line.endswith(expected)
+
+
+def test_enough_flows_are_the_fewest_that_make_a_step_as_fast_as_an_uncapped_link(capsys):
+    job, cluster = (
+        Job(500_000_000, 1.0, 2.0),
+        Cluster(4, bandwidth_gbit=1, transport="nccl", flow_bandwidth_gbit=0.1),
+    )
+    enough = enough_flows(job, cluster, Rates())
+    step = {
+        flows: predict(METHODS["exact"], job, dataclasses.replace(cluster, flows=flows), Rates()).step_s
+        for flows in (enough - 1, enough)
+    }
+    uncapped = predict(METHODS["exact"], job, Cluster(4, bandwidth_gbit=1, transport="nccl"), Rates()).step_s
+    assert step[enough] <= AS_FAST * uncapped < step[enough - 1]
+    assert cli.main([*CAPPED, "--flows", str(enough)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("more would gain nothing")
+    assert cli.main([*CAPPED, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["cluster"]["flow_bandwidth_gbit"] == 0.1
+    assert record["enough_flows"] == 10
+    assert cli.main([*VGG16, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["cluster"]["flow_bandwidth_gbit"], record["enough_flows"]) == (None, 1)
+
+
+def test_on_one_node_there_are_no_flows(capsys):
+    options = ["--ranks-per-node", "8", "--bandwidth", "1gbit", "--flow-bandwidth", "0.1gbit", "--model", "vgg16"]
+    assert cli.main(["advise", "--nodes", "1", *options, "--step-time", "1"]) == 0
+    assert "on one node there are no flows" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_what_the_model_itself_sends_is_told_as_a_share_of_the_fastest_step(capsys):
+    options = [*BASE, "--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
+    assert cli.main([*options, "--moe", "12x8192x1024x64x2"]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.startswith("60 calls of the model itself hold a step up for ")
+    assert line.endswith(" s, 100% of the fastest step, whatever the algorithm")
+
+
+def test_each_printed_expression_makes_the_algorithm_that_it_stands_for(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("In Python, after `from bagua_comm import *`:") + 1
+    printed = dict(line.split(maxsplit=1) for line in lines[begin : lines.index("", begin)])
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert {name: eval(text, names) for name, text in printed.items()} == {
+        name: method for name, method in METHODS.items() if name != "ddp"
+    }
+    assert printed["hierarchical-bytes"] == "GradientAllReduce(Hierarchical(Quantized()))"
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        after(50, GradientAllReduce(), DiLoCo(10)),
+        every(3, by_node(LowPrecisionDecentralized(MinMaxUInt8(block=256)))),
+        DiLoCo(outer_lr=0.5),
+        QAdam(7, average=Hierarchical(Quantized(BFloat16(), min_bytes=0))),
+    ],
+    ids=repr,
+)
+def test_the_expression_of_any_algorithm_makes_it_again(algorithm):
+    names = {}
+    exec("from bagua_comm import *", names)
+    assert eval(expression(algorithm), names) == algorithm
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--bandwidth", "1gbit"], "ByteGrad(), 3."),
+        (["--bandwidth", "1gbit", "--ranks-per-node", "8"], "GradientAllReduce(Hierarchical(Quantized())), 4."),
+        (["--bandwidth", "1tbit"], "GradientAllReduce(); fewer bytes would gain nothing."),
+    ],
+)
+def test_gradients_of_one_or_several_ranks_a_node(options, expected, capsys):
+    assert cli.main([*BASE, *options, "--model", "vgg16", "--step-time", "120ms"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Gradients in every")]
+    assert line.startswith(f"Gradients in every step: {expected}")
+
+
+def test_averages_of_weights_are_advised_with_how_many_steps_they_may_need(capsys):
+    slow = [*VGG16, "--bandwidth", "200mbit"]
+    assert cli.main([*slow, "--json"]) == 0
+    steps = {row["name"]: row["step_s"] for row in json.loads(capsys.readouterr().out)["algorithms"]}
+    assert cli.main(slow) == 0
+    out = capsys.readouterr().out
+    assert f"pays if it needs fewer than {steps['bytegrad'] / min(steps.values()):.2f} times as many steps" in out
+    assert "Not known here: how many steps an algorithm needs to the same loss" in out
+
+
+def test_only_rates_of_gpus_that_were_not_measured_are_called_guesses(tmp_path, capsys):
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps(dataclasses.asdict(Rates())))
+    said = []
+    for options in ([], ["--device", "cpu"], ["--rates", str(rates)]):
+        assert cli.main([*VGG16, *options]) == 0
+        said.append("Rates of GPUs are guesses" in capsys.readouterr().out)
+    assert said == [True, False, False]
+
+
+def test_calibrated_rates_are_used(tmp_path, capsys):
+    rates = Rates(direct=0.25)
+    file = tmp_path / "rates.json"
+    exact = {}
+    for text in ({}, dataclasses.asdict(rates), {"rates": {"direct": 0.25}, "results": []}):
+        file.write_text(json.dumps(text))
+        assert cli.main([*VGG16, "--device", "cpu", "--rates", str(file), "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["algorithms"]
+        exact[len(exact)] = next(row["step_s"] for row in rows if row["name"] == "exact")
+    assert exact[0] < exact[1] == exact[2]
+
+
+def test_nodes_of_odd_sizes_scale_in_whole_nodes(capsys):
+    assert cli.main([*VGG16, "--ranks-per-node", "6", "--json"]) == 0
+    sizes = [row["ranks"] for row in json.loads(capsys.readouterr().out)["scaling"]]
+    assert sizes[:5] == [2, 4, 6, 12, 30]
+    assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.slow
+def test_the_figure_is_drawn(tmp_path, capsys):
+    figure = tmp_path / "advice.png"
+    assert cli.main([*VGG16, "--plot", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert str(figure) in capsys.readouterr().out
+
+
+@pytest.mark.needs("matplotlib")
+def test_a_fast_average_of_weights_does_not_squeeze_the_averages_of_gradients_together(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    options = ["--ranks-per-node", "8", "--model", "vgg16", "--step-time", "120ms"]
+    assert cli.main([*BASE, *options, "--plot", str(tmp_path / "advice.png")]) == 0
+    gradients, weights = drawn[0].axes
+    assert weights.get_ylim()[1] > 100 > 6 > gradients.get_ylim()[1] > 3
+    shown = {line.get_label() for line in (*gradients.lines, *weights.lines)}
+    assert {"bytegrad", "hierarchical-bytes", "float16", "async", "exact"} <= shown
+
+
+def test_without_matplotlib_the_figure_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main([*VGG16, "--plot", str(tmp_path / "advice.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nodes", "0"], "nodes is 0, expected an integer of at least 1"),
+        (["--step-time", "1", "--forward", "1"], "give --step-time, or --forward"),
+        (["--rates", "no_such_file"], "no_such_file"),
+        (["--rates", "pyproject.toml"], "pyproject.toml: Expecting value"),
+        (["--cores-per-rank", "0"], "cores_per_rank is 0.0"),
+        pytest.param(
+            ["--plot", "no/such/folder.png"], "no/such/folder.png", marks=pytest.mark.needs("matplotlib")
+        ),
+        pytest.param(["--plot", "advice.nothing"], "not supported", marks=pytest.mark.needs("matplotlib")),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(options, message, capsys):
+    assert cli.main([*VGG16, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["advise"], "--nodes"),
+        ([*BASE, "--step-time", "1"], "--model-bytes --model"),
+        ([*BASE, "--model", "vgg61", "--step-time", "1"], "invalid choice: 'vgg61'"),
+        ([*VGG16, "--bandwidth", "fast"], "'fast' is not a bandwidth; expected e.g. 10gbit or 500mbit"),
+        ([*VGG16, "--bandwidth", "0gbit"], "'0gbit' is too small"),
+        ([*VGG16, "--latency", "50parsecs"], "'50parsecs' is not a time; expected e.g. 1.2, 300ms or 50us"),
+        ([*BASE, "--model-bytes", "1.2.3M", "--step-time", "1"], "'1.2.3M' is not a size"),
+        ([*BASE, "--model-bytes", "0", "--step-time", "1"], "'0' is too small"),
+        ([*VGG16, "--moe", "2x8"], "'2x8' is not LAYERSxTOKENSxHIDDENxEXPERTSxK; expected e.g. 12x8192"),
+        ([*VGG16, "--sync-batchnorm", "0x8"], "'0x8' is not LAYERSxCHANNELS; expected e.g. 53x256"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(options, message, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (advise.bandwidth, "10gbit", 10.0),
+        (advise.bandwidth, "500 Mbit", 0.5),
+        (advise.seconds, "50us", 50e-6),
+        (advise.seconds, "1.5", 1.5),
+        (advise.seconds, "0", 0.0),
+        (advise.size_in_bytes, "553M", 553_000_000),
+        (advise.size_in_bytes, "1.5GiB", 1_610_612_736),
+        (advise.size_in_bytes, "12", 12),
+    ],
+)
+def test_units_are_read(parse, text, value):
+    assert parse(text) == pytest.approx(value)
+
+
+ABSURD = ["1e400", "inf", "nan", "-1", "0", "1e300", "1e30", "", "x", "1" * 5000, "1e-400", "\u0661"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("--bandwidth", "gbit"),
+        ("--latency", "s"),
+        ("--intra-gbs", ""),
+        ("--cores-per-rank", ""),
+        ("--nodes", ""),
+        ("--ranks-per-node", ""),
+        ("--model-bytes", "G"),
+        ("--step-time", "s"),
+        ("--backward", "ms"),
+        ("--bucket-bytes", "M"),
+    ],
+)
+@pytest.mark.parametrize("number", ABSURD, ids=lambda number: number[:8])
+def test_absurd_numbers_are_refused_and_no_infinite_one_is_printed(name, unit, number, capsys):
+    options = {
+        "--nodes": "4",
+        "--bandwidth": "1gbit",
+        "--model-bytes": "100M",
+        "--step-time": "1",
+        name: number + unit,
+    }
+    if name == "--backward":
+        del options["--step-time"]
+    zero_is_one = number in ("0", "1e-400") and name in ("--latency", "--step-time", "--backward")
+    try:
+        code = cli.main(["advise", *(f"{key}={value}" for key, value in options.items())])
+    except SystemExit as exc:
+        code = exc.code
+    out, err = capsys.readouterr()
+    assert (code, not err) == ((0, True) if zero_is_one else (2, False))
+    assert "Traceback" not in err
+    assert "inf" not in out
+    assert len(err) < 4000
+
+
+@pytest.mark.parametrize("bytes_", ["1e18", "999P", "1e15"])
+def test_a_model_of_more_buckets_than_can_be_looked_at_is_refused_at_once(bytes_, capsys):
+    try:
+        code = cli.main([*BASE, "--model-bytes", bytes_, "--step-time", "1", "--bucket-bytes", "1"])
+    except SystemExit as exc:
+        code = exc.code
+    assert code == 2
+    assert capsys.readouterr().err
+
+
+def test_the_largest_cluster_is_still_answered(capsys):
+    options = ["--nodes", str(2**17), "--ranks-per-node", "8", "--bandwidth", "1e-9gbit", "--latency", "1e6"]
+    assert cli.main(["advise", *options, "--model-bytes", "100M", "--step-time", "1ns"]) == 0
+    out = capsys.readouterr().out
+    assert "inf" not in out
+    assert "nan" not in out
+
+
+def damaged(value, rng):
+    junk = [None, [], {}, "", "1", -1, 0, float("nan"), float("inf"), 10**400, 1e-320, True, [1], {"encode": 1}]
+    if isinstance(value, dict) and value and rng.random() < 0.8:
+        key = list(value)[rng.integers(len(value))]
+        copied = {**value, key: damaged(value[key], rng)}
+        if rng.random() < 0.2:
+            copied[str(rng.integers(9))] = copied.pop(key)
+        return copied
+    return junk[rng.integers(len(junk))]
+
+
+def test_damaged_files_of_rates_are_refused_by_name_or_read(tmp_path):
+    rng = np.random.default_rng(2026)
+    file, whole = tmp_path / "rates.json", dataclasses.asdict(Rates())
+    refused = 0
+    for trial in range(300):
+        text = json.dumps(damaged({"rates": whole} if trial % 2 else whole, rng)).encode()
+        match trial % 6:
+            case 3:
+                text = text[: rng.integers(len(text) + 1)]
+            case 4:
+                text = rng.integers(0, 256, 50, dtype=np.uint8).tobytes()
+            case 5:
+                text = b"[" * (10 ** int(rng.integers(6)))
+        file.write_bytes(text)
+        try:
+            rates = advise.read_rates(file)
+        except CommandError as exc:
+            assert "rates.json: " in str(exc)  # noqa: PT017
+            refused += 1
+        else:
+            prediction = predict(METHODS["bytegrad"], Job(10**8, 0.1, 0.2), Cluster(4), rates)
+            assert 0 < prediction.step_s < float("inf")
+    assert 200 < refused < 300
+
+
+@pytest.mark.parametrize("data", [None, 3, "x", [], {"minmax": 3}, {"direct": "x"}, {"add": 10**5000}, {3: 4}])
+def test_what_are_no_rates_is_an_error_of_this_library(data):
+    with pytest.raises(ArrayError, match="Rates"):
+        Rates.from_dict({"rates": data} if data == [] else data)

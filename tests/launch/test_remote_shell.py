@@ -1,0 +1,56 @@
+"""How `run --restarts` reaches other hosts. A shell stands in for ssh: it knows who is dead, and who is slow."""
+
+import time
+
+import pytest
+from support.waiting import until
+
+from bagua_comm.launch import heartbeat, remote_shell
+from bagua_comm.launch.heartbeat import Heartbeat
+from bagua_comm.launch.remote_shell import RemoteShell, find_remote_shell
+
+SHELL = RemoteShell(("sh", "-c", 'case $0 in dead) exit 255;; slow) sleep 60;; esac; eval "$1"'))
+
+
+@pytest.fixture(autouse=True)
+def nobody_says_how(monkeypatch):
+    for beginning in ("PRTE_MCA_", "OMPI_MCA_"):
+        for name in ("plm_ssh_agent", "plm_rsh_agent", "plm_ssh_args", "plm_rsh_args"):
+            monkeypatch.delenv(f"{beginning}{name}", raising=False)
+
+
+def test_hosts_answer_or_are_given_up_after_a_limit():
+    start_s = time.monotonic()
+    answers = SHELL.ask(["a", "dead", "slow"], "echo \"it's\" 'me'; exit_code=3", limit_s=0.5)
+    assert answers == {"a": "it's me\n", "dead": None, "slow": None}
+    assert time.monotonic() - start_s < 30  # and not 60
+    assert RemoteShell(("no such agent",)).ask(["a"], "true") == {"a": None}
+    assert SHELL.ask(["a"], "exit 3") == {"a": None}  # it did not come to its end
+
+
+def test_a_host_without_a_pulse_is_lost_unless_it_answers(monkeypatch, tmp_path):
+    monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
+    monkeypatch.setattr(remote_shell, "ANSWER_S", 10.0)
+    file = tmp_path / "dead"
+    shell = RemoteShell(("sh", "-c", f'[ $0 = b ] && [ -e {file} ] && exit 255; eval "$1"'))
+    beats = Heartbeat(shell, ["a", "b"])
+    try:
+        assert beats.lost() == []
+        time.sleep(0.3)  # sleeps: longer than the silence that is asked about
+        assert beats.lost() == []  # no line has come for 0.2 s, as one comes every second; but both answer
+        file.touch()
+        assert until(beats.lost) == ["b"]  # a line of b's may still have come a moment ago
+    finally:
+        beats.close()
+
+
+def test_the_agent_is_the_one_that_mpirun_uses(monkeypatch):
+    given = ["--prtemca", "plm_ssh_agent", "enter -q : ssh", "--mca", "plm_rsh_args", "-v"]
+    monkeypatch.setattr(remote_shell.shutil, "which", lambda name: name)
+    assert find_remote_shell(given).words == ("enter", "-q", "-v")
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_args", "-o ConnectionAttempts=10")
+    words = find_remote_shell([]).words
+    assert words[:3] == ("ssh", "-o", "ConnectionAttempts=10")
+    assert "BatchMode=yes" in words  # nobody is asked for a password
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_agent", "rsh")
+    assert find_remote_shell([]).words == ("rsh", "-o", "ConnectionAttempts=10")
