@@ -1,5 +1,6 @@
 """What pages say in words and is known elsewhere is the same there."""
 
+import ast
 import re
 
 from support.pages import ROOT, read
@@ -54,3 +55,26 @@ def test_everything_in_the_layout_exists():
         for name in re.findall(r"`([\w/]+(?:\.py|/))`", what):
             near = folders[0] if folders[0].is_dir() else folders[0].parent
             assert (near / name).exists() or (ROOT / name).exists(), f"{where}: {name}"
+
+
+def test_the_files_and_functions_on_the_way_of_a_gradient_exist():
+    page = (ROOT / "docs" / "how-it-works" / "journey.md").read_text()
+    rows = re.findall(r"^\| (`bagua_[^|]*) \| ([^|]*) \|", page, re.MULTILINE)
+    assert len(rows) > 15
+    for files, functions in rows:
+        for path in re.findall(r"`([^`]+)`", files):
+            assert (ROOT / path).exists(), path
+        for name in re.findall(r"`([^`]+)`", functions):
+            assert name in names_in(ROOT / path), f"{path}: {name}"
+    for path in re.findall(r"`(bagua_comm/[^`]+)`", page):
+        assert (ROOT / path).exists(), path
+
+
+def names_in(path):
+    """The functions and classes of a file, and `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        names |= {node.name} if isinstance(node, ast.ClassDef | ast.FunctionDef) else set()
+    return names

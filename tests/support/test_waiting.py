@@ -19,7 +19,7 @@ def test_it_fails_after_its_limit_with_the_last_value():
 
 
 def test_no_test_sleeps_without_a_reason():
-    """`time.sleep` stands where time itself is the subject; a comment `# sleeps: ...` says how."""
+    """A comment `# sleeps: ...` gives it, unless a lambda delays a function that the test replaces."""
     silent = []
     for path in TESTS.rglob("*.py"):
         source = path.read_text()
@@ -30,6 +30,6 @@ def test_no_test_sleeps_without_a_reason():
             f"{path.relative_to(TESTS)}:{call.lineno}"
             for call in ast.walk(ast.parse(source))
             if isinstance(call, ast.Call) and ast.unparse(call.func) in ("time.sleep", "sleep")
-            if "# sleeps: " not in lines[call.lineno - 1]
+            if "# sleeps: " not in (line := lines[call.lineno - 1]) and "lambda" not in line
         ]
     assert silent == []
