@@ -1,4 +1,4 @@
-"""How long training stands still while its state is saved: beside training, blocking, and by torch.save.
+"""Time for which training stops while its state is saved: beside training, blocking, and by torch.save.
 
     python -m benchmarks.checkpoint --megabytes 100 -n 9 --ranks 1 --folder runs/checkpoints
 

@@ -1,4 +1,4 @@
-"""What the hooks of DistributedDataParallel cost: many small parameters, by ours and PyTorch's own in turn.
+"""The cost of the hooks of DistributedDataParallel: many small parameters, by ours and PyTorch's own in turn.
 
     python -m benchmarks.hooks
     python -m bagua_comm run -n 2 -m benchmarks.hooks --json hooks.json

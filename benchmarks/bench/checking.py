@@ -12,7 +12,7 @@ from bagua_comm.arrays import Array
 
 
 def count_wrong(actual: Array | None, expected: Array) -> int:
-    """How many elements differ; all of them, where the result is missing or of another size.
+    """Number of elements that differ; all of them, if the result is missing or has another size.
 
     >>> count_wrong(np.array([1.0, 2.0, np.nan]), np.array([1.0, 3.0, 4.0]))
     2

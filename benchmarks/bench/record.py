@@ -26,7 +26,7 @@ def begin_record(
     comm: Communicator | None = None,
     packages: Sequence[str] = (),
 ) -> Record:
-    """What a record says before its `results`: the benchmark, machine, versions, ranks and arguments.
+    """The head of a record, before its `results`: the benchmark, machine, versions, ranks and arguments.
 
     Args:
         benchmark: Its name.
@@ -76,7 +76,7 @@ def _cpu() -> str:
 
 
 def header_lines(record: Record) -> list[str]:
-    """What a record says before its results, as lines above the first table."""
+    """The head of a record, as lines above the first table."""
     machine = record["machine"]
     lines = [
         f"# {record['benchmark']}",

@@ -76,12 +76,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What `measure` has found out about one call."""
+    """The times of one call, and whether its result is right."""
 
     seconds: Array
     """(iterations,): the slowest rank's time of every call."""
     fault: float
-    """What the check says of the worst call; 0 if all is well."""
+    """The result of the check for the worst call; 0 if all results are right."""
     wire_bytes: int
     """Bytes that rank 0 sent in the last call, from the communicator's counters."""
 
@@ -130,14 +130,14 @@ def measure(
 
 @dataclass(frozen=True)
 class Processors:
-    """What the processors of this machine have done since it started, for whatever process; in clock ticks."""
+    """Clock ticks that the processors of this machine have spent since it started, for all processes."""
 
     worked: int
     idle: int
 
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat")) -> Processors | None:
-        """What they have done so far; None without Linux's /proc.
+        """The ticks so far; None without Linux's /proc.
 
         Time that a hypervisor gave to other machines is neither work nor idleness.
         """

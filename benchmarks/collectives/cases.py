@@ -1,4 +1,4 @@
-"""What each collective takes and gives, and how we call it: one `Case` for each."""
+"""The inputs, outputs and call of each collective: one `Case` each."""
 
 from __future__ import annotations
 

@@ -54,10 +54,10 @@ LINES = {"1gbit": 0.125 * 1448 / 1514}
 10 Gbit/s two cores carry less than the links of four hosts, so gloo is the only measure."""
 
 EXACT_SHARE = 0.97
-"""What ours should reach of the better of the line and gloo, exactly."""
+"""Target for exact collectives, relative to the better of the line and gloo."""
 
 QUANTIZED_TIMES = {1 << 20: 2.5, 8 << 20: 3.6, 32 << 20: 3.6}
-"""How many times gloo's bandwidth a quantized allreduce should reach, by bytes."""
+"""Target for a quantized allreduce, relative to gloo's bandwidth, by bytes."""
 
 
 def goal(operation: str, nbytes: int, label: str, gloo: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What our collectives are timed beside: mpi4py's calls, PyTorch's gloo, and two textbook algorithms.
+"""The competitors of our collectives: mpi4py's calls, PyTorch's gloo, and two textbook algorithms.
 
 The textbook algorithms are the alternatives to those that transports/mpi uses.
 """
@@ -44,7 +44,7 @@ class Rival:
 
 @contextlib.contextmanager
 def gathered(names: Sequence[str], comm: Communicator) -> Iterator[dict[str, Rival]]:
-    """Those of the named rivals that can run here, ready to be called in the body of `with`.
+    """The named rivals that can run here, ready to be called in the body of `with`.
 
     Collective. All but gloo need MPI, and halving_doubling a number of ranks that is a power of two.
     """

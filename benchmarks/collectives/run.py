@@ -228,7 +228,7 @@ def _table(case: Case, options: argparse.Namespace) -> Table:
 
 
 def _beside(case: Case, options: argparse.Namespace) -> list[str]:
-    """Whose columns stand on the right."""
+    """Rivals whose columns come last."""
     return [*options.beside, *(["exact"] if case.codec else [])]
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark of convergence compares: algorithms of the library, and PyTorch's own."""
+"""The methods of the convergence benchmark: algorithms of the library, and PyTorch's own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Method:
     note: str = ""
 
     def object_name(self, steps: int) -> str:
-        """What was used, in Python."""
+        """The method as a Python expression."""
         algorithm = self.make(steps)
         return "torch.nn.parallel.DistributedDataParallel" if algorithm is None else repr(algorithm)
 
@@ -101,4 +101,4 @@ METHODS = {
         "with 0.5, 1.4 times.",
     ),
 }
-"""What is compared: algorithms of the library, with settings for short runs, and PyTorch's own."""
+"""The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""

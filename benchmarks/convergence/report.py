@@ -228,7 +228,7 @@ def verdicts(record: dict[str, Any], name: str) -> list[str]:
 
 
 def _across_nodes(record: dict[str, Any], name: str) -> list[str]:
-    """How many of the hierarchical average's bytes cross from node to node."""
+    """Bytes of the hierarchical average that travel between nodes."""
     found = [row["per_step"] for row in rows_of(record, name) if row["algorithm"] == "hierarchical"]
     local_size, rest = divmod(record["ranks"], NODES)
     if not found or rest:

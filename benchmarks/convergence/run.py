@@ -1,4 +1,4 @@
-"""Where every algorithm ends on two real tasks, beside PyTorch's own DistributedDataParallel, and what it sends.
+"""Results of every algorithm on two real tasks, beside PyTorch's DistributedDataParallel, and the bytes sent.
 
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task all
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,bytegrad --seeds 0
@@ -137,7 +137,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
 
 
 def torch_sends(comm: Communicator, model: nn.Module) -> dict[str, float | None]:
-    """What a ring allreduce of the gradients sends: computed, not measured."""
+    """Bytes that a ring allreduce of the gradients sends: computed, not measured."""
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"payload_bytes": nbytes, "wire_bytes": allreduce_factor(comm.size) * nbytes, "exchanges": None}
 
@@ -213,7 +213,7 @@ def missing(record: dict[str, Any], options: argparse.Namespace) -> list[tuple[s
 
 
 def json_file(options: argparse.Namespace) -> Path:
-    """Where the record is."""
+    """Path of the record."""
     out: Path = options.out
     return out.with_name(f"{out.name}.json")
 

@@ -33,7 +33,7 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, how, and how the result is judged.
+    """A training task: the model, its data, its optimizer, and the score of the result.
 
     Args:
         title: Its heading.
@@ -87,7 +87,7 @@ class Task:
         return {k: m for k, m in METHODS.items() if k != TORCH_ADAM or self.optimizer != "adam"}
 
     def baseline_of(self, method: Method) -> str:
-        """What a method is compared with here."""
+        """The method that the others are compared with."""
         return method.baseline if method.baseline in self.methods() else TORCH
 
 

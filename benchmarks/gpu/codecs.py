@@ -295,7 +295,7 @@ def resized(x: Array, count: int) -> Array:
 
 
 def wrong_on_wire(codec: Codec, actual: Array, expected: Array, count: int, x: Array) -> int:
-    """How many bytes differ from those of the host, which has encoded only the numbers that repeat, `x`.
+    """Number of bytes that differ from the host's, which has encoded only the numbers that repeat, `x`.
 
     On the wire, the header of blocks repeats, and so do the codes after it.
     """
@@ -371,7 +371,7 @@ def plain_agrees(bench: Bench) -> dict[str, Any]:
 
 
 def different_from_wire(encoded: tuple[Any, Any, Any], wire: Array, count: int) -> int:
-    """How many bytes differ between what plain operations encode and rows of the wire."""
+    """Number of bytes that differ between rows of the wire and the encoding by plain operations."""
     low, high, codes = map(on_host, encoded)
     n, header = len(wire), 2 * 4 * count // BLOCK
     ends = np.concatenate([low.reshape(n, -1, 1), high.reshape(n, -1, 1)], axis=2)
@@ -421,7 +421,7 @@ class Operands:
         self._host = list(drawn)
 
     def wrong(self, step: Callable[..., None]) -> int:
-        """How many bytes differ from the host's, which makes one step here; the device has made one."""
+        """Number of bytes that differ from the host's after one step on either side."""
         step(host, *self._host)
         return sum(
             _different_bytes(x[:CHECKED].get(), np.resize(expected, min(CHECKED, x.size)))

@@ -23,7 +23,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _KILL_S = 3.0
-"""How long to wait after SIGKILL: the driver of a GPU may hold on to a process."""
+"""Seconds to wait after SIGKILL: the driver of a GPU may delay the end of a process."""
 
 
 def descendants(process: int) -> set[int]:

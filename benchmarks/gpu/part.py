@@ -1,4 +1,4 @@
-"""What all parts of benchmarks.gpu share: their arguments, and how they write results."""
+"""Shared by all parts of benchmarks.gpu: their arguments, and the writing of results."""
 
 from __future__ import annotations
 

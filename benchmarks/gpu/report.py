@@ -77,7 +77,7 @@ def expected_share(instructions: float, nbytes: float, gpu: Gpu) -> float:
 
 
 def instruction_counts(architecture: str) -> dict[str, float]:
-    """How many instructions each step issues for an element, as `instructions` has counted them."""
+    """Instructions of each step for an element, counted by `instructions`."""
     counts: dict[str, dict[str, float]] = json.loads((RESULTS / "kernel_instructions.json").read_text())
     return counts.get(architecture, {})
 
@@ -178,7 +178,7 @@ def copy(sections: Results) -> Results:
 
 
 def table() -> Iterator[str]:
-    """What arithmetic expects, for the README."""
+    """The expected figures, for the README."""
     yield f"| expected share of a copy | {' | '.join(GPUS)} |"
     yield "| --- |" + " --- |" * len(GPUS)
     for step in STEPS:
@@ -302,7 +302,7 @@ def _count(tests: Results) -> Results:
 
 
 def not_done(sections: Results) -> list[str]:
-    """What was not done, or not to its end, and why."""
+    """Sections that did not run or did not finish, and why."""
     whole = [
         f"{name}: {entry['outcome']}: {(entry['reason'].splitlines() or ['no reason given'])[0]}"
         for name, entry in sections.items()
@@ -325,7 +325,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def checks(sections: Results) -> Results:
-    """How many results are right, and which are wrong."""
+    """The number of right results, and the wrong ones."""
     found = [
         (f"{path}, {key}: {value}", CHECKS[key](value)) for path, key, value in leaves(sections) if key in CHECKS
     ]

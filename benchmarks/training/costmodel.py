@@ -80,7 +80,7 @@ def points_of(records: Iterable[dict[str, Any]], cores_per_rank: float | None = 
 
 
 def group_of(row: Row) -> tuple[Any, ...]:
-    """What rows that were measured together have in common; the rate comes last."""
+    """Settings that rows of one measurement have in common; the rate comes last."""
     return tuple(row[name] for name in ("model", "batch", "hosts", "ranks_per_host", "rate_mbit"))
 
 

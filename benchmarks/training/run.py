@@ -81,7 +81,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "diloco-8": from_name("diloco", local_steps=8),
     "diloco-8-bytes": from_name("diloco", local_steps=8, average="quantized"),
 }
-"""Those of the library by their names there; periods and warm-ups are short enough to be timed in a few steps."""
+"""Algorithms of the library, by name, with periods and warm-ups short enough to be timed in a few steps."""
 
 NAMES = [ALONE, *TORCH, *ALGORITHMS]
 
