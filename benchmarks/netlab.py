@@ -75,7 +75,7 @@ exec ip netns exec {prefix}-$host unshare -u sh -c "hostname $host; mount --bind
 
 
 class LabError(Exception):
-    """This machine cannot emulate hosts; the message says why."""
+    """This machine cannot emulate hosts; the message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Lab:
         ]
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of all ranks: one thread each, and what gloo needs to meet."""
+        """Environment variables of all ranks: one thread each, and the address of gloo's rendezvous."""
         return {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": "29400",

@@ -113,8 +113,8 @@ class ByNode(Combinator):
         Raises:
             ArrayError: Its algorithm does not support this number of nodes.
         """
-        places = comm.allgather(np.array([comm.node, comm.local_size]))
-        nodes, owners = len(np.unique(places[:, 0])), int(places[:, 1].min())
+        table = comm.allgather(np.array([comm.node, comm.local_size]))
+        nodes, owners = len(np.unique(table[:, 0])), int(table[:, 1].min())
         if nodes > 1:
             self._inner.check_size(nodes)
         intra, across = comm.by_node()

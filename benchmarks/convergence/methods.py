@@ -20,10 +20,10 @@ class Method:
         title: Its name in the table.
         make: Makes the algorithm for a run of this many steps; None stands for PyTorch's DistributedDataParallel.
         family: The methods that share its colour in the figure.
-        exact: Whether it should end where exact averaging does.
-        optimizer: The optimizer that it needs; the task's own if empty.
+        exact: Whether its result should equal that of exact averaging.
+        optimizer: The optimizer that it needs; that of the task if empty.
         baseline: The method that it is compared with, if the task has that.
-        note: A remark for below the table.
+        note: A remark below the table.
     """
 
     title: str

@@ -59,7 +59,7 @@ CODECS: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "float16": (Float16(), (8,)),
     "bfloat16": (BFloat16(), (8,)),
 }
-"""Codecs, and how many rows they combine."""
+"""Codecs, and numbers of rows that they combine."""
 
 # ---------------------------------------------------------------------------------------------------
 # The same formulas in plain operations
@@ -348,7 +348,7 @@ def _of(
 
 
 def plain_agrees(bench: Bench) -> dict[str, Any]:
-    """Whether plain operations give our bytes: how many codes, ends and elements differ, by library."""
+    """Numbers of codes, ends and elements in which plain operations differ from our bytes, by library."""
     count = 64 * BLOCK
     x = np.random.default_rng(1).standard_normal((CHUNKS, count), np.float32)
     codec, chunks = MinMaxUInt8(BLOCK), bench.up(x)
@@ -476,7 +476,7 @@ def measured_step(
 
 
 def main() -> None:
-    """Measure everything, the most important figures first; after an error, go on with the rest."""
+    """Measure everything, the most important figures first; after an error, continue with the rest."""
     parser = part_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options = parser.parse_args()

@@ -41,7 +41,7 @@ SHUFFLES = 10
 
 
 class Moves(NamedTuple):
-    """Instructions that tell the hot path through a kernel from others."""
+    """Instructions that mark the hot path through a kernel."""
 
     loads: int = 0
     """At least this many loads of 16 bytes from the device's memory; one that is skipped counts, too."""
@@ -78,7 +78,7 @@ class Block(NamedTuple):
 
 
 def compiled(file: str, architecture: str, element: str, *defines: str) -> tuple[bytes, str]:
-    """The cubin of a .cu file of bagua_comm, and what the compiler says of its kernels. Needs no driver."""
+    """The cubin of a .cu file of bagua_comm, and the compiler's report on its kernels. Needs no driver."""
     device = import_module("bagua_comm.kernels.device")
     # Through its binding, since `cupy.cuda.compiler` asks for a driver.
     nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")

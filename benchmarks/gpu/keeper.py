@@ -45,13 +45,13 @@ def descendants(process: int) -> set[int]:
 def end_descendants(grace_s: float) -> None:
     """End all processes that this one has started, and those that they start meanwhile."""
     for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
-        told: set[int] = set()
+        signalled: set[int] = set()
         deadline = time.monotonic() + limit_s
         while (living := descendants(os.getpid())) and time.monotonic() < deadline:
-            for process in living - told:
+            for process in living - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
-            told |= living
+            signalled |= living
             time.sleep(0.01)
 
 

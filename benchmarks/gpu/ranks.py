@@ -1,4 +1,4 @@
-"""quantized_allreduce between ranks on one GPU: what it enqueues, what that costs the host, how long it takes.
+"""quantized_allreduce between ranks on one GPU: its kernels, its host time, and its duration.
 
 A part of benchmarks.gpu, which starts it on 2 and 4 ranks (`world.launch`); this starts ranks as threads:
 
@@ -252,7 +252,7 @@ DEVICE_ERROR = Check("error", error_on_device, np.max)
 
 
 def allreduce(comm: Communicator, results: Results, options: argparse.Namespace) -> None:
-    """Time and check averages, ours and NCCL's own, in turn. Collective."""
+    """Time and check averages, ours and NCCL's, in turn. Collective."""
     for nbytes in SIZES:
         results[f"{nbytes >> 20} MiB"] = compared(comm, nbytes // options.shrink, options.iterations)
 

@@ -1,4 +1,4 @@
-"""The record of benchmarks.gpu, made of its lines: targets, whether results are right, and what was not done.
+"""The record of benchmarks.gpu, made of its lines: targets, checks of results, and sections that are missing.
 
 How fast a codec's kernel can be follows from arithmetic: each lane of a GPU issues one instruction a cycle, and a
 kernel cannot be faster than a copy of as many bytes. `python -m benchmarks.gpu.report` prints the result for some
@@ -168,7 +168,7 @@ def gpu_of(sections: Results) -> Gpu | None:
 
 
 def copy(sections: Results) -> Results:
-    """How fast a copy was, beside what is assumed for this GPU and the memory's speed in its data sheet."""
+    """The speed of a copy, beside that assumed for this GPU and the memory bandwidth of its data sheet."""
     gpu = gpu_of(sections)
     return {
         "gb_per_s": at(sections, "codecs", "results", "copy", "gb_per_s", "median"),
@@ -229,7 +229,7 @@ def at_most(figure: float, wanted: float) -> bool:
 
 
 def is_equal(figure: Any, wanted: Any) -> bool:
-    """Whether a figure is what it should be."""
+    """Whether a figure has the expected value."""
     return bool(figure == wanted)
 
 

@@ -1,4 +1,4 @@
-"""Whether the cost model predicts what was measured: calibrated on a few measured steps, it predicts the others.
+"""The cost model against measurements: calibrated on a few measured steps, it predicts the others.
 
     python -m benchmarks.training.costmodel vgg16-*.json bert-*.json --rates 1000,10000 --out results/costmodel
 
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A measured row, and what the cost model is told about it."""
+    """A measured row, and the inputs of the cost model for it."""
 
     row: Row
     measurement: Measurement

@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def train(lab: netlab.Lab, links: str, options: argparse.Namespace) -> tuple[Record, int]:
-    """The record of a training with so many links, and their number.
+    """The record of a training with a number of links, and that number.
 
     Raises:
         subprocess.CalledProcessError: It fails.
