@@ -17,7 +17,7 @@ MOST_OUTSTANDING = 32
 """Requests of a connection at a time, as NCCL has them at most."""
 
 GUARD = 0xA5
-"""What lies behind each receive buffer, and must stay."""
+"""Bytes behind each receive buffer, which must not change."""
 
 
 def connect_pair(plugin: Plugin, context: object, *, device: int = 0, timeout_s: float = 20.0) -> Pair:
