@@ -1,4 +1,4 @@
-"""Messages under a credit window: all of them arrive, whatever the network does, and no rank sends too far ahead."""
+"""Messages under a credit window: all arrive, whatever the network does, and no rank sends too far ahead."""
 
 from collections import deque
 
