@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import refusals
+from .caching import BoundedCache
 from .errors import ArrayError, UnsupportedError
 
 Array: TypeAlias = Any
@@ -373,7 +374,7 @@ class Scratch:
         self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
         """Former device buffers, which a CUDA graph may have captured."""
-        self._views: dict[Any, Array] = {}
+        self._views: BoundedCache[Any, Array] = BoundedCache(_VIEWS)
         """Views returned before: to make one of a device array takes microseconds."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
@@ -397,8 +398,6 @@ class Scratch:
                 self._outgrown += [] if buffer is None else [buffer]
                 self._before_growth()
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
-            self._views.clear()
-        if len(self._views) == _VIEWS:
             self._views.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
