@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.launch import timed
+from support.waiting import until
 
 SOON_S = 55
 """Less than the 60 s for which ranks would wait, or sleep."""
