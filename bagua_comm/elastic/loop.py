@@ -307,7 +307,7 @@ class _Loop:
         if sources is None:
             numbers = [process.number for process in rendezvous.alive]
             # A spare that is still in the first rendezvous does not know yet that others train.
-            before = [process.number for process in known.trainers] or max(row.first for row in rows)
+            before = tuple(each.number for each in known.trainers) or max(row.first for row in rows)
             are_lost = bool(before) and not set(before) & set(numbers)
             if are_lost or any(row.trained for row in rows):
                 raise self._fatal(
