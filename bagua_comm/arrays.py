@@ -1,8 +1,8 @@
-"""Arrays of NumPy and CuPy: their library, dtype and memory; arrays of other libraries; reusable scratch memory.
+"""Arrays of NumPy and CuPy, views of other libraries' arrays, and reusable scratch memory.
 
-`Array` is a NumPy or a CuPy array. `as_array` views what users pass as one, and `returned` makes a result what
-users passed: a tensor for a tensor. No library is imported for that: whoever has its arrays has imported it. CuPy
-and ml_dtypes are imported only when one of their arrays turns up.
+`Array` is a NumPy or a CuPy array. `as_array` views an array of another library as one, and `returned` converts a
+result to the library of the argument, such as a tensor for a tensor. That imports no library: the caller already
+has. CuPy and ml_dtypes are imported only for their own arrays.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import refusals
+from .caching import BoundedCache
 from .errors import ArrayError, UnsupportedError
 
 Array: TypeAlias = Any
@@ -33,25 +34,25 @@ class SupportsDLPack(Protocol):
 
 
 AnyArray: TypeAlias = SupportsDLPack | np.generic
-"""What calls take: arrays, and NumPy's scalars."""
+"""The arrays that calls take, and NumPy's scalars."""
 
 A = TypeVar("A", bound=AnyArray)
-"""The type of an argument; the result has it too."""
+"""The type of an argument and of the result."""
 
 S = TypeVar("S", bound=np.generic)
 """The type of the elements of a NumPy array."""
 
 Elements: TypeAlias = np.ndarray[Any, np.dtype[S]] | S
-"""NumPy arrays of any shape, and scalars. What comes of one where the shape changes is an `NDArray[S]`."""
+"""NumPy arrays of any shape, and scalars. A result of another shape is an `NDArray[S]`."""
 
 Op: TypeAlias = Literal["sum", "avg", "prod", "min", "max", "band", "bor", "bxor"]
 """A reduction."""
 
 OpOrder: TypeAlias = Literal["rank", "any"]
-"""The order in which floats are added and multiplied: that of the ranks, or whichever MPI chooses."""
+"""The order in which floats are added and multiplied: rank order, or any order that MPI chooses."""
 
 LinearOp: TypeAlias = Literal["sum", "avg"]
-"""A reduction of what codecs code, or gradients flow through."""
+"""A linear reduction, as codecs and gradients need."""
 
 INTEGERS = frozenset({f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)})
 FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -73,7 +74,7 @@ UFUNCS: dict[str, np.ufunc] = {
     "bor": np.bitwise_or,
     "bxor": np.bitwise_xor,
 }
-"""What reduces two arrays; an average is divided afterwards."""
+"""NumPy's function for each reduction of two arrays; an average is divided afterwards."""
 
 
 def bfloat16() -> DType:
@@ -85,7 +86,7 @@ def bfloat16() -> DType:
 
 
 def dtype_named(name: str) -> DType:
-    """The dtype called `name`, "bfloat16" included."""
+    """The dtype of this name, "bfloat16" included."""
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
@@ -96,7 +97,7 @@ def is_movable(dtype: DType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def dtype_name(dtype: DType) -> str:
-    """The name of a dtype, remembered: NumPy makes `dtype.name` anew each time, which takes microseconds."""
+    """The name of a dtype, cached: NumPy takes microseconds to make `dtype.name`."""
     return str(dtype.name)
 
 
@@ -111,11 +112,11 @@ def library(x: Array) -> str:
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(x, cupy.ndarray):
         return "cupy"
-    raise UnsupportedError(f"expected a NumPy or CuPy array, got {refusals.kind_of(x)}")
+    raise UnsupportedError(f"expected a NumPy or CuPy array, got {refusals.type_name(x)}")
 
 
 def namespace(x: Array) -> ModuleType:
-    """The module, numpy or cupy, whose functions take `x`."""
+    """The module of `x`: numpy or cupy."""
     return sys.modules[library(x)]
 
 
@@ -156,12 +157,12 @@ def as_array(x: Any) -> Array:
 
 def is_tensor(x: object) -> bool:
     """Whether `x` is a tensor of PyTorch."""
-    tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # a module of that name may have none (yet)
+    tensors = getattr(sys.modules.get("torch"), "Tensor", None)  # a module of that name may lack it (yet)
     return tensors is not None and isinstance(x, tensors)
 
 
 _HOST, _CUDA = 1, 2
-"""DLPack's numbers of kinds of memory."""
+"""DLPack's device types."""
 
 
 def _host_as_array(x: Any) -> Array:
@@ -177,11 +178,9 @@ def _tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
     try:
         if (is_bfloat16 or tensor.is_cuda) and (tensor.requires_grad or tensor.is_neg()):
             raise BufferError("its memory alone would lose its history or its sign")
-        lent = (
-            tensor.view(torch.int16) if is_bfloat16 else tensor
-        )  # its bits: no library but PyTorch has the dtype
+        lent = tensor.view(torch.int16) if is_bfloat16 else tensor  # its bits: only PyTorch has the dtype
         if tensor.is_cuda:
-            with torch.cuda.device(tensor.get_device()):  # PyTorch lends tensors of its current device
+            with torch.cuda.device(tensor.get_device()):  # PyTorch exports tensors of its current device
                 value = importlib.import_module("cupy").from_dlpack(lent)
         else:
             value = lent.numpy()
@@ -191,7 +190,7 @@ def _tensor_as_array(tensor: Any, torch: ModuleType) -> Array:
 
 
 def returned(x: Any, result: Array) -> Any:
-    """`result`, a new array of a call on `x`, as an array of the library of `x`. Shares memory if that allows it.
+    """Convert `result`, a new array, to the library of `x`. Shares memory where the library allows it.
 
     An array of a library that has no `__array_namespace__` stays a NumPy or CuPy array.
     """
@@ -246,7 +245,7 @@ def zeros_like(x: Array) -> Array:
 
 
 def overlap(a: Array, b: Array) -> bool:
-    """Whether the memory of two arrays may overlap (by bounds, so strided neighbours count)."""
+    """Whether the memory of two arrays may overlap (by their bounds, so interleaved arrays count)."""
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
         if a.base is None and b.base is None:  # both own their memory
             return a is b and a.size > 0
@@ -257,7 +256,7 @@ def overlap(a: Array, b: Array) -> bool:
 
 
 def share_elements(a: Array, b: Array) -> bool:
-    """Whether two arrays share an element; what `overlap` says on a device, or if that is too hard to tell."""
+    """Whether two arrays share an element; `overlap` on a device, or where that is too hard to compute."""
     if not overlap(a, b) or not isinstance(a, np.ndarray):
         return overlap(a, b)
     try:
@@ -267,7 +266,7 @@ def share_elements(a: Array, b: Array) -> bool:
 
 
 def repeats(x: Array) -> bool:
-    """Whether elements of `x` along an axis are one and the same, as after `numpy.broadcast_to`."""
+    """Whether `x` repeats one element along an axis, as after `numpy.broadcast_to`."""
     return x.size > 0 and any(step == 0 and n > 1 for n, step in zip(x.shape, x.strides, strict=True))
 
 
@@ -289,7 +288,7 @@ def as_bytes(x: Array) -> Array:
 
 
 def as_buffer(x: Array) -> Array:
-    """Contiguous host array `x` as one that exports a buffer, which bfloat16 does not."""
+    """View contiguous host array `x` as one that exports a buffer: bfloat16 as its bytes."""
     return x if x.dtype.kind != "V" else as_bytes(x)
 
 
@@ -305,7 +304,7 @@ def parts(x: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def extent(x: Array) -> tuple[int, int]:
-    """The addresses where the memory of `x` begins and ends, gaps included."""
+    """The addresses of the begin and end of the memory of `x`, gaps included."""
     steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
     start = address(x)
     low, high = start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps)
@@ -320,7 +319,7 @@ def as_real(x: Array, op: str) -> Array:
 
 
 def check_reduction(call: str, op: str, dtype: DType) -> None:
-    """Raise unless `op` is a reduction that exists for `dtype`.
+    """Check that `op` is a reduction of `dtype`.
 
     Raises:
         ArrayError: `op` is not a reduction.
@@ -344,7 +343,7 @@ def check_reduction(call: str, op: str, dtype: DType) -> None:
 
 
 _VIEWS = 256
-"""How many views a `Scratch` remembers."""
+"""The number of views that a `Scratch` caches."""
 
 
 class _StreamOrder(Protocol):
@@ -358,8 +357,8 @@ class _StreamOrder(Protocol):
 class Scratch:
     """Reusable working memory: one grow-only buffer per key, so that a repeated call allocates nothing.
 
-    What `take` returned is valid until the same key is taken again. A scratch belongs to one communicator or
-    transport. Like its owner, it is used by one thread at a time; on a device, by one stream, or see
+    An array is valid until `take` is called with the same key. A scratch belongs to one communicator or
+    transport, and is used by one thread at a time. On a device it is used on one stream; see also
     `cuda.SharedScratch`.
 
     >>> scratch = Scratch()
@@ -374,9 +373,9 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, bool], Array] = {}
         self._outgrown: list[Array] = []
-        """Device memory that a CUDA graph may have captured."""
-        self._views: dict[Any, Array] = {}
-        """Views that `take` returned before: it takes microseconds to make one of a device array."""
+        """Former device buffers, which a CUDA graph may have captured."""
+        self._views: BoundedCache[Any, Array] = BoundedCache(_VIEWS)
+        """Views returned before: to make one of a device array takes microseconds."""
 
     def take(self, key: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, like: Array) -> Array:
         """An uninitialised array of `shape`, in memory kept for `key` and the library of `like`."""
@@ -394,22 +393,20 @@ class Scratch:
         if buffer is None or buffer.nbytes < nbytes:
             room = nbytes
             if not on_host:
-                # A power of two, so that all outgrown buffers together are smaller than this one.
+                # A power of two, so that all former buffers together are smaller than this one.
                 room = 1 << max(nbytes - 1, 0).bit_length()
                 self._outgrown += [] if buffer is None else [buffer]
                 self._before_growth()
             buffer = self._buffers[place] = namespace(like).empty(room, np.uint8)
             self._views.clear()
-        if len(self._views) == _VIEWS:
-            self._views.clear()
         self._views[wanted] = view = buffer[:nbytes].view(dtype).reshape(shape)
         return view
 
     def _before_growth(self) -> None:
-        """Called before memory of a device is allocated."""
+        """Called before device memory is allocated."""
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self._views.clear()
         self._buffers.clear()
         self._outgrown.clear()

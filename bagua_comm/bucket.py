@@ -1,7 +1,7 @@
-"""Plans and buckets: which tensors travel together.
+"""Plans and buckets: the grouping of tensors for communication.
 
-A `Plan` is pure data: equal on all ranks, hashable, and stored as JSON. A `Bucket` is one of its buckets with
-memory: a flat array, and a view of it for every tensor.
+A `Plan` is pure data: equal on all ranks, hashable, and stored as JSON. A `Bucket` is one bucket of a plan with
+its memory: a flat array, and a view of it for every tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSpec:
 
     Raises:
         ArrayError: `name` is not a string, or `shape` is not a sequence of sizes.
-        UnsupportedError: Arrays of this dtype cannot be carried.
+        UnsupportedError: Arrays of this dtype cannot be sent.
     """
 
     name: str
@@ -65,7 +65,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """Tensors of one dtype, one behind the other; `size` is their number of elements, padding included."""
+    """Consecutive tensors of one dtype; `size` is their number of elements, padding included."""
 
     dtype: str
     tensors: tuple[TensorSpec, ...]
@@ -77,7 +77,7 @@ class BucketSpec:
         return self.size * dtype_named(self.dtype).itemsize
 
     def slices(self) -> dict[str, slice]:
-        """Where each tensor lies, by name."""
+        """The slice of each tensor, by name."""
         ends = itertools.accumulate(tensor.size for tensor in self.tensors)
         return {t.name: slice(end - t.size, end) for t, end in zip(self.tensors, ends, strict=True)}
 
@@ -89,7 +89,7 @@ class BucketSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tensors travel together, and in which order the buckets leave.
+    """The buckets of a model's tensors, in the order of their exchange.
 
     >>> specs = [TensorSpec("b", (3,), "float32"), TensorSpec("a", (2, 2), "float32")]
     >>> plan = Plan.pack(specs, bucket_bytes=1024, alignment=8)
@@ -110,10 +110,10 @@ class Plan:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         alignment: int = 1,
     ) -> Plan:
-        """Fill buckets with `specs`, which are given in the order in which the tensors become ready.
+        """Fill buckets with `specs`, given in the order in which the tensors become ready.
 
         A bucket holds one dtype and is closed when it has `bucket_bytes` or more; its size is then
-        rounded up to a multiple of `alignment` elements. Buckets are ordered by the place of
+        rounded up to a multiple of `alignment` elements. Buckets are in the order of
         their last tensor.
 
         Raises:
@@ -175,7 +175,7 @@ class Plan:
         Raises:
             ArrayError: The text was not written by `to_json`, or is not a plan: two tensors have one name, or the
                 bucket of a tensor is too small or has another dtype.
-            UnsupportedError: A tensor has a dtype that cannot be carried.
+            UnsupportedError: A tensor has a dtype that cannot be sent.
         """
         try:
             data = json.loads(text)
@@ -192,13 +192,13 @@ class Plan:
             )
         except BaguaError:
             raise
-        except Exception as exc:  # for instance a RecursionError, if brackets have no end
+        except Exception as exc:  # such as a RecursionError, for brackets without end
             raise ArrayError(f"Plan.from_json: the text is not what Plan.to_json wrote: {exc!r}") from exc
         plan._check()
         return plan
 
     def _check(self) -> None:
-        """Raise `ArrayError` unless `pack` could have made this plan."""
+        """Check that `pack` could have made this plan; raise `ArrayError` if not."""
         _check_size("alignment", self.alignment, least=1)
         for i, bucket in enumerate(self.buckets):
             _check_size(
@@ -228,7 +228,7 @@ class Bucket:
     views: dict[str, Array] = field(init=False)
     """The tensors, by name and in their shapes. Share memory with `flat`."""
     padding: Array = field(init=False)
-    """The elements behind the tensors."""
+    """The elements after the tensors."""
     step: int = 0
     """The training step of its latest exchange, counted from 0."""
 
@@ -249,7 +249,7 @@ class Bucket:
 
 
 def make_buckets(plan: Plan, storage: Sequence[Array]) -> list[Bucket]:
-    """Give the buckets of `plan` the flat arrays in `storage`, one for each.
+    """Make the buckets of `plan` with the flat arrays in `storage`, one for each.
 
     Raises:
         ArrayError: There are more or fewer arrays than buckets, or one does not fit.

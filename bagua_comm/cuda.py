@@ -1,4 +1,4 @@
-"""CUDA through CuPy: devices, streams and events, all but kernels. CuPy is imported when it is first used."""
+"""CUDA devices, streams and events, through CuPy, which is imported at the first use."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def mark(x: Array) -> Any:
 
 
 def record_event(stream: Any = None) -> Any:
-    """Record an event on `stream`, or on the current one: it happens after all work enqueued there so far."""
+    """Record an event on `stream`, or on the current one, after all work enqueued there so far."""
     event = sys.modules["cupy"].cuda.Event(disable_timing=True)
     event.record(stream)
     return event
 
 
 _NOT_YET = frozenset({600, 900, 901, 906, 907})
-"""CUDA's codes for an event that has not happened yet, or that nobody may query while a stream is captured."""
+"""CUDA's codes for an event that has not happened, or that cannot be queried while a stream is captured."""
 
 
 def passed(event: Any) -> bool:
-    """Whether an event has happened; False also while CUDA cannot tell.
+    """Whether an event has happened; False while CUDA cannot answer.
 
-    CuPy's own `Event.done` is False for ever once the device has met an error.
+    CuPy's own `Event.done` stays False after an error of the device.
 
     Raises:
         CUDARuntimeError: The device has met an error.
@@ -65,8 +65,7 @@ def is_capturing(stream: Any) -> bool:
     """Whether a stream is being captured in a CUDA graph.
 
     Raises:
-        UnsupportedError: It is the default stream, which nobody may use now: a stream that takes turns with it is
-            being captured.
+        UnsupportedError: It is the default stream, and a stream that synchronizes with it is being captured.
     """
     runtime = sys.modules["cupy"].cuda.runtime
     try:
@@ -78,7 +77,7 @@ def is_capturing(stream: Any) -> bool:
 
 
 def explained(exc: Any) -> str:
-    """What an error of CUDA says, and what to do about it if that is not clear."""
+    """The message of a CUDA error, with advice for errors that are hard to understand."""
     if exc.status != _IMPLICIT_CAPTURE:
         return str(exc)
     return (
@@ -92,23 +91,23 @@ _IMPLICIT_CAPTURE = 906
 
 
 class StreamOrder:
-    """Keeps in order what one thread enqueues on shared memory, on one stream after another.
+    """Order of the work that one thread enqueues on shared memory, on one stream after another.
 
-    What is captured in a CUDA graph is ordered inside its capture. CUDA lets it wait for nothing outside of that,
-    since it does not run yet: when a graph is launched, its stream must come after other work on the memory, and
-    that work after the graph.
+    Work captured in a CUDA graph is ordered inside its capture. It cannot wait for work outside, since it does
+    not run yet. When a graph is launched, the program must order its stream after earlier work on the memory,
+    and later work after the graph.
     """
 
     def __init__(self) -> None:
         self.settled: Any = None
-        """The stream for which `follow` has nothing to do."""
+        """The stream that needs no call of `follow`."""
         self._last: Any = None
-        """The stream of the latest work; kept, so that no other one comes to its address."""
+        """The stream of the latest work; kept alive, so that no other stream gets its address."""
         self._captured: Any = None
-        """The stream of the latest work since then that is captured."""
+        """The stream of the latest captured work since then."""
 
     def follow(self) -> None:
-        """Have what is enqueued from now on, on the current stream, come after all work so far.
+        """Order later work on the current stream after all work so far.
 
         Raises:
             UnsupportedError: The stream of the work so far is being captured, and the current one is not.
@@ -134,7 +133,7 @@ class StreamOrder:
             self.settled, self._last, self._captured = current, current, None
 
     def join(self, streams: Iterable[Any]) -> None:
-        """Make `streams` wait for all work so far, but for what is captured."""
+        """Make `streams` wait for all work so far, except captured work."""
         last = self._last
         if last is None or is_capturing(last):
             return
@@ -144,15 +143,15 @@ class StreamOrder:
 
 
 class SharedScratch(Scratch):
-    """A `Scratch` for calls on several streams, one after another: who takes memory comes after earlier calls."""
+    """A `Scratch` for calls on several streams: `take` orders the current stream after earlier calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self._order: StreamOrder = StreamOrder()
         self._device: int | None = None
-        """The device that the memory is on."""
+        """The device of the memory."""
         self._homes: dict[int, Any] = {}
-        """The streams on which memory was allocated, by address: once freed, it is used again in their order."""
+        """The streams on which memory was allocated, by address: freed memory is reused in their order."""
 
     def _before_growth(self) -> None:
         cuda = _cuda()
@@ -163,7 +162,7 @@ class SharedScratch(Scratch):
         """See `Scratch.clear`."""
         if self._device is not None:
             cuda = _cuda()
-            # After an error of the device, and on a stream that nobody may use, there is nothing to wait for.
+            # After an error of the device, or on an unusable stream, there is nothing to wait for.
             with suppress(cuda.runtime.CUDARuntimeError, UnsupportedError), cuda.Device(self._device):
                 self._order.join(self._homes.values())
         self._homes.clear()
@@ -171,7 +170,7 @@ class SharedScratch(Scratch):
 
 
 class SideStream:
-    """A CUDA stream beside the caller's, and the events between the two. Only `finish` makes the host wait.
+    """A CUDA stream beside the caller's, ordered by events. Only `finish` makes the host wait.
 
     Args:
         device: The index of the device; it becomes the current one of the calling thread.
@@ -180,33 +179,33 @@ class SideStream:
     def __init__(self, device: int) -> None:
         use_device(device)
         self.device, self.clock, self._cuda = device, DeviceClock(device), _cuda()
-        # Without a priority, its small kernels would queue up behind the large ones of the backward pass.
+        # At normal priority, its small kernels would queue behind the large ones of the backward pass.
         self._stream = self._cuda.Stream(non_blocking=True, priority=-1)
         self._callers: dict[int, Any] = {}
-        """Streams on which something was submitted since the last join, by address."""
+        """Streams on which tasks were submitted since the last join, by address."""
         self.end: Any = None
         """An event after the latest task."""
 
     def future(self) -> SideFuture:
-        """The future of a task that comes after everything on the current stream."""
+        """The future of a task that runs after all work on the current stream."""
         caller = self._cuda.get_current_stream()
         self._callers[caller.ptr] = caller
         return SideFuture(record_event())
 
     def run_after(self, event: Any, task: Callable[[], None]) -> None:
-        """Run a task while this stream is current; what it does there comes after `event`."""
+        """Run a task with this stream as the current one, ordered after `event`."""
         self._stream.wait_event(event)
         before = self._cuda.get_current_stream()
         try:
             self._stream.use()
             task()
         finally:
-            before.use()  # of C: no signal handler can raise before it is done
+            before.use()  # C code: a signal handler cannot raise in between
 
     def join(self) -> None:
         """Make the current stream wait for all tasks that were run, and the streams on which they were submitted.
 
-        An array may be freed after that: its memory is reused in the order of the stream that it was made on.
+        An array may then be freed: its memory is reused in the order of the stream on which it was made.
         """
         current = self._cuda.get_current_stream()
         if self.end is not None:
@@ -218,7 +217,7 @@ class SideStream:
         """Wait for the device.
 
         Raises:
-            CommTimeout: The device takes longer than `limit_s`: a peer is missing.
+            CommTimeout: The device takes longer than `limit_s`, as if a peer is missing.
             CUDARuntimeError: The device has met an error.
         """
         give_up = time.monotonic() + limit_s
@@ -228,7 +227,7 @@ class SideStream:
             time.sleep(1e-4)
 
     def free(self) -> None:
-        """Return memory that was freed on this stream to the device; no other stream would reuse it."""
+        """Return memory freed on this stream to the device, since no other stream would reuse it."""
         importlib.import_module("cupy").get_default_memory_pool().free_all_blocks(self._stream)
 
 
@@ -238,27 +237,25 @@ class SideFuture(Future[Any]):
     def __init__(self, submitted: Any) -> None:
         super().__init__()
         self.submitted = submitted
-        """The event that the task waits for."""
+        """The event for which the task waits."""
         self.end: Any = None
-        """The event after it."""
+        """The event after the task."""
 
     def done(self) -> bool:
-        """Whether the task was run, and the device has finished it."""
+        """Whether the task has run, and the device has finished it."""
         return super().done() and (self.end is None or passed(self.end))
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait until the task was run, and return its result; the current stream waits for what it enqueued."""
+        """Wait until the task has run, and return its result; the current stream waits for its work."""
         result = super().result(timeout)
         _cuda().get_current_stream().wait_event(self.end)
         return result
 
 
 class DeviceClock:
-    """Tells when events of a device happened, in the host's time; see `trace.Clock`.
+    """The times of a device's events, on the host's clock; see `trace.Clock`.
 
-    Each call reads both clocks together: over hours they drift apart by milliseconds, and CUDA gives times as
-        32-bit
-    floats.
+    Each call reads both clocks: they drift apart by milliseconds in hours, and CUDA's times are 32-bit floats.
     """
 
     def __init__(self, device: int) -> None:
@@ -267,13 +264,13 @@ class DeviceClock:
         self._stream = self._cuda.Stream(non_blocking=True)
 
     def mark(self) -> Any:
-        """An event on the current stream that remembers its time."""
+        """Record an event with a time on the current stream."""
         event = self._cuda.Event()
         event.record()
         return event
 
     def times(self, events: Sequence[Any]) -> list[int | None]:
-        """See `trace.Clock`. The host waits for the device to answer, but for no other stream."""
+        """See `trace.Clock`. The host waits for the device, but not for other streams."""
         happened = [passed(event) for event in events]
         use_device(self._device)
         now, before_ns = self._cuda.Event(), time.perf_counter_ns()
@@ -287,7 +284,7 @@ class DeviceClock:
 
 
 class DeviceSpan:
-    """A span on a row of the timeline: what the current stream does from here to `end`. A `Recorder` keeps it."""
+    """A span of the current stream's work, from here to `end`, on a row of a `Recorder`'s timeline."""
 
     def __init__(self, tracer: Tracer, clock: DeviceClock, name: str, row: str) -> None:
         self._recorder = tracer if isinstance(tracer, Recorder) else None
@@ -295,7 +292,7 @@ class DeviceSpan:
         self._start = clock.mark() if self._recorder is not None else None
 
     def end(self, **args: Any) -> Any:
-        """Keep the span; returns the event of its end, None if there is no recorder."""
+        """Record the span, and return the event of its end; None without a recorder."""
         if self._recorder is None:
             return None
         end = self._clock.mark()
@@ -304,13 +301,13 @@ class DeviceSpan:
 
 
 class NvtxRanges:
-    """Shows spans as NVTX ranges, which Nsight Systems draws above the kernels; for `trace.listen`.
+    """A listener (see `trace.listen`) that shows spans as NVTX ranges, which Nsight Systems draws above kernels.
 
-    A range lasts as long as the host's call, which enqueues the work. BAGUA_NVTX=1 makes `connect` add it.
+    A range covers the host's call, which enqueues the work. With BAGUA_NVTX=1, `connect` adds this listener.
     """
 
     def active(self) -> bool:
-        """Whether CuPy is imported: it has the bindings to NVTX."""
+        """Whether CuPy, which has the bindings to NVTX, is imported."""
         return "cupy" in sys.modules
 
     def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -335,16 +332,16 @@ def _nvtx_range(text: str) -> Iterator[None]:
 
 
 class UseStream:
-    """In the body of `with`, `stream` is CuPy's current one.
+    """Make `stream` CuPy's current stream in the body of `with`.
 
-    CuPy's own `with stream:` will not do: at its end it restores the stream of the `with` around it, and so
-    forgets a stream that `Stream.use` has made current.
+    CuPy's own `with stream:` does not suffice: it restores the stream of the enclosing `with`, rather than one
+    that `Stream.use` has made current.
 
-    A signal handler may raise just before the end. Then the stream is current until that exception is forgotten.
+    If a signal handler raises just before the end, the stream stays current until that exception is discarded.
     """
 
     _before: Any = None
-    """The stream to go back to, in the body of `with`."""
+    """The stream to restore, in the body of `with`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -366,7 +363,7 @@ class UseStream:
 
 
 def use_address(address: int) -> AbstractContextManager[None]:
-    """In the body of `with`, CuPy's current stream is the one at this address, which another library made."""
+    """Make another library's stream, by its address, CuPy's current stream in the body of `with`."""
     if address == current_address():
         return nullcontext()
     return UseStream(_stream_at(address, _cuda().runtime.getDevice()))
@@ -374,10 +371,10 @@ def use_address(address: int) -> AbstractContextManager[None]:
 
 @functools.lru_cache(maxsize=64)
 def _stream_at(address: int, device: int) -> Any:
-    """A handle for a stream that another library made on `device`, which is the current one.
+    """CuPy's handle for a stream of another library on `device`, the current device.
 
-    It owns nothing. Making one takes microseconds, so the latest are kept, by device as well: the default streams
-    of all devices have the same address.
+    It does not own the stream. To make one takes microseconds, so the latest are cached, by device as well: the
+    default streams of all devices have the same address.
     """
     return _cuda().Stream.from_external(_Address(address))
 
@@ -389,7 +386,7 @@ STREAMS_PER_THREAD = (
 
 
 def has_streams_per_thread() -> bool:
-    """Whether the current stream is the one that CuPy, told so, has as default stream of this thread."""
+    """Whether the current stream is CuPy's default stream of this thread, which CuPy has only on request."""
     return int(_cuda().get_current_stream().ptr) == _PER_THREAD
 
 
@@ -406,7 +403,7 @@ def current_address() -> int:
 
 
 DEFAULT_STREAMS = (0, 1)
-"""The addresses of the default stream of a device: that of CuPy, and cudaStreamLegacy."""
+"""The addresses of a device's default stream: CuPy's, and cudaStreamLegacy."""
 
 _PER_THREAD = 2
 """cudaStreamPerThread."""
@@ -414,7 +411,7 @@ _PER_THREAD = 2
 
 @dataclass(frozen=True)
 class _Address:
-    """A stream in the form in which CuPy takes one from another library."""
+    """A stream as CuPy accepts it from another library."""
 
     address: int
 
@@ -430,15 +427,15 @@ def _cuda() -> Any:
 
 
 def use_device(index: int) -> None:
-    """Make a CUDA device this thread's current one."""
+    """Make a CUDA device the current one of this thread."""
     importlib.import_module("cupy").cuda.Device(index).use()
 
 
 def device_count() -> int:
-    """How many CUDA devices CuPy sees; 0 without CuPy or without a driver."""
+    """The number of CUDA devices that CuPy sees; 0 without CuPy or a driver."""
     try:
         cupy = importlib.import_module("cupy")
-    except (ImportError, OSError):  # OSError: CuPy found no folder that it can write to
+    except (ImportError, OSError):  # OSError: CuPy has no writable folder
         return 0
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
@@ -447,14 +444,14 @@ def device_count() -> int:
 
 
 def bus_id(index: int) -> str:
-    """The PCI bus id of a CUDA device: the same in all processes, which may number the devices differently."""
+    """The PCI bus id of a CUDA device: equal in all processes, which may number the devices differently."""
     return str(importlib.import_module("cupy").cuda.Device(index).pci_bus_id)
 
 
 def uuid(index: int) -> str:
-    """NVIDIA's id of a CUDA device, in hexadecimal; empty if CuPy does not tell it.
+    """NVIDIA's UUID of a CUDA device, in hexadecimal; empty if CuPy does not report it.
 
-    Slices of one GPU (MIG) share a `bus_id`, and have an id each. CuPy cuts the id off at its first zero byte, so
+    Slices of one GPU (MIG) share a `bus_id`, but not the UUID. CuPy cuts it off at its first zero byte, so
     compare it together with the `bus_id`.
     """
     found = importlib.import_module("cupy").cuda.runtime.getDeviceProperties(index)
@@ -462,7 +459,7 @@ def uuid(index: int) -> str:
 
 
 def device_facts() -> dict[str, str]:
-    """Versions and devices of CUDA here, or why there are none. Never raises."""
+    """Versions and devices of CUDA, or why there are none. Never raises."""
     try:
         cupy = importlib.import_module("cupy")
     except ModuleNotFoundError:

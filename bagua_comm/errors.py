@@ -1,4 +1,4 @@
-"""Every error this library raises on purpose.
+"""Errors of this library.
 
     BaguaError
       CommError                     something went wrong between ranks
@@ -7,9 +7,9 @@
         CommTimeout                 a peer did not answer within `timeout_s`
         CommMismatch                ranks made calls that don't fit together
       ArrayError (ValueError)       an argument has a wrong value: shape, dtype, root, op, peer
-      UnsupportedError (TypeError)  a kind of array, dtype or operation that nothing here can carry
+      UnsupportedError (TypeError)  an array, dtype or operation that is not supported
       BootstrapError                the world could not be set up
-      CheckpointError (OSError)     a checkpoint cannot be written, or what lies there cannot be loaded
+      CheckpointError (OSError)     a checkpoint cannot be written or loaded
       StoreError                    a store of cached data failed: no connection, no space, a damaged file
 
 Arguments are checked before a byte moves, so `ArrayError` and `UnsupportedError` are raised alike on all ranks
@@ -52,7 +52,7 @@ class CommMismatch(CommError):  # noqa: N818
 
 
 WHICH_CALLS = "connect(check=True) names the calls that differ"
-"""What to do about a mismatch of bytes, which does not say whose call is the wrong one."""
+"""Advice on a mismatch of bytes, which does not show whose call is wrong."""
 
 
 class ArrayError(BaguaError, ValueError):
@@ -60,7 +60,7 @@ class ArrayError(BaguaError, ValueError):
 
 
 class UnsupportedError(BaguaError, TypeError):
-    """A kind of array, dtype or operation that cannot be carried."""
+    """An array, dtype or operation that is not supported."""
 
 
 class BootstrapError(BaguaError):
@@ -75,9 +75,9 @@ def shown(value: object) -> str:
     """A short text of `value`, for a message; never fails."""
     try:
         return reprlib.repr(value)
-    except Exception:  # for instance an int with more digits than Python writes out
+    except Exception:  # such as an int with more digits than Python converts
         return f"a {type(value).__name__}"
 
 
 class CheckpointError(BaguaError, OSError):
-    """A checkpoint cannot be written, or what lies there is missing, damaged or foreign."""
+    """A checkpoint cannot be written, or is missing, damaged or incompatible."""

@@ -1,7 +1,7 @@
-"""Files that outlive a call: folders that only their user can write to, folders in memory, and atomic writes.
+"""Private folders, folders in memory, and atomic writes of files.
 
-What lies in the cache is run as code, so nobody but its owner may be able to write there. And in a folder that
-others can write to, nobody may redirect our writes by a link at a name that can be guessed.
+The files in the cache are run as code, so only their owner may be able to write there. In a folder that others
+can write to, no link at a predictable name may redirect a write.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from pathlib import Path
 
 
 def cache_folder(name: str, caches: str | None = None) -> Path:
-    """The folder `name` in the user's cache, if only its owner can write to it; else one of this process.
+    """The folder `name` in the user's cache, if only the user can write to it; else a folder of this process.
 
     Args:
-        name: Its name.
-        caches: The user's cache, where it is not ~/.cache.
+        name: The name of the folder.
+        caches: The user's cache, if it is not ~/.cache.
     """
     return kept_folder(name, caches) or private_folder()
 
 
 def kept_folder(name: str, caches: str | None = None) -> Path | None:
-    """As `cache_folder`, but None where that is a folder of this process."""
+    """The folder of `cache_folder` if it is in the user's cache; else None."""
     try:
         folder = (Path(caches) if caches else Path.home() / ".cache") / name
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
-    except (OSError, RuntimeError):  # it cannot be made, or there is no home
+    except (OSError, RuntimeError):  # it cannot be made, or there is no home directory
         return None
     if not is_private(found):
         warnings.warn(
-            f"{folder} belongs to somebody else, or others can write to it, so nothing is kept there: "
-            "make it yours alone (chmod 700), or remove it",
+            f"{folder} belongs to another user, or others can write to it, so nothing is kept there: make it "
+            "private (chmod 700), or remove it",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -49,12 +49,12 @@ def kept_folder(name: str, caches: str | None = None) -> Path | None:
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Whether a file or folder is this user's, and nobody else can write to it."""
+    """Whether a file or folder belongs to this user, and no other user can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def is_own_file(path: Path) -> bool:
-    """Whether `path` is a file, not a link, that nobody but this user can have written."""
+    """Whether `path` is a regular file, not a link, that only this user can have written."""
     try:
         found = path.lstat()
     except OSError:
@@ -63,9 +63,9 @@ def is_own_file(path: Path) -> bool:
 
 
 def make_own_folder(folder: Path) -> bool:
-    """Make a folder that nobody else can read, unless it is there; whether it is a folder of this user's alone.
+    """Make a folder that only this user can read, unless it exists; return whether it is private.
 
-    A link is none, since another one may have put it there.
+    A symbolic link is refused: another user may have made it.
 
     Raises:
         OSError: It cannot be made.
@@ -76,17 +76,17 @@ def make_own_folder(folder: Path) -> bool:
 
 
 def shared_memory() -> Path:
-    """Where files lie in memory, if this system has a file system there; else the folder of temporary files."""
+    """The folder of the file system in memory, or of temporary files if this system has none."""
     memory = Path("/dev/shm")
     return memory if os.access(memory, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 @functools.cache
 def private_folder() -> Path:
-    """A new folder that nobody else can read; the process that made it removes it when it ends.
+    """A new folder that only this user can read; the process that made it removes it at its end.
 
     Raises:
-        OSError: There is no folder for temporary files.
+        OSError: There is no folder of temporary files.
     """
     folder = Path(tempfile.mkdtemp(prefix="bagua_comm-"))  # of mode 0o700
     atexit.register(_remove, folder, os.getpid())
@@ -99,20 +99,20 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def write_at_once(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = False) -> None:
-    """Write a file atomically: a reader finds the old content or the new, never a part. Follows no link.
+    """Write a file atomically: a reader finds the old or the new content, never a part. Follows no link.
 
     Args:
         path: The file to write.
         content: Its new content.
         mode: Its permissions, before the umask is applied.
-        durable: Return when the file is on the disk, and would be there after a loss of power.
+        durable: Return only when the file is on the disk, and survives a loss of power.
 
     Raises:
         OSError: The file cannot be written; the old one is unchanged.
     """
     unfinished = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
-        # An opener of C: a signal handler could raise between `os.open` and `open`, and leak the descriptor.
+        # An opener in C: between `os.open` and `open`, a signal handler could raise and leak the descriptor.
         with open(unfinished, "xb", opener=functools.partial(os.open, mode=mode)) as file:
             file.write(content)
             if durable:
@@ -128,7 +128,7 @@ def write_at_once(path: Path, content: bytes, mode: int = 0o666, *, durable: boo
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until what was made, renamed or removed in a folder is on the disk, if its file system can tell.
+    """Wait until the changes in a folder are on the disk, if its file system supports that.
 
     Raises:
         OSError: It could not be written.

@@ -1,16 +1,16 @@
 """Hooks: functions that are called before and after each call of a communicator, and when one fails.
 
-    hook = comm.on(before=print)        # a `CallView` is printed before every call
+    hook = comm.on(before=print)        # prints a `CallView` before every call
     hook.remove()
 
-A hook sees the calls of its communicator and of all communicators made from it, by `dup`, `split`, `by_node` or
-`lane`, before or after it was added. So a hook on the communicator that an engine was given sees what the engine
-sends. Calls on a lane are seen on the lane's thread.
+A hook sees the calls of its communicator and of all communicators derived from it by `dup`, `split`, `by_node` or
+`lane`, earlier or later. So a hook on the communicator of an engine sees the calls of the engine. Hooks of calls
+on a lane run on the thread of the lane.
 
-`before` runs before anything is sent. What it raises ends the call, and goes to the caller; since the other ranks
-make the call, and would wait for this one, it must then raise on all ranks. What `after` raises goes to the
-caller, too; the call is over by then, and the communicator as good as before. What `failed` raises becomes a
-warning, since the error of the call matters more. Calls that a hook makes itself are seen by no hook.
+`before` runs before anything is sent. Its exception ends the call and is raised to the caller. The other ranks
+would wait for this one, so it must then raise on all ranks. An exception of `after` is raised to the caller, too;
+the call is complete by then, and the communicator remains usable. An exception of `failed` becomes a warning,
+since the error of the call is raised. Hooks do not see the calls that hooks make.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class CallView:
-    """A call, as hooks see it.
+    """A call as hooks see it.
 
     Attributes:
         comm: The communicator.
         name: The method, such as "allreduce".
-        number: Which collective call of its communicator it is, counted from 1, or which of the other calls.
+        number: The number of the call, from 1 on, among the collective calls of its communicator or among the
+            other ones.
         collective: Whether all ranks of its communicator make it.
         group: The name of its communicator, the same on all ranks; "world" for that of `connect`.
-        detail: Its further arguments: op, root, codec, and the like.
-        x: The array that this rank sends, which must not be changed; None if it sends none. Of several messages
-            it is the first.
+        detail: Further arguments, such as op, root and codec.
+        x: The array that this rank sends, which hooks must not modify; None if it sends none. The first one of
+            several messages.
         bucket: The bucket that an engine exchanges by this call; None outside of an engine.
-        step: The training step, counted from 0, in which the bucket left; None outside of an engine.
-        result: In `after`: the array that the call has filled on this rank; None if there is none.
-        seconds: In `after` and `failed`: how long it took.
-        error: In `failed`: what it raises.
+        step: The training step of the bucket, counted from 0; None outside of an engine.
+        result: In `after`, the array that the call filled on this rank; None if there is none.
+        seconds: In `after` and `failed`, the duration of the call.
+        error: In `failed`, the exception.
     """
 
     comm: Ranks = field(repr=False)
@@ -84,39 +85,39 @@ class CallView:
 
 
 Listener = Callable[[CallView], object]
-"""What `Communicator.on` takes."""
+"""A function that `Communicator.on` registers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Hook:
-    """What `Communicator.on` returns."""
+    """The handle that `Communicator.on` returns."""
 
     before: Listener | None
     after: Listener | None
     failed: Listener | None
     group: str
-    """The communicator; the hook sees it, and those made from it, whose names begin with this one."""
+    """The name of the communicator. The names of those derived from it begin with it."""
     hooks: Hooks = field(repr=False)
 
     def remove(self) -> None:
-        """Call the functions no more; removing twice does nothing."""
+        """Remove the functions; removing them again does nothing."""
         self.hooks.all = tuple(each for each in self.hooks.all if each is not self)
 
     def sees(self, group: str) -> bool:
-        """Whether it sees the calls of a communicator."""
+        """Whether the hook sees the calls of the communicator of this name."""
         return group == self.group or group.startswith(f"{self.group}.")
 
 
 class Hooks:
-    """The hooks on a communicator and all that are made from it."""
+    """The hooks on a communicator and those derived from it."""
 
     def __init__(self) -> None:
         self.all: tuple[Hook, ...] = ()
-        """Replaced as a whole, so that other threads may read it at any time."""
+        """Replaced as a whole, so that other threads can read it at any time."""
         self._inside = threading.local()
 
     def add(self, group: str, before: Listener | None, after: Listener | None, failed: Listener | None) -> Hook:
-        """One more hook on the communicator `group`; see `Communicator.on`."""
+        """Add a hook on the communicator `group`; see `Communicator.on`."""
         given = {"before": before, "after": after, "failed": failed}
         for name, function in given.items():
             if function is not None and not callable(function):
@@ -128,7 +129,7 @@ class Hooks:
         return hook
 
     def call(self, moment: Literal["before", "after", "failed"], view: CallView) -> None:
-        """Call the functions of this moment, unless a hook made this call."""
+        """Call the functions of this moment, unless the call was made by a hook."""
         if getattr(self._inside, "a_hook", False):
             return
         self._inside.a_hook = True
@@ -153,19 +154,19 @@ class Hooks:
 class NanWatch:
     """A hook that finds the first NaN or infinity that a rank is about to send.
 
-    `comm.on(before=NanWatch())` looks at every floating-point array before it is sent. The message names the rank
-    and the element, and for what an engine or a DistributedDataParallel sends, bucket, parameter and step.
+    `comm.on(before=NanWatch())` checks every floating-point array before it is sent. The message names the rank
+    and the element, and the bucket, parameter and step of an engine or a DistributedDataParallel.
 
-    Looking costs a pass over the array; for a device array the host waits for the device. With action "raise",
+    The check costs a pass over the array; for a device array the host waits for the device. With action "raise",
     the ranks also agree before every collective call, by a small allreduce.
 
     Args:
-        action: "raise": raise `ArrayError` before a byte moves, on all ranks alike; for a message between two
-            ranks, on the sender. The communicator is as good as before. "log": tell the logger "bagua_comm" at
-            ERROR, once on each rank, and send it.
+        action: "raise": raise `ArrayError` before a byte is sent, on all ranks, or on the sender of a message
+            between two ranks. The communicator remains usable. "log": log an ERROR to the logger "bagua_comm",
+            once on each rank, and send the array.
 
     Attributes:
-        found: What was found first, as text; None so far.
+        found: The first finding, as text; None if there is none.
 
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
@@ -185,7 +186,7 @@ class NanWatch:
         self.found: str | None = None
 
     def __call__(self, call: CallView) -> None:
-        """Look at what is about to be sent."""
+        """Check the array that is about to be sent."""
         mine = _first_in(call)
         text = None if mine is None else f"{call}: rank {call.comm.rank} is about to send {mine}"
         if self.action == "log":
@@ -201,7 +202,7 @@ class NanWatch:
 
 
 def _of_first_rank(comm: Ranks, text: str | None) -> str | None:
-    """The text of the first rank that has one; None if no rank has. Collective."""
+    """Return the text of the first rank that has one; None if no rank has. Collective."""
     mine = comm.rank if text is not None else comm.size
     first = int(comm.allreduce(np.array(mine), op="min"))
     if first == comm.size:
@@ -211,10 +212,10 @@ def _of_first_rank(comm: Ranks, text: str | None) -> str | None:
 
 
 def _first_in(call: CallView) -> str | None:
-    """Words about the first NaN or infinity that the call is about to send; None if there is none."""
+    """Describe the first NaN or infinity that the call is about to send; None if there is none."""
     x, bucket = call.x, call.bucket
     if bucket is not None and (x is None or not _is_float(x)):
-        x = bucket.flat  # what is sent is encoded
+        x = bucket.flat  # the array that is sent is encoded
     if x is None or not _is_float(x):
         return None
     at = _first_bad(x)
@@ -228,7 +229,7 @@ def _first_in(call: CallView) -> str | None:
         if inside is not None:
             value = view.reshape(-1)[inside]
             return f"{value}, in parameter {name!r}, element {inside} of shape {list(view.shape)}, of {where}"
-    return f"{x.reshape(-1)[at]}, in element {at} of what comes from {where}"
+    return f"{x.reshape(-1)[at]}, in element {at} of an array made from {where}"
 
 
 def _is_float(x: Array) -> bool:
@@ -236,8 +237,8 @@ def _is_float(x: Array) -> bool:
 
 
 def _first_bad(x: Array) -> int | None:
-    """The index of the first element of the flattened `x` that is not finite; None if all are."""
-    if arrays.dtype_name(x.dtype) == "bfloat16":  # not every library knows it: an exponent of ones
+    """Return the index of the first element of the flattened `x` that is not finite; None if all are."""
+    if arrays.dtype_name(x.dtype) == "bfloat16":  # not all libraries support it; an exponent of ones
         bad = (x.reshape(-1).view(np.uint16) & 0x7F80) == 0x7F80
     else:
         bad = ~arrays.namespace(x).isfinite(x.reshape(-1))

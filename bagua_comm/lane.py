@@ -1,21 +1,21 @@
-"""Lanes: the one place where work runs beside the caller's thread, or beside the caller's CUDA stream.
+"""Lanes: queues of tasks that run concurrently with the caller, on a thread or a CUDA stream of the lane.
 
-A lane runs its tasks one after another, in order, on its own duplicate of a communicator, so that its messages
-never match the caller's.
+A lane runs its tasks in order on a duplicate of a communicator, so that its messages never match the caller's.
 
-    ThreadLane    on a thread of its own; where there is a device, that thread works on a side stream
-    StreamLane    for tasks that only enqueue work: they run at once, but on a side stream
-    InlineLane    for libraries that only one thread may call: tasks run at once, on the caller's stream
+    ThreadLane    runs tasks on a thread, which works on a side stream if there is a device
+    StreamLane    runs tasks that only enqueue work: at once, on a side stream
+    InlineLane    for libraries that only one thread may call: runs tasks at once, on the caller's stream
 
-A side stream waits for the caller's stream when a task is submitted, and the caller's waits for it when the lane
-is joined. Both are events between streams: the host waits for neither. Lanes ask events whether they have passed,
-so work that is submitted to a lane cannot be captured in a CUDA graph.
+A side stream waits for the caller's stream when a task is submitted, and the caller's stream waits for the side
+stream when the lane is joined. Both wait by events: the host does not wait. Lanes query events, so work that is
+submitted to a lane cannot be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -65,24 +65,22 @@ class LaneComm(Protocol):
 C = TypeVar("C", bound=LaneComm)
 
 SLACK_S = 5.0
-"""How much longer than the timeout of a call `wait` waits, at most, so that the call itself can say what is
-wrong."""
-
+"""Longest time, in seconds, that `wait` adds to the limit of a call, so that the call itself raises the error."""
 
 Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""What was submitted to a lane."""
+"""A submitted function with its arguments."""
 
 
 class Lane(Live, ABC, Generic[C]):
-    """Runs tasks in order, beside the caller.
+    """Runs tasks in order, concurrently with the caller.
 
-    `comm` is the lane's own communicator: pass it, and no other, to what is submitted. A task that fails stops
-    the lane. The tasks behind it fail with `RankFailed` if that was the error, else with `CommAborted`, because
-    the other ranks' calls no longer match.
+    `comm` is the communicator of the lane; tasks must use no other one. A task that fails stops the lane. Later
+    tasks fail with `RankFailed` if that was the error, else with `CommAborted`, because the calls of the other
+    ranks no longer match.
 
-    On a lane with a side stream, a future is done when the device has done the work. `result` makes the caller's
-    current stream wait for it, not the host. The arguments of a task are kept until the lane is joined. Memory
-    that a task allocates belongs to the side stream: on a `ThreadLane`, pass `out=` instead.
+    On a lane with a side stream, a future is done when the device has finished the work. `result` makes the
+    caller's current stream wait for it, not the host. The lane keeps the arguments of a task until it is joined.
+    Memory that a task allocates belongs to the side stream: on a `ThreadLane`, pass `out=` instead.
     """
 
     _numbers: ClassVar = itertools.count()
@@ -91,26 +89,25 @@ class Lane(Live, ABC, Generic[C]):
         self.comm = comm
         self.name = f"{name}-{next(self._numbers)}"
         self.tracer: Tracer = comm.tracer
-        """Where the spans of the side stream go."""
+        """Receives the spans of the side stream."""
         self._side = SideStream(device) if device is not None else None
         self._pending: deque[tuple[Future[Any], Task]] = deque()
-        """Futures and their tasks; what these refer to stays in memory until they are done."""
+        """Futures and their tasks, whose arguments stay in memory until they are done."""
         self._failure: BaseException | None = None
         self._closed = False
         self._note: dict[str, Any] = {}
 
     @abstractmethod
     def submit(self, task: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Run `task(*args, **kwargs)` after everything submitted before; returns at once."""
+        """Schedule `task(*args, **kwargs)` after all tasks submitted before; return at once."""
 
     def wait(self) -> None:
-        """Wait until all tasks are done; raises the first error among them.
+        """Wait until all tasks are done; raise the first error among them.
 
-        With a side stream, wait until all tasks are enqueued. What the caller enqueues from then on runs after
-        them.
+        With a side stream, wait until all tasks are enqueued; work that the caller enqueues later runs after it.
 
         Raises:
-            CommTimeout: No task and no call of the lane's communicator has ended for longer than its `timeout_s`.
+            CommTimeout: No task and no call of the lane's communicator has ended within its `timeout_s`.
         """
         done = 0
         try:
@@ -129,7 +126,7 @@ class Lane(Live, ABC, Generic[C]):
                 self._pending.popleft()
 
     def _outcome(self, future: Future[Any]) -> BaseException | None:
-        """Wait until `future` is done; returns its error, or None."""
+        """Wait until `future` is done; return its error, or None."""
         while True:
             limit_s, calls = self._limit_s(), self.comm.counters.total().calls
             try:
@@ -141,17 +138,18 @@ class Lane(Live, ABC, Generic[C]):
                     ) from exc
 
     def _limit_s(self) -> float:
+        """Return the time to wait for the end of a call or a task, in seconds."""
         limit_s, timeout_s = self.comm.guard.limit_s, self.comm.timeout_s
         if limit_s is not None:
             timeout_s = max(limit_s, timeout_s)
         return timeout_s + min(timeout_s, SLACK_S)
 
     def note(self, **args: Any) -> None:
-        """Called by a task, to show these values with its span in the timeline of the device."""
+        """Add arguments to the span of the running task in the timeline of the device. Called by the task."""
         self._note.update(args)
 
     def close(self) -> None:
-        """Wait, for the device as well, then free the thread and the communicator; closing twice does nothing.
+        """Wait for all tasks and the device, and free the thread and the communicator; may be called again.
 
         Collective.
         """
@@ -169,35 +167,40 @@ class Lane(Live, ABC, Generic[C]):
                 if self._side is not None:
                     self._side.free()
 
-    def give_up(self) -> None:
-        """Run nothing more, and wait for nobody: for a communicator that is broken.
+    def abort(self) -> None:
+        """Run no more tasks, and do not wait; for a communicator that no longer works.
 
-        The communicator is closed once the task under way has ended, which it does as soon as its calls fail.
+        The communicator is closed when the running task ends, which it does as soon as its calls fail.
         """
         if self._closed:
             return
         self._closed = True
-        self._failure = self._failure or CommAborted("this lane was given up")
-        self._close_behind()
+        self._failure = self._failure or CommAborted("this lane was aborted")
+        self._close_after_tasks()
         self._stop()
 
-    def _close_behind(self) -> None:
+    def give_up(self) -> None:
+        """Former name of `abort`."""
+        warnings.warn("Lane.give_up is now abort", DeprecationWarning, 2)
+        self.abort()
+
+    def _close_after_tasks(self) -> None:
         """Close the communicator when no task uses it any more."""
         with suppress(BaguaError):
             self.comm.close()
 
     def _stop(self) -> None:
-        """Free the thread, once it has run what was submitted."""
+        """Free the thread when it has run the submitted tasks."""
 
     def queued(self) -> list[Entry]:
-        """The tasks that wait, as entries of the flight recorder. Any thread may ask."""
+        """Return the waiting tasks, as entries of the flight recorder. Any thread may call it."""
         group = self.comm.group
         waiting = [task for future, task in tuple(self._pending) if not (future.done() or future.running())]
         return [_entry_of(task, group) for task in waiting]
 
-    def _remember(self, future: Future[Any], task: Task) -> None:
+    def _add_pending(self, future: Future[Any], task: Task) -> None:
         while self._pending and self._pending[0][0].done() and self._pending[0][0].exception() is None:
-            self._pending.popleft()  # nothing left to wait for
+            self._pending.popleft()  # done, and without an error to raise
         self._pending.append((future, task))
 
     def _check_open(self) -> None:
@@ -215,10 +218,10 @@ class Lane(Live, ABC, Generic[C]):
             self._failure = exc
             raise
 
-    def _run_beside(
+    def _run_on_side(
         self, side: SideStream, future: SideFuture, task: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
-        """Run a task on the side stream, after what the caller's stream held when the task was submitted."""
+        """Run a task on the side stream, after the work that the caller's stream held at submission."""
         name = getattr(task, "__name__", type(task).__name__).strip("_")
         self._note = {}
         result = None
@@ -257,10 +260,10 @@ class Lane(Live, ABC, Generic[C]):
 
 
 class ThreadLane(Lane[C]):
-    """A lane on a thread of its own. NumPy and MPI release the interpreter lock while they work.
+    """A lane with a thread. NumPy and MPI release the interpreter lock while they work.
 
-    If its communicator works on a device, the thread has a side stream. Transports that wait for the device hold
-    up this thread, and not the caller's.
+    If its communicator has a device, the thread has a side stream. A transport that waits for the device blocks
+    this thread, not the caller's.
     """
 
     def __init__(self, comm: C, name: str = "lane") -> None:
@@ -275,15 +278,15 @@ class ThreadLane(Lane[C]):
         self._check_open()
         if self._side is None:
             future = self._executor.submit(self._run, task, args, kwargs)
-            self._remember(future, (task, args, kwargs))
+            self._add_pending(future, (task, args, kwargs))
             return future
-        beside = self._side.future()
-        self._executor.submit(self._run_beside, self._side, beside, task, args, kwargs)
-        self._remember(beside, (task, args, kwargs))
-        return beside
+        on_side = self._side.future()
+        self._executor.submit(self._run_on_side, self._side, on_side, task, args, kwargs)
+        self._add_pending(on_side, (task, args, kwargs))
+        return on_side
 
-    def _close_behind(self) -> None:
-        self._executor.submit(super()._close_behind)
+    def _close_after_tasks(self) -> None:
+        self._executor.submit(super()._close_after_tasks)
 
     def _stop(self) -> None:
         self._executor.shutdown(wait=False)
@@ -292,8 +295,8 @@ class ThreadLane(Lane[C]):
 class StreamLane(Lane[C]):
     """A lane without a thread, for tasks that only enqueue work on CuPy's current stream and never wait for it.
 
-    `submit` runs the task at once, with a side stream current, so that what it enqueues runs beside what the
-    caller enqueues. Neither `submit` nor `wait` holds up the host.
+    `submit` runs the task at once on a side stream, concurrently with the caller's stream. Neither `submit` nor
+    `wait` blocks the host.
     """
 
     _side: SideStream
@@ -305,15 +308,15 @@ class StreamLane(Lane[C]):
         """Enqueue the task's work now; see `Lane.submit`."""
         self._check_open()
         future = self._side.future()
-        self._run_beside(self._side, future, task, args, kwargs)
-        self._remember(future, (task, args, kwargs))
+        self._run_on_side(self._side, future, task, args, kwargs)
+        self._add_pending(future, (task, args, kwargs))
         return future
 
 
 class InlineLane(Lane[C]):
-    """A lane without a thread, for libraries that only one thread may call: `submit` does the work.
+    """A lane without a thread, for libraries that only one thread may call: `submit` runs the task.
 
-    On a device, tasks keep their order, and what comes after `wait` comes after them, whatever stream is current.
+    On a device, tasks run in order, and before later work of the caller, whatever stream is current.
     """
 
     def __init__(self, comm: C, name: str = "lane") -> None:
@@ -338,17 +341,17 @@ class InlineLane(Lane[C]):
             future.set_result(self._run(task, args, kwargs))
         except Exception as exc:
             future.set_exception(exc)
-        self._remember(future, (task, args, kwargs))
+        self._add_pending(future, (task, args, kwargs))
         return future
 
 
 def _device_of(comm: LaneComm) -> int | None:
-    """The device that `comm` works on; None if CuPy is not loaded, since there are no device arrays then."""
+    """Return the device of `comm`; None if CuPy is not loaded, since there are no device arrays then."""
     return comm.device if "cupy" in sys.modules else None
 
 
 def _entry_of(task: Task, group: str) -> Entry:
-    """A task that waits; an engine's has a bucket among its arguments."""
+    """Return a waiting task as an entry; a task of an engine has a bucket among its arguments."""
     call, args, _ = task
     name = getattr(call, "__name__", type(call).__name__).strip("_")
     bucket = next((arg for arg in args if isinstance(arg, Bucket)), None)

@@ -1,4 +1,4 @@
-"""Optimizers for flat arrays, one bucket at a time: for training without a framework.
+"""Optimizers of flat arrays, one bucket at a time, for training without a framework.
 
     optimizer = SGD(lr=0.1, momentum=0.9)
     states = [optimizer.init(bucket.flat) for bucket in weights]
@@ -18,7 +18,7 @@ from .errors import ArrayError
 
 @dataclass
 class SGDState:
-    """What `SGD` keeps."""
+    """State of `SGD`."""
 
     buffer: Array
 
@@ -62,7 +62,7 @@ class SGD:
 
 @dataclass
 class AdamState:
-    """What `Adam` keeps."""
+    """State of `Adam`."""
 
     momentum: Array
     variance: Array
@@ -99,7 +99,7 @@ class Adam:
 
 @dataclass
 class QAdamState:
-    """What `QAdam` keeps besides the momentum, which belongs to the algorithm."""
+    """State of `QAdam`; the momentum is in the algorithm's state."""
 
     variance: Array
     step: int = 0
@@ -107,12 +107,11 @@ class QAdamState:
 
 @dataclass(frozen=True)
 class QAdam:
-    """Adam that freezes its variance after `warmup_steps`: the optimizer beside `algorithms.QAdam`.
+    """Adam whose variance is frozen after `warmup_steps`: the optimizer for `algorithms.QAdam`.
 
     From then on the algorithm, which must have the same `warmup_steps` and beta, updates and averages the
     momentum, and this optimizer only adds the weight decay to it. The bias correction of the variance is frozen
-    with the variance. A weight without a gradient in the warm-up has no variance to divide by, and stays as it
-    is.
+    with the variance. A weight without a gradient in the warm-up has no variance, and does not change.
     Source: arXiv 2102.02888.
     """
 

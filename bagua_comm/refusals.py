@@ -1,4 +1,4 @@
-"""Why an array is refused, in one sentence that ends with what to pass in its place."""
+"""Error messages for unsupported arrays; each ends with what to pass instead."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 
-def kind_of(x: object) -> str:
+def type_name(x: object) -> str:
     """The full name of the type of `x`."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def of_type(x: Any) -> str:
-    """Why `x` is refused, which is no array and lends none."""
-    kind = kind_of(x)
+    """Error message for an `x` that is not an array and has no `__dlpack__`."""
+    name = type_name(x)
     if hasattr(x, "toarray") and hasattr(x, "nnz"):
         return (
-            f"a sparse matrix ({kind}) is several arrays; pass x.toarray(), or its arrays one by one: data, "
+            f"a sparse matrix ({name}) is several arrays; pass x.toarray(), or its arrays one by one: data, "
             "indices and indptr of a CSR or CSC matrix, data, row and col of a COO matrix"
         )
-    expected = f"expected a NumPy or CuPy array or something with __dlpack__, got {kind}"
+    expected = f"expected a NumPy or CuPy array or something with __dlpack__, got {name}"
     if x is None:
         return expected
     if isinstance(x, (int, float, complex, list, tuple)):
@@ -28,7 +28,7 @@ def of_type(x: Any) -> str:
     if isinstance(x, (bytes, bytearray, memoryview)):
         return f"{expected}; view it with numpy.frombuffer(x, numpy.uint8)"
     if isinstance(x, (str, dict, set, frozenset)):
-        return f"{expected}; send it as an object, with comm.broadcast_object for instance"
+        return f"{expected}; send it as an object, such as with comm.broadcast_object"
     if hasattr(x, "to_numpy"):  # pandas, Polars, xarray
         return f"{expected}; pass x.to_numpy()"
     if hasattr(x, "numpy"):  # TensorFlow
@@ -39,18 +39,18 @@ def of_type(x: Any) -> str:
 
 
 def of_tensor(tensor: Any, reason: Exception) -> str:
-    """Why a PyTorch tensor is refused that cannot be viewed, for this `reason`."""
+    """Error message for a PyTorch tensor that cannot be viewed, for this `reason`."""
     layout = str(tensor.layout)
     if tensor.is_meta:
         problem = 'is on meta, so it has no data; make one with data, torch.empty_like(x, device="cpu")'
     elif not (tensor.is_cpu or tensor.is_cuda):
         problem = f"is on {tensor.device}, expected cpu or cuda; pass x.cpu()"
     elif tensor.is_nested:
-        problem = "is nested, so it is several tensors; pass them one by one, those of x.unbind()"
+        problem = "is nested, so it is several tensors; pass those of x.unbind() one by one"
     elif "sparse" in layout:
         problem = (
             f"is sparse (layout {layout}), so it is several tensors; pass x.to_dense(), or its tensors one by "
-            "one, x.indices() and x.values() for instance"
+            "one, such as x.indices() and x.values()"
         )
     elif layout != "torch.strided":
         problem = f"has layout {layout}; pass x.to_dense()"
@@ -73,31 +73,29 @@ def of_tensor(tensor: Any, reason: Exception) -> str:
 
 
 def of_failure(x: object, reason: Exception) -> str:
-    """Why `x` is refused, whose library fails to lend its memory for this `reason`."""
+    """Error message for an `x` whose library fails to export its memory, for this `reason`."""
     if type(x).__name__.endswith("Tracer"):  # JAX's, in jit and grad
-        return (
-            f"this {kind_of(x)} stands for an array that has no memory yet; call this outside of traced functions"
-        )
-    return f"cannot view this {kind_of(x)} through DLPack: {reason}"
+        return f"this {type_name(x)} stands for an array without memory; call this outside of traced functions"
+    return f"cannot view this {type_name(x)} through DLPack: {reason}"
 
 
 def of_memory(x: object, device: int) -> str:
-    """Why `x` is refused, whose memory DLPack says is of this device type."""
+    """Error message for an `x` in memory of this DLPack device type."""
     return (
-        f"pass a copy on the host: this {kind_of(x)} is in memory of DLPack device type {device}; expected "
+        f"pass a copy on the host: this {type_name(x)} is in memory of DLPack device type {device}; expected "
         "host (1) or CUDA (2)"
     )
 
 
 def of_dtype(dtype: np.dtype[Any]) -> str:
-    """What to pass in place of an array of this dtype, which cannot be sent."""
+    """Advice on an array of this dtype, which cannot be sent."""
     kind = dtype.kind
     if kind == "O":
         return "pass x.astype(float) if these are numbers, or send it as an object, with comm.broadcast_object"
     if kind in "Mm":
         return "pass x.view(numpy.int64)"
     if kind in "UST":
-        return "send it as an object, with comm.broadcast_object for instance"
+        return "send it as an object, such as with comm.broadcast_object"
     if dtype.names is not None:
         return "pass its fields one by one, x[name], or its bytes, x.view(numpy.uint8)"
     if not dtype.isnative:
@@ -110,12 +108,12 @@ def of_dtype(dtype: np.dtype[Any]) -> str:
 
 
 def of_target(x: object) -> str:
-    """Why nothing can be written to `x`, and what to pass in its place."""
+    """Error message for an `x` that cannot be written to."""
     if isinstance(x, np.generic):
         return "is a NumPy scalar, which cannot be written to; use a 0-d array"
     if isinstance(x, np.ndarray):
-        return "is read-only; pass an array that can be written to"
+        return "is read-only; pass a writable array"
     return (
-        f"is a {kind_of(x)}, which is read-only; pass a NumPy array that can be written to, numpy.array(x), or "
-        "no out where the call makes its result"
+        f"is a read-only {type_name(x)}; pass a writable NumPy array, numpy.array(x), or no out, so that "
+        "the call makes its result"
     )

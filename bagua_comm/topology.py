@@ -1,6 +1,6 @@
-"""Who exchanges with whom: pure functions of (rank, size, step).
+"""Communication graphs and the placement of ranks: pure functions of (rank, size, step).
 
-Every function answers for one rank; the tests show that all ranks' answers fit together.
+Every function gives the result of one rank; the tests show that the results of all ranks fit together.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class Neighbours(NamedTuple):
 
 
 class Shift(NamedTuple):
-    """Whom a rank sends to and whom it receives from in one step of a directed graph."""
+    """The destination and the source of a rank in one step of a directed graph."""
 
     dest: int
     source: int
 
 
 def ring(rank: int, size: int) -> Neighbours:
-    """The neighbours on a ring. With two ranks both are the same peer; with one, itself.
+    """The neighbours of a rank on a ring: the same peer twice with two ranks, itself with one.
 
     >>> ring(0, 4)
     Neighbours(left=3, right=1)
@@ -36,10 +36,10 @@ def ring(rank: int, size: int) -> Neighbours:
 
 
 def shift_one(rank: int, size: int, step: int) -> int:
-    """The peer of `rank` when the lower half of the ranks meets the upper half, shifted by one each step.
+    """The peer of `rank` when the lower half of the ranks is paired with the upper, shifted by one each step.
 
-    Pairs are mutual, and in size / 2 steps a rank meets every rank of the other half once. The pairing is
-    Bagua's `shift_one` peer selection, for r < n/2: ((s + r) mod ((n + 1) div 2)) + n/2.
+    Pairs are mutual, and in size / 2 steps a rank is paired once with every rank of the other half. The pairing
+    is Bagua's `shift_one` peer selection, for r < n/2: ((s + r) mod ((n + 1) div 2)) + n/2.
 
     Raises:
         ArrayError: An odd number of ranks cannot be paired.
@@ -76,7 +76,7 @@ def one_peer_exponential(rank: int, size: int, step: int) -> Shift:
 
 
 class Place(NamedTuple):
-    """Where a rank runs: the index of its node, its number there, and how many ranks run there."""
+    """The position of a rank: the index of its node, its rank there, and the number of ranks there."""
 
     node: int
     local_rank: int
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 def place(rank: int, labels: Sequence[object]) -> Place:
-    """Find the place of `rank`, given the label of every rank's node, such as its host name.
+    """The position of `rank`, given the label of every rank's node, such as its host name.
 
     Nodes are numbered in the order of their first rank.
 
@@ -102,7 +102,7 @@ def place(rank: int, labels: Sequence[object]) -> Place:
 
 
 def share(count: int, rank: int, size: int) -> range:
-    """Which of `count` things are dealt to `rank`: neighbours, as many as to other ranks, or one more or less.
+    """The range of `count` items for `rank`: consecutive, and equal for all ranks up to one item.
 
     >>> [list(share(7, rank, 3)) for rank in range(3)]
     [[0, 1], [2, 3], [4, 5, 6]]
@@ -112,14 +112,14 @@ def share(count: int, rank: int, size: int) -> range:
 
 
 def hosts(together: Sequence[int], names: Sequence[str]) -> list[int]:
-    """Which ranks run on one host: for each rank, the first rank on its host.
+    """For each rank, the first rank on its host.
 
-    Two ranks are on one host if either source says so. MPI misses a host under some launchers, and names may
-    differ where containers share memory.
+    Two ranks are on one host if either source says so: MPI misses a shared host under some launchers, and names
+    may differ where containers share memory.
 
     Args:
-        together: For each rank, the first rank that shares memory with it, as MPI sees it.
-        names: For each rank, the name of its host.
+        together: For each rank, the first rank that shares memory with it, according to MPI.
+        names: The host name of each rank.
 
     >>> hosts([0, 1, 2, 2], ["a", "a", "b", "c"])
     [0, 0, 2, 2]

@@ -1,15 +1,14 @@
-"""Spans and counters; written out as a Chrome trace, or told to other tools as they happen.
+"""Spans and counters, for Chrome traces and for other tools.
 
-A `Recorder` is always on. It keeps the latest spans in a ring, which costs well under a microsecond a call.
-`Communicator.trace` writes them to a file that https://ui.perfetto.dev opens. `NULL` is the tracer that keeps
-nothing.
+A `Recorder` is always on. It keeps the latest spans in a ring, at well under a microsecond a call.
+`Communicator.trace` writes them to a file that https://ui.perfetto.dev opens. `NULL` is a tracer that keeps no
+spans.
 
-A `Listener` shows spans in another tool, beside what that tool sees itself. `import bagua_torch` adds one for
-PyTorch's profiler, and BAGUA_NVTX=1 one for NVTX (`cuda.NvtxRanges`). While nobody listens, a call pays for one
-look at a list.
+A `Listener` shows spans in another tool. `import bagua_torch` adds one for PyTorch's profiler, and BAGUA_NVTX=1
+one for NVTX (`cuda.NvtxRanges`). Without listeners, a call only checks that there are none.
 
-A device finishes its work long after the host has enqueued it. So a span of a device is kept as a pair of events,
-on a row of its own, and gets its times when somebody reads the spans.
+A device finishes its work long after the host has enqueued it. So a device's span is a pair of events, on a
+separate row, whose times are read with the spans.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 DEVICE_SPANS = 2048
-"""How many spans of devices are kept until somebody reads them: each holds two events of the driver."""
+"""The number of device spans kept until the spans are read: each holds two events of the driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that took time on one thread; times in nanoseconds since the epoch."""
+    """An interval on one thread; times in nanoseconds since the epoch."""
 
     name: str
     thread: str
@@ -42,20 +41,20 @@ class Span:
 
 
 class Tracer(Protocol):
-    """Where spans go."""
+    """A receiver of spans."""
 
     def span(self, name: str, **args: Any) -> SpanContext:
         """Time the body of a `with` statement."""
 
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
-        """Keep one span of the calling thread; times by `time.perf_counter_ns`."""
+        """Add a span of the calling thread; times by `time.perf_counter_ns`."""
 
 
 class Clock(Protocol):
-    """Tells when the events of a device happened."""
+    """The clock of a device."""
 
     def times(self, events: Sequence[Any]) -> list[int | None]:
-        """When each event happened, by `time.perf_counter_ns`; None if it has not happened yet."""
+        """The time of each event, by `time.perf_counter_ns`; None if it has not happened yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,7 @@ class SpanContext:
 
 
 class _ThreadName(threading.local):
-    """The calling thread's name, looked up once per thread."""
+    """The name of the calling thread, looked up once per thread."""
 
     def __init__(self) -> None:
         self.name = threading.current_thread().name
@@ -106,7 +105,7 @@ class _ThreadName(threading.local):
 class Recorder:
     """A tracer that keeps the last `capacity` spans of all threads and devices.
 
-    Of the spans of devices that nobody has read yet, it keeps the last `DEVICE_SPANS`.
+    Of the device spans not read yet, it keeps the last `DEVICE_SPANS`.
 
     >>> recorder = Recorder()
     >>> with recorder.span("encode", bucket=0):
@@ -126,24 +125,24 @@ class Recorder:
         return SpanContext(self, name, args)
 
     def add(self, name: str, start_ns: int, end_ns: int, args: dict[str, Any]) -> None:
-        """Keep one span of the calling thread."""
+        """Add a span of the calling thread."""
         self._ring.append((name, self._thread.name, start_ns, end_ns, args))
 
     def add_on_device(
         self, name: str, row: str, start: Any, end: Any, args: dict[str, Any], clock: Clock
     ) -> None:
-        """Keep one span of a device, from the event `start` to the event `end`, on the row `row`."""
+        """Add a span of a device, from the event `start` to the event `end`, on the row `row`."""
         self._on_device.append(_DeviceRecord(name, row, start, end, args, clock))
 
     def spans(self) -> list[Span]:
-        """The spans that have ended, in the order of their ends. Does not wait for a device."""
+        """The finished spans, in the order of their ends. Does not wait for a device."""
         self._take_times()
         shift = self._epoch_ns
         ring = sorted(self._ring, key=lambda span: span[3])
         return [Span(n, t, start + shift, end + shift, a) for n, t, start, end, a in ring]
 
     def _take_times(self) -> None:
-        """Move the spans that have ended on devices to the ring."""
+        """Move the finished spans of devices to the ring."""
         waiting: defaultdict[int, list[_DeviceRecord]] = defaultdict(list)
         for _ in range(len(self._on_device)):
             span = self._on_device.popleft()
@@ -158,7 +157,7 @@ class Recorder:
 
 
 class _NullTracer:
-    """A tracer that keeps nothing."""
+    """A tracer that keeps no spans."""
 
     def span(self, name: str, **args: Any) -> SpanContext:
         return SpanContext(self, name, args)
@@ -176,25 +175,25 @@ NULL: Tracer = _NullTracer()
 
 
 class Listener(Protocol):
-    """Shows spans in another tool while they happen, on the threads where they happen."""
+    """Shows spans in another tool as they happen, on their threads."""
 
     def active(self) -> bool:
-        """Whether the tool wants the span that begins now. Asked before every span: is fast, and never raises."""
+        """Whether the tool wants the span that begins now. Called before every span: fast, and never raises."""
 
     def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """What lasts as long as the span; `args` has "bytes", "bucket" and the like, where they are known."""
+        """A context manager for the span; `args` has "bytes", "bucket" and the like, if known."""
 
 
 listeners: tuple[Listener, ...] = ()
-"""Who is told of spans, in all communicators of this process; `listen` and `ignore` change it."""
+"""The listeners of all communicators of this process; see `listen` and `ignore`."""
 wanted: Callable[[], bool] = bool
-"""Whether a tool wants the span that begins now; `bool()`, which is False, while nobody listens."""
+"""Whether a tool wants the span that begins now; `bool`, which returns False, without listeners."""
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of all spans of this process from now on; once, if it is added twice.
+    """Show all later spans of this process to `listener`; only once if it is added twice.
 
-    If it raises, a warning says so, and it is told no more: a tool that fails does not end training.
+    If it raises, it is removed with a warning: a tool that fails does not end training.
 
     >>> import contextlib
     >>> class Printer:
@@ -218,19 +217,19 @@ def listen(listener: Listener) -> None:
 
 
 def ignore(listener: Listener) -> None:
-    """Tell `listener` no more, if it was told; spans that have begun end as if it were."""
+    """Remove `listener`, if it was added; it still sees the end of open spans."""
     _listen_only(*(each for each in listeners if each != listener))
 
 
 def _listen_only(*those: Listener) -> None:
-    """Make `wanted` the quickest way to ask `those`: it is asked in every call."""
+    """Set `listeners`, and `wanted` to the fastest function for them: every call uses it."""
     global listeners, wanted
     listeners, asked = those, [each.active for each in those]
     wanted = asked[0] if len(asked) == 1 else bool if not asked else lambda: any(ask() for ask in asked)
 
 
 def label(name: str, args: Mapping[str, Any]) -> str:
-    """The name of a span in another tool: of which call, bucket and size it is.
+    """The name of a span in another tool, with its bucket and size.
 
     >>> label("allreduce", {"op": "avg", "bytes": 4096})
     'bagua_comm: allreduce bytes=4096'
@@ -246,7 +245,7 @@ class Ranges:
         self._open: list[tuple[Listener, AbstractContextManager[Any]]] = []
 
     def begin(self, listener: Listener, name: str, args: Mapping[str, Any]) -> None:
-        """Begin the range of `listener`, if it wants one."""
+        """Begin a range of `listener`, if it wants the span."""
         try:
             if listener.active():
                 opened = listener.range(name, args)
@@ -266,7 +265,7 @@ class Ranges:
 
 
 def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> Ranges:
-    """Begin a span in the tools that want it; close the result where the span ends."""
+    """Begin a span in the tools that want it; close the result at the end of the span."""
     ranges = Ranges()
     known = args if nbytes is None else {"bytes": nbytes, **args}
     for listener in listeners:
@@ -276,7 +275,7 @@ def show(name: str, args: Mapping[str, Any], nbytes: int | None = None) -> Range
 
 def _give_up(listener: Listener, exc: Exception) -> None:
     ignore(listener)
-    warnings.warn(f"{listener!r} shows spans no more, since it failed: {exc!r}", RuntimeWarning, stacklevel=4)
+    warnings.warn(f"{listener!r} failed, and shows no more spans: {exc!r}", RuntimeWarning, stacklevel=4)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -286,19 +285,19 @@ def _give_up(listener: Listener, exc: Exception) -> None:
 
 @dataclass
 class Counter:
-    """How often an operation ran on this rank, what it moved, and how long it took."""
+    """The calls of an operation on this rank, the bytes it moved, and its time."""
 
     calls: int = 0
     payload_bytes: int = 0
-    """Bytes of the arrays handed in."""
+    """Bytes of the arrays passed to it."""
     wire_bytes: int = 0
-    """Bytes this rank handed to the transport for other ranks."""
+    """Bytes that this rank passed to the transport for other ranks."""
     time_ns: int = field(default=0, compare=False, repr=False)
-    """Nanoseconds that this rank spent in it, waiting for others included; no two runs take as long. On a device
-    only those of the host, which enqueues the work."""
+    """Nanoseconds that this rank spent in it, including waits for others; on a device only the host's,
+    which enqueues the work. Not compared: it differs in every run."""
 
     def add(self, payload_bytes: int, wire_bytes: int, time_ns: int = 0) -> None:
-        """Count one more call."""
+        """Count one call."""
         self.calls += 1
         self.payload_bytes += payload_bytes
         self.wire_bytes += wire_bytes
@@ -360,8 +359,8 @@ class Counters:
     def as_dict(self) -> dict[str, float]:
         """All numbers by name, flat, as wandb, TensorBoard and Prometheus take them; they only grow.
 
-        The names are OPERATION/calls, /payload_bytes, /wire_bytes and /seconds, for every operation that was
-        called, and for "total", their sum.
+        The names are OPERATION/calls, /payload_bytes, /wire_bytes and /seconds, for every operation called and
+        for their sum, "total".
 
         >>> counters = Counters()
         >>> counters["barrier"].add(0, 2, 500_000_000)
@@ -388,7 +387,7 @@ class Counters:
 
 @dataclass
 class ExchangeCounters:
-    """What an engine has exchanged on this rank, and how long training waited for it.
+    """The exchanges of an engine on this rank, and the time that training waited for them.
 
     >>> counters = ExchangeCounters(Counter(3, 12, 18), Counter(1, time_ns=500_000_000), commits=1)
     >>> counters.as_dict()
@@ -397,12 +396,12 @@ class ExchangeCounters:
     """
 
     exchange: Counter = field(default_factory=Counter)
-    """Buckets that were exchanged, and the seconds in which the lane worked on them."""
+    """Exchanged buckets, and the seconds that the lane worked on them."""
     wait: Counter = field(default_factory=Counter)
-    """How often and how long training waited: until buckets were handed to the lane, and until the lane was done.
-    On a device over NCCL the host does not wait: see the rows of the device in `Communicator.trace`."""
+    """The waits of training, to submit buckets to the lane and for the lane to finish them. On a device over NCCL
+    the host does not wait: see the device's rows in `Communicator.trace`."""
     commits: int = 0
-    """How many times the buckets were written back."""
+    """The number of times that the buckets were written back."""
 
     def __add__(self, other: ExchangeCounters) -> ExchangeCounters:
         return ExchangeCounters(
@@ -410,16 +409,16 @@ class ExchangeCounters:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """All numbers by name, flat; they only grow."""
+        """All counts by name, flat; they only grow."""
         wait = {"wait/calls": self.wait.calls, "wait/seconds": self.wait.seconds}
         return {**self.exchange.as_dict("exchange"), **wait, "commit/calls": self.commits}
 
 
 def plain(spans: Sequence[Span]) -> list[Span]:
-    """The same spans with only JSON's types in `args`; any other value becomes a string.
+    """Copies of spans with only JSON's types in `args`; any other value becomes a string.
 
     Raises:
-        Exception: JSON cannot hold `args`: for instance a list that contains itself, or a key that is a tuple.
+        Exception: JSON cannot hold `args`, such as a list that contains itself, or a tuple as a key.
     """
     return [
         dataclasses.replace(span, name=str(span.name), args=json.loads(json.dumps(span.args, default=str)))

@@ -1,16 +1,16 @@
-"""PyTorch on bagua_comm: tensors lent through DLPack, and a DistributedDataParallel over any algorithm."""
+"""PyTorch on bagua_comm: tensors by DLPack, and a DistributedDataParallel over any algorithm."""
 
 from bagua_comm.elastic.start import register_torchrun_fleet
 from bagua_comm.trace import listen
 
 try:
-    import torch as _torch  # noqa: F401 - asked for here, so that the message says what brings it
+    import torch as _torch  # noqa: F401 - imported here, for the message below
 except ModuleNotFoundError as exc:
     if exc.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or first its smaller build for the CPU, by "
-        "the command that PyTorch's installation page gives",
+        "bagua_torch needs PyTorch: pip install 'bagua-comm[torch]', or before that its smaller build for the "
+        "CPU, by the command on PyTorch's installation page",
         name="torch",
     ) from exc
 

@@ -1,9 +1,9 @@
 """Checkpoints of models, optimizers, schedulers and samplers, over `bagua_comm.Checkpoints`.
 
-What is a rank's own follows from the algorithm. Where gradients are averaged, all ranks have the same weights and
-optimizer states: these are written once, a part by each rank. Where weights are exchanged, they differ between
-ranks: each rank writes its own, and on another number of ranks all begin with their mean. Buffers differ, since
-every rank runs the module on its own data; what the algorithm keeps is as `bagua_comm.checkpoint.engines` says.
+The algorithm determines which state differs between ranks. Where gradients are averaged, all ranks have the same
+weights and optimizer states: these are written once, a part by each rank. Where weights are exchanged, they
+differ: each rank writes its weights, and another number of ranks starts from their mean. Buffers differ, since
+every rank runs the module on its data. For the state of algorithms see `bagua_comm.checkpoint.engines`.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Checkpoints(Live):
                 checkpoints.save(step + 1, model=ddp, optimizer=optimizer, epoch=epoch)
 
     Args:
-        folder: Where checkpoints are, in a file system that all ranks share.
+        folder: The folder of checkpoints, in a file system that all ranks share.
         comm: The ranks.
-        keep: How many of the newest to keep; None keeps all.
-        stall_s: How long a disk may be silent before a save or a load fails, in seconds.
+        keep: The number of newest checkpoints to keep; None keeps all.
+        stall_s: Seconds without progress of a disk after which a save or a load fails.
 
     Raises:
         ArrayError: An argument is out of range, or differs between ranks.
@@ -68,16 +68,16 @@ class Checkpoints(Live):
         Args:
             step: A number of at least 0.
             wait: Return when the checkpoint is complete.
-            objects: What to save, by name. Anything with `state_dict`, or a tree of tensors, arrays and plain
-                values. In `Own(...)` what belongs to this rank, such as the state of a generator.
-                A DataLoader with workers takes batches from a sampler ahead, which would be left out after
-                loading: there save what `sampler.state_dict(steps)` gives for the steps that were made.
+            objects: The objects to save, by name: anything with `state_dict`, or a tree of tensors, arrays and
+                plain values. Wrap per-rank state, such as that of a generator, in `Own(...)`.
+                The workers of a DataLoader draw batches from a sampler in advance, which would be skipped after
+                loading: save `sampler.state_dict(steps)` for the number of steps made.
 
         Raises:
             ArrayError: There is nothing to save.
             CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
-            CommMismatch: Ranks give different objects, or plain values in them differ; the place is named.
-            UnsupportedError: An object holds something that a checkpoint cannot; the place is named.
+            CommMismatch: Ranks give different objects, or plain values in them differ; the error has the path.
+            UnsupportedError: An object has a value that a checkpoint cannot hold; the error has the path.
         """
         with torch_stream(self._device):
             models = [each for each in map(_bare, objects.values()) if isinstance(each, DistributedDataParallel)]
@@ -85,24 +85,23 @@ class Checkpoints(Live):
             self._checkpoints.save(step, tree, wait=wait)
 
     def load(self, step: int | None = None, *, fallback: bool = False, **objects: Any) -> Loaded:
-        """Load the checkpoint of a step, or the one that was saved last, into objects.
+        """Load the checkpoint of a step, or the latest one, into objects.
 
-        Collective. The objects are made as they were for the training that saved them; the number of ranks may
-        be another.
+        Collective. Construct the objects as in the training that saved them; the number of ranks may differ.
 
         Args:
-            step: Its step; None for the one that was saved last.
-            fallback: If that one is damaged, warn, and take the one saved before it.
-            objects: Where to load what was saved under the same names.
+            step: The step; None for the latest checkpoint.
+            fallback: If it is damaged, warn, and load the one saved before it.
+            objects: The objects to load into, by the names under which they were saved.
 
         Returns:
-            The step and, in `tree`, everything that was saved under other names: values as they were, and of
-            objects their state dicts.
+            The step and, in `tree`, everything that was saved under other names: values, and the state dicts of
+            objects.
 
         Raises:
-            ArrayError: There is no such checkpoint, or nothing in it has one of these names.
-            CheckpointError: It is damaged or foreign, or holds what cannot come to this number of ranks.
-            RuntimeError: An object does not take its state, as PyTorch says it; earlier ones are loaded already.
+            ArrayError: There is no such checkpoint, or it lacks one of these names.
+            CheckpointError: It is damaged or foreign, or has state that does not load on this number of ranks.
+            RuntimeError: An object refuses its state; earlier objects are loaded already.
         """
         loaded = self._checkpoints.load(step, fallback=fallback)
         tree = dict(loaded.tree)
@@ -118,18 +117,18 @@ class Checkpoints(Live):
         return loaded._replace(tree=rest)
 
     def wait(self) -> None:
-        """Wait until the save under way is complete; see `bagua_comm.Checkpoints.wait`. Collective."""
+        """Wait until the present save is complete; see `bagua_comm.Checkpoints.wait`. Collective."""
         self._checkpoints.wait()
 
     def latest(self, *, fallback: bool = False) -> int | None:
-        """The step of the checkpoint that was saved last, or None; see `bagua_comm.Checkpoints.latest`.
+        """The step of the latest checkpoint, or None; see `bagua_comm.Checkpoints.latest`.
 
         Collective.
         """
         return self._checkpoints.latest(fallback=fallback)
 
     def close(self) -> None:
-        """Wait for the save under way, and free the threads; closing twice does nothing.
+        """Wait for the present save, and end the threads; closing twice does nothing.
 
         Collective.
         """
@@ -148,7 +147,7 @@ class Checkpoints(Live):
 
 
 class _OfTensors(bagua_comm.Checkpoints):
-    """Trees may hold tensors, which come back as tensors on the CPU."""
+    """Checkpoints of trees with tensors, which load as tensors on the CPU."""
 
     @staticmethod
     def _to_array(value: Any) -> tuple[str, Array] | None:
@@ -169,11 +168,11 @@ def _bare(value: Any) -> Any:
 
 
 def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any]:
-    """What is saved of an object; `models` are those that are saved with it."""
+    """The saved tree of an object; `models` are the models saved with it."""
     bare = _bare(value)
     if isinstance(bare, DistributedDataParallel):
         if bare is not value:
-            raise ArrayError("save: a DistributedDataParallel knows what is a rank's own; give it without Own")
+            raise ArrayError("save: a DistributedDataParallel knows its per-rank state; give it without Own")
         return {"state": _tree_of_ddp(bare)}
     if not hasattr(bare, "state_dict"):
         return {"value": value}
@@ -198,7 +197,7 @@ def _tree_of(value: Any, models: list[DistributedDataParallel]) -> dict[str, Any
 
 
 def _dtypes_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The dtypes of its parameters: where they are the same again, states keep the dtypes that they had."""
+    """The dtypes of its parameters: if they are the same on loading, states keep their dtypes."""
     return [str(p.dtype) for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -218,8 +217,8 @@ def _module_state(saved: Mapping[str, Any]) -> OrderedDict[str, Any]:
 
 
 def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
-    """Call it on all ranks between steps."""
-    engine = model.tree_of_engine()  # writes back what was exchanged; before weights are read
+    """The saved tree of a wrapped model. Call it on all ranks between steps."""
+    engine = model.tree_of_engine()  # writes back exchanged weights, before they are read
     module = model.module
     state = _with_metadata(module.state_dict())
     weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -229,7 +228,7 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
         parts[part][name] = value
     names: Any = list(state["entries"])
     versions: Any = state["versions"]
-    if model.parts_stay:  # they are others on each rank, or there are none, and so are their names
+    if model.parts_stay:  # they differ between ranks, and so do their names
         names, versions = Own(names), Own(versions)
     return {
         "weights": Own(parts["weights"], "mean") if exchanges_weights(model.algorithm) else parts["weights"],
@@ -241,25 +240,25 @@ def _tree_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
     }
 
 
-# And back --------------------------------------------------------------------------------------------------
+# Trees as objects ------------------------------------------------------------------------------------------
 
 
 def _order(value: Any) -> int:
-    """Optimizers before models, which lend them momenta; others last."""
-    kinds = (torch.optim.Optimizer, DistributedDataParallel, nn.Module)
-    return next((n for n, kind in enumerate(kinds) if isinstance(_bare(value), kind)), len(kinds))
+    """Optimizers before models, which share state with them; others last."""
+    types = (torch.optim.Optimizer, DistributedDataParallel, nn.Module)
+    return next((n for n, each in enumerate(types) if isinstance(_bare(value), each)), len(types))
 
 
 def _load_into(name: str, target: Any, saved: Mapping[str, Any]) -> None:
     if not _is_state(saved) or not hasattr(target, "load_state_dict"):
         what = "an object's state" if _is_state(saved) else "a plain value"
         raise ArrayError(
-            f"load: {name!r} was saved as {what}, which does not go into a {type(target).__name__}; without this "
-            "name it is in the `tree` that load returns"
+            f"load: {name!r} was saved as {what}, which does not load into a {type(target).__name__}; without "
+            "this name it is in the `tree` that load returns"
         )
     state = saved["state"]
     if state is None:
-        return  # Own(..., "drop") on another number of ranks: it stays as it was made
+        return  # Own(..., "drop") on another number of ranks: keep the initial state
     wrapped = isinstance(state, dict) and "engine" in state
     if isinstance(target, DistributedDataParallel):
         if not wrapped:

@@ -1,6 +1,6 @@
-"""Communication hooks: our averages for PyTorch's own DistributedDataParallel, and its hooks for ours.
+"""Communication hooks: averages of bagua_comm in PyTorch's DistributedDataParallel, and PyTorch's hooks in ours.
 
-Ours for PyTorch's:
+An average of bagua_comm in PyTorch's wrapper:
 
     ddp = torch.nn.parallel.DistributedDataParallel(model)
     ddp.register_comm_hook(None, bagua_torch.comm_hook(Quantized(MinMaxUInt8())))
@@ -43,10 +43,10 @@ Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     """A communication hook that averages gradients by `average`, on a lane beside the backward pass.
 
-    Collective. Give it to `DistributedDataParallel.register_comm_hook`, with None as the state. The hook belongs
-    to one model. What an average keeps (the residual of `ErrorFeedback`) stays with its parameters when PyTorch
-    forms other buckets after the first step. CUDA gradients must be on the communicator's device; over NCCL the
-    host waits for none of them.
+    Collective. Pass it to `DistributedDataParallel.register_comm_hook`, with None as the state. A hook is for one
+    model. The state of an average (the residual of `ErrorFeedback`) follows its parameters when PyTorch rebuilds
+    buckets after the first step. CUDA gradients must be on the communicator's device; over NCCL the host does not
+    wait for them.
 
     Args:
         average: `Exact()`, `Quantized(codec)`, `ErrorFeedback(inner)`, `Hierarchical(inner)`.
@@ -56,8 +56,8 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     Raises:
         ArrayError: `average` is not an Average.
         UnsupportedError: In the first backward pass, if `average` does not take the dtype of a parameter.
-        CommError: In a backward pass, if an exchange failed in it or in one before. In the first step of a static
-            graph PyTorch raises a RuntimeError in its place.
+        CommError: In a backward pass, if an exchange failed in it or before. In the first step of a static graph
+            PyTorch raises a RuntimeError instead.
     """
     check_average_argument("comm_hook", average)
     comm = comm if comm is not None else default()
@@ -66,8 +66,8 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
     names: dict[int, str] = {}  # names of parameters, by id
     numbers = itertools.count()
     bound: dict[int, tuple[Bucket, InPlace]] = {}  # by the index of the bucket
-    saved: dict[str, dict[str, Any]] = {}  # what averages kept for buckets that PyTorch has replaced
-    watched = -1  # PyTorch's number of the backward pass whose end waits for the lane
+    saved: dict[str, dict[str, Any]] = {}  # states of averages for buckets that PyTorch has replaced
+    watched = -1  # PyTorch's id of the backward pass whose end waits for the lane
 
     def bucket_of(given: GradBucket) -> Bucket:
         flat = as_array(given.buffer())
@@ -80,7 +80,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         return Bucket(given.index(), BucketSpec(specs[0].dtype, specs, flat.size), flat)
 
     def averaging(bucket: Bucket) -> InPlace:
-        """The bound average of this bucket. It is a new one if PyTorch has formed other buckets."""
+        """The bound average of this bucket; a new one if PyTorch has rebuilt buckets."""
         known = bound.get(bucket.index)
         if known is not None and known[0].spec == bucket.spec:
             return known[1]
@@ -98,7 +98,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
         nonlocal watched
         task = torch._C._current_graph_task_id()
         if task not in (-1, watched):
-            # Before PyTorch waits for the futures: it would lose the class of an error, and has no time limit.
+            # PyTorch waits for futures without a time limit, and loses the class of an error: wait before it.
             watched = task
             torch.autograd.Variable._execution_engine.queue_callback(lane.wait)
         device = bucket.buffer().device
@@ -108,7 +108,7 @@ def comm_hook(average: Average, comm: Communicator | None = None) -> Hook:
 
         def exchange(ours: Bucket) -> None:
             averaging(ours)(ours.flat)
-            with cupy_stream(device):  # whoever waits for the future waits for this stream
+            with cupy_stream(device):  # a wait for the future waits for this stream
                 future.set_result(bucket.buffer())
 
         def ended(done: Future[None]) -> None:
@@ -145,15 +145,15 @@ class HookBucket:
         self._buffer = flat[: sum(tensor.size for tensor in spec.tensors)]  # without the padding
 
     def index(self) -> int:
-        """The number of this bucket. All ranks get the buckets in the order of their numbers."""
+        """The index of this bucket. All ranks get the buckets in the order of their indices."""
         return self._index
 
     def buffer(self) -> torch.Tensor:
-        """All gradients of the bucket, one after the other, in one flat tensor."""
+        """All gradients of the bucket in one flat tensor."""
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Replace what `buffer()` returns."""
+        """Set the result of `buffer()`."""
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
@@ -176,7 +176,7 @@ class _Layout:
 
 @dataclass
 class _Running:
-    """What the hook returned for a bucket in this step."""
+    """The future of the hook for a bucket in this step."""
 
     future: Any = field(default=None, metadata=TRANSIENT)
     buffer: Any = field(default=None, metadata=TRANSIENT)
@@ -186,7 +186,7 @@ class _Running:
 class HookAlgorithm:
     """Gradients averaged by a hook, each bucket as soon as it is complete.
 
-    The hook is called on the thread of the backward pass; its future is waited for on the lane.
+    The hook is called on the thread of the backward pass; the lane waits for its future.
 
     Args:
         hook: Called with `state` and a `HookBucket`; returns a future of the averaged buffer.
@@ -206,11 +206,11 @@ class HookAlgorithm:
         return f"HookAlgorithm({getattr(self.hook, '__qualname__', type(self.hook).__qualname__)})"
 
     def check(self, dtype: str) -> None:
-        """Accept every dtype: the hook decides what it takes."""
+        """Accept every dtype, since the hook decides."""
 
     def init(self, bucket: Bucket, comm: Communicator) -> _Running:
         """See `Algorithm.init`. Collective."""
-        self.layout.buckets = bucket.index + 1  # the last bucket leaves the right number
+        self.layout.buckets = bucket.index + 1  # the last bucket sets the final number
         return _Running()
 
     def begin(self, bucket: Bucket, state: _Running) -> None:

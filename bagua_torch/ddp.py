@@ -54,87 +54,86 @@ _log = logging.getLogger("bagua_comm.torch")
 
 
 class DistributedDataParallel(WrapperState):
-    """Train one model on many ranks, each on its own data.
+    """Data-parallel training of a module over any algorithm of bagua_comm.
 
-    Collective. On construction, parameters, buffers and the state of the optimizers become rank 0's, in place.
-    Parameters that are tied, frozen, at the module's root, unused in a step, or of several dtypes are handled. A
-    parameter may be frozen after wrapping, and unfrozen again, on all ranks in the same steps. One that was
-    frozen on construction may be unfrozen between two steps, and then be given to one of the optimizers: in the
-    next training forward pass ranks agree on it, and it becomes rank 0's.
+    Collective. On construction, parameters, buffers and optimizer states become rank 0's, in place. Parameters
+    may be tied, frozen, at the module's root, unused in a step, and of several dtypes. They may be frozen after
+    wrapping, and unfrozen again, on all ranks in the same steps. A parameter that was frozen on construction may
+    be unfrozen between two steps, and then be given to one of the optimizers: in the next training forward pass
+    ranks agree on it, and it becomes rank 0's.
 
     `module` is the wrapped module; attributes that are missing here are looked up there. A backward pass is
     averaged if it is the first one after a forward pass of this wrapper, or goes through a tensor that such a
-    pass returned: each of several, too, as for two losses. `p.grad` is then the mean over ranks of all that they
-    computed; an average that rounds, as to eight bits, rounds again in each. Weights are exchanged once in a step
-    all the same. `ddp.module(x).backward()` stays on this rank. Before an optimizer steps by any other gradient
-    that was not averaged, an error is raised. As with PyTorch's own, gradients must be accumulated by
-    `backward()`: `torch.autograd.grad` of parameters raises, and what `torch.distributed.autograd` computes is
+    pass returned. Several passes may do so, as for two losses. `p.grad` is then the mean over ranks of the sum of
+    their gradients; an average that rounds, as to eight bits, rounds in each pass. Weights are exchanged once a
+    step even so. `ddp.module(x).backward()` stays on this rank. An optimizer that is about to step by a gradient
+    that was not averaged raises an error. As with PyTorch's wrapper, gradients must be accumulated by
+    `backward()`: `torch.autograd.grad` of parameters raises, and gradients of `torch.distributed.autograd` are
     not averaged. Every rank makes the same number of forward and backward passes, or enters `join`.
 
     Buffers (the statistics of BatchNorm) become rank 0's at the end of every averaged backward pass, so that
-    ranks are alike whenever a step is over, and evaluation communicates nothing. With `every` and `DiLoCo` they
-    do so in the steps in which weights are sent, with `AsyncModelAverage` in `stop`, `average_weights` and
-    `close` alone.
+    ranks are the same after every step, and evaluation needs no communication. With `every` and `DiLoCo` this
+    happens in the steps in which weights are sent, with `AsyncModelAverage` only in `stop`, `average_weights` and
+    `close`.
 
     The module is on the CPU or on the communicator's device, which `bagua_torch.connect` makes PyTorch's current
-    one. There, over NCCL, no step of training makes the host wait for the device, unless parameters are frozen
-    after wrapping; for other ranks it waits only with `find_unused_parameters`, in `join`, and, where there are
-    buffers, for rank 0.
+    one. There, over NCCL, training steps do not make the host wait for the device, unless parameters are frozen
+    after wrapping. With other transports the host waits with `find_unused_parameters`, in `join`, and on rank 0
+    if there are buffers.
 
-    Construct it under the stream that you train on (`torch.cuda.stream`): gradients are accumulated on the stream
-    that was current on construction, and leave from there. On any other the results are the same, but all
-    gradients cross from one to the other in every step; PyTorch warns of that once, from 2.10 on.
+    Construct it under the stream of the training (`torch.cuda.stream`): gradients are accumulated on the stream
+    that was current on construction, and sent from there. On another stream the results are the same, but every
+    gradient crosses streams in every step; PyTorch warns once, from 2.10 on.
 
-    `state_dict()` holds what the algorithm keeps as well, which differs between ranks: save it on every rank. An
-    algorithm that keeps nothing (GradientAllReduce, except with ErrorFeedback) adds nothing: then the state dict
-    holds only tensors, and one of PyTorch's own wrapper loads here. `module.state_dict()` is that of the plain
-    module. Where an algorithm exchanges weights after the optimizer's step, they are written back when the module
-    next runs, saves or loads.
+    `state_dict()` includes the algorithm's state, which differs between ranks: save it on every rank. An
+    algorithm without state (GradientAllReduce, except with ErrorFeedback) adds nothing: then the state dict has
+    only tensors, and one of PyTorch's wrapper loads here. `module.state_dict()` is that of the plain module.
+    Where an algorithm exchanges weights after the optimizer's step, they are written back when the module next
+    runs, saves or loads.
 
     Args:
-        module: What to train. Its parameters stay the same objects.
+        module: The module to train. Its parameters stay the same objects.
         optimizers: All optimizers that step its parameters. Needed for algorithms that exchange weights or count
             steps. With algorithms that exchange gradients, a backward pass that reached no parameter is completed
             before they step.
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; if None, the default communicator; `bagua_torch.connect` makes it, and is called if it
-            was not yet.
+        comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
         bucket_bytes: The size at which a bucket is closed; 10 MiB if None.
-        tuner: Searches, while training goes on, for settings faster than `bucket_bytes` and `algorithm`: see
-            `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; while it searches, the
-            host waits for the device in every step. In `join` the search rests; `switch` ends it.
+        tuner: Searches during training for settings faster than `bucket_bytes` and `algorithm`: see
+            `bagua_comm.Tuner`. A step lasts from one training forward pass to the next; during the search, the
+            host waits for the device in every step. The search pauses in `join`; `switch` ends it.
         broadcast_buffers: Copy rank 0's buffers to all ranks in every step; see above.
-        find_unused_parameters: Agree in every step on the parameters that no rank used, and give them
-            no gradient at all, where otherwise theirs is zero. Costs one small allreduce a step, on the host.
-            Without it PyTorch's own raises in the next forward pass; here unused parameters do no harm.
-        static_graph: Say that in every step the same parameters get a gradient on this rank, which is checked.
-            The ranks then agree on unused parameters in the first step only. Nothing else needs it here.
-        params_and_buffers_to_ignore: Names of parameters and buffers that stay this rank's own: neither compared
-            nor copied nor averaged. Those in the module's `_ddp_params_and_buffers_to_ignore`, which PyTorch's
-            own has, are ignored as well, and all of a part of the module whose `stays_on_rank` is True, as the
-            experts of a `bagua_torch.moe.MoE`. An optimizer may step them too.
+        find_unused_parameters: Agree in every step on the parameters that no rank used, and leave them without a
+            gradient, which is zero otherwise. Costs one small allreduce a step, on the host. Without it PyTorch's
+            wrapper raises in the next forward pass; here unused parameters do no harm.
+        static_graph: Declare that in every step the same parameters get a gradient on this rank, which is
+            checked. The ranks then agree on unused parameters in the first step only. It has no other effect.
+        params_and_buffers_to_ignore: Names of parameters and buffers that belong to this rank alone: they are
+            neither compared nor copied nor averaged. PyTorch's attribute `_ddp_params_and_buffers_to_ignore` of
+            the module adds names, and so does a part of the module whose `stays_on_rank` is True, as the experts
+            of a `bagua_torch.moe.MoE`. An optimizer may step them too.
         init_sync: If False, copy nothing on construction: the ranks have the same weights already. Nothing is
             copied under `elastic.run` either, if its state has the module and the optimizers.
         bucket_cap_mb: `bucket_bytes` in MiB, by PyTorch's name.
         device_ids: The module's CUDA device, in a list, by PyTorch's name: inputs are moved there.
         forward_sync_buffers: PyTorch's new name for `broadcast_buffers`.
-        gradient_as_bucket_view: Let `p.grad` lie in its bucket; by PyTorch's name, but True by default. What is
-            kept of it does not change in the next step, but views of it do. If False, gradients are autograd's
-            own, and are copied to the bucket and back, which takes longer and more memory.
-        others: Further arguments of PyTorch's own, by name. `check_reduction`, `dim`,
-            `skip_all_reduce_unused_params` and `batched_grad_copy` change nothing here; `output_device` and
+        gradient_as_bucket_view: Make `p.grad` a part of its bucket; by PyTorch's name, but True by default. A
+            kept gradient does not change in the next step, but views of it do. If False, gradients have separate
+            memory and are copied to the bucket and back, which takes more time and memory.
+        others: Other arguments of PyTorch's wrapper, by name. `check_reduction`, `dim`,
+            `skip_all_reduce_unused_params` and `batched_grad_copy` have no effect here; `output_device` and
             `process_group` must be the module's device and all ranks; others are refused, unless they are None.
 
-    Close it, or drop it: a wrapper to which nobody refers any more exchanges nothing, but its communicator stays
-    open until the end of the program. To wrap a module again, as a second `fit` does, ends the older wrapper.
+    Close it, or delete it: a deleted wrapper exchanges nothing, but its communicator stays open until the end of
+    the program. Wrapping a module again, as a second `fit` does, ends the older wrapper.
 
     Raises:
-        ArrayError: The module has no parameter to train; the optimizers step other parameters, or do not fit
-            the algorithm; an argument is out of range. It is a RuntimeError as well, where PyTorch's own raises
+        ArrayError: The module has no parameter to train; the optimizers step other parameters, or do not fit the
+            algorithm; an argument is out of range. It is a RuntimeError as well, where PyTorch's wrapper raises
             one.
         CommMismatch: The ranks' modules, optimizers or algorithms differ.
-        UnsupportedError: The communicator or the algorithm cannot carry a parameter, or it is on another device
-            than the communicator's; it is named.
+        UnsupportedError: The communicator or the algorithm cannot carry a parameter, or the parameter is on
+            another device than the communicator's. The error names it.
 
     >>> from bagua_comm import ByteGrad
     >>> model = DistributedDataParallel(nn.Linear(2, 1), algorithm=ByteGrad())
@@ -215,10 +214,10 @@ class DistributedDataParallel(WrapperState):
 
     @property
     def counters(self) -> ExchangeCounters:
-        """What was exchanged on this rank, and how long training waited for it, by all algorithms so far.
+        """Exchanged bytes and waiting times of this rank, summed over all algorithms so far.
 
-        `.as_dict()` has it as plain numbers, for TensorBoard and the like. Buffers, and what `join` and
-        `find_unused_parameters` agree on, are in `comm.counters`.
+        `.as_dict()` returns plain numbers, as for TensorBoard. Buffers, and the agreement of `join` and of
+        `find_unused_parameters`, are in `comm.counters`.
         """
         return self._steps.exchange.counters
 
@@ -249,7 +248,7 @@ class DistributedDataParallel(WrapperState):
         self._timer.next_step(self.tuner, self.replan, paused=paused)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up in the wrapped module what this wrapper does not have."""
+        """Look up missing attributes in the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -261,13 +260,13 @@ class DistributedDataParallel(WrapperState):
         raise UnsupportedError("DistributedDataParallel: cannot be copied or pickled; copy its .module")
 
     def close(self) -> None:
-        """Finish what is under way, remove the hooks and free the engine; gradients stay where they are.
+        """Finish the present step, remove the hooks and close the engine. Gradients keep their memory.
 
         Collective. Closing twice does nothing.
         """
         self._steps.close()
 
-    # What users ask for in the course of training -------------------------------------------------------
+    # Control of the training ------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients without averaging: forward and backward passes in this context stay on this rank.
@@ -277,17 +276,19 @@ class DistributedDataParallel(WrapperState):
         return self._steps.no_sync()
 
     def microbatches(self) -> Iterator[int]:
-        """The numbers of this rank's microbatches in one step; iterate over it anew in each step.
+        """The numbers of this rank's microbatches in one step. Call it in each step.
 
-        For `GradientAllReduce(Reproducible(addends=M))`: M microbatches, numbered from 0, are dealt to the ranks
-        as `bagua_comm.elastic.share` does. Make one forward and one backward pass for each. The last backward
-        pass leaves the mean over all M in `p.grad`: the same bits on any number of ranks, if each pass gives the
-        same gradients on any rank (with as many threads, and deterministic operations). Buffers that a forward
-        pass changes, as BatchNorm's, follow rank 0's microbatches, and so depend on the number of ranks.
+        For `GradientAllReduce(Reproducible(addends=M))`: M microbatches, numbered from 0, are distributed over
+        the ranks as by `bagua_comm.elastic.share`. Make one forward and one backward pass for each. The last
+        backward pass leaves the mean over all M in `p.grad`: the same bits on any number of ranks, if each pass
+        gives the same gradients on any rank (with the same number of threads, and deterministic operations).
+        Buffers that a forward pass changes, such as BatchNorm's, follow rank 0's microbatches, so they depend on
+        the number of ranks.
 
         Raises:
-            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank has several of them and
-                is stopped, so that it averages nothing.
+            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank has several
+            microbatches
+                and is stopped, so that it averages nothing.
 
         >>> from bagua_comm import Reproducible
         >>> model = DistributedDataParallel(nn.Linear(1, 1), [], GradientAllReduce(Reproducible(addends=4)))
@@ -319,26 +320,25 @@ class DistributedDataParallel(WrapperState):
         divide_by_initial_size: bool = True,
         divide_by_initial_world_size: bool | None = None,
     ) -> Iterator[None]:
-        """Train on unevenly many batches: a rank that has no more takes part in exchanges until all have ended.
+        """Train on uneven numbers of batches: a rank without data takes part in exchanges until all have ended.
 
         Collective: all ranks enter it around their training loops. In it every training step begins with one
-        small allgather. A rank that has ended sends zeros for gradients, and keeps what is in `p.grad`; at the
-        end all ranks get the weights, buffers and optimizer states of a rank that trained to the end. With
-        algorithms that exchange weights, it goes on exchanging its own, and keeps them.
+        small allgather. A rank that has ended sends zeros for gradients, and keeps its `p.grad`; at the end all
+        ranks get the weights, buffers and optimizer states of a rank that trained to the end. With algorithms
+        that exchange weights, it continues to exchange its weights, and keeps them.
 
         Args:
-            enable: If False, do nothing: all ranks have equally many batches.
+            enable: If False, do nothing: all ranks have the same number of batches.
             throw_on_early_termination: As soon as a rank has no more batches, raise on all ranks: on this one at
                 the end, on the others in their next forward pass.
             divide_by_initial_size: Divide sums of gradients by the number of all ranks; if False, by the number
-                of those that still have data.
-            divide_by_initial_world_size: PyTorch's name for the same.
+                of ranks that still have data.
+            divide_by_initial_world_size: PyTorch's name for `divide_by_initial_size`.
 
         Raises:
             CommError: A rank has ended before others, with `throw_on_early_termination`; a RuntimeError as well.
-            UnsupportedError: Parts of the module stay on their ranks (`bagua_torch.moe`), so that all ranks are
-                needed in every step, or an optimizer is sharded over the ranks, and `throw_on_early_termination`
-                is False.
+            UnsupportedError: `throw_on_early_termination` is False, and parts of the module stay on their ranks
+                (`bagua_torch.moe`) or an optimizer is sharded, so that all ranks are needed in every step.
         """
         if not enable:
             yield
@@ -346,8 +346,8 @@ class DistributedDataParallel(WrapperState):
         if self.parts_stay and self.comm.size > 1 and not throw_on_early_termination:
             raise UnsupportedError(
                 "join: this module has parts that stay on their ranks, such as the experts of a MoE; a rank that "
-                "has ended would run them no more, and the other ranks would wait for it. Give it empty batches "
-                "instead, so that all ranks make equally many steps, or enter "
+                "has ended would no longer run them, and the other ranks would wait for it. Give it empty "
+                "batches instead, so that all ranks make the same number of steps, or enter "
                 "join(throw_on_early_termination=True)"
             )
         if divide_by_initial_world_size is not None:
@@ -356,11 +356,10 @@ class DistributedDataParallel(WrapperState):
             yield
 
     def expect_backward(self) -> None:
-        """Average the next backward pass as well, though it goes through no output of this wrapper.
+        """Average the next backward pass, even if it goes through no output of this wrapper.
 
-        Collective. For losses that a module keeps or makes beside its outputs, if they have a backward pass of
-        their own. It does nothing if the next one is averaged anyway, in `no_sync`, and where weights are
-        exchanged.
+        Collective. For losses that a module computes besides its outputs, if they have a separate backward pass.
+        It does nothing if the next pass is averaged anyway, in `no_sync`, and where weights are exchanged.
         """
         self._steps.expect_backward()
 
@@ -372,21 +371,21 @@ class DistributedDataParallel(WrapperState):
         self._steps.end_backward()
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Average gradients by `hook` from here on, in the place of `GradientAllReduce()`.
+        """Average gradients by `hook`, instead of `GradientAllReduce()`.
 
-        Collective. At most once, and before the first backward pass. It ends the search of a tuner.
+        Collective. Call it at most once, and before the first backward pass. It ends the search of a tuner.
 
         Args:
-            state: What the hook gets first; an Average gets nothing.
-            hook: An Average such as `Quantized(MinMaxUInt8())`. Or a function that PyTorch's own would take,
-                called with `state` and a bucket that has the methods of `torch.distributed.GradBucket`: on the
-                thread of the backward pass, for bucket after bucket in the same order on all ranks. It returns a
-                `torch.futures.Future` of the averaged tensor; the hook itself divides the sum over ranks.
+            state: The first argument of a hook function; unused with an Average.
+            hook: An Average such as `Quantized(MinMaxUInt8())`. Or a hook function of PyTorch, called with
+                `state` and a bucket that has the methods of `torch.distributed.GradBucket`, on the thread of the
+                backward pass, for the buckets in the same order on all ranks. It returns a `torch.futures.Future`
+                of the averaged tensor; the hook itself divides the sum over ranks.
 
         Raises:
-            ArrayError: A hook was registered before, or it is too late (a RuntimeError as well); the algorithm is
-                not GradientAllReduce; the hook does not take (state, bucket).
-            UnsupportedError: The hook cannot be called, or the Average does not take the dtype of a parameter.
+            ArrayError: A hook was registered before, or there was a backward pass (a RuntimeError as well); the
+                algorithm is not GradientAllReduce; the hook does not take (state, bucket).
+            UnsupportedError: The hook is not callable, or the Average does not accept the dtype of a parameter.
 
         >>> from bagua_comm import MinMaxUInt8, Quantized
         >>> model = DistributedDataParallel(nn.Linear(2, 1))
@@ -409,21 +408,21 @@ class DistributedDataParallel(WrapperState):
         self._has_hook = True
 
     def switch(self, algorithm: Algorithm) -> None:
-        """Go on with another algorithm; the model stays the same.
+        """Continue with another algorithm; the model stays the same.
 
-        Collective. Call it between steps. If weights were exchanged until now, so that ranks' weights differ,
+        Collective. Call it between steps. If ranks' weights differ, because weights were exchanged until now,
         they become the mean of all ranks, and the optimizer states become rank 0's. The new algorithm counts its
-        steps from here.
+        steps from this call.
 
         Raises:
             ArrayError: The optimizers do not fit the algorithm.
-            UnsupportedError: The algorithm cannot carry a parameter; it is named.
+            UnsupportedError: The algorithm cannot carry a parameter, which the error names.
         """
         checks.check_optimizers(self.optimizers, self._trained, algorithm)
         check_fit(algorithm, self.engine.plan, self.comm.size)
         checks.check_backward_ended(self._steps.watch.unfinished)
         self._steps.complete()
-        self._steps.resume()  # what ranks did while it was stopped is averaged
+        self._steps.resume()  # averages the steps that ranks made while stopped
         differed = exchanges_weights(self.algorithm)
         self.engine.close()
         self.tuner = None
@@ -434,18 +433,18 @@ class DistributedDataParallel(WrapperState):
         self.algorithm = algorithm
 
     def replan(self, *, bucket_bytes: int | None = None, algorithm: Algorithm | None = None) -> None:
-        """Go on with buckets of another size, or the same algorithm with other settings.
+        """Continue with buckets of another size, or the same algorithm with other settings.
 
-        Collective. Call it between steps. Gradients move along, and what the algorithm keeps; until they have,
-        there is memory for both old and new.
+        Collective. Call it between steps. Gradients and the algorithm's state move along; meanwhile memory for
+        both old and new buckets is needed.
 
         Args:
-            bucket_bytes: The size at which a bucket is closed; as it is if None.
-            algorithm: The same with another average or codec, say; as it is if None.
+            bucket_bytes: The size at which a bucket is closed; unchanged if None.
+            algorithm: The same algorithm with another average or codec, for example; unchanged if None.
 
         Raises:
-            ArrayError: It is another algorithm, or what it keeps cannot move to other buckets.
-            UnsupportedError: The algorithm cannot carry a parameter; it is named.
+            ArrayError: It is another algorithm, or its state cannot move to other buckets.
+            UnsupportedError: The algorithm cannot carry a parameter, which the error names.
         """
         algorithm = algorithm if algorithm is not None else self.engine.algorithm
         bucket_bytes = bucket_bytes if bucket_bytes is not None else self.bucket_bytes
@@ -456,7 +455,7 @@ class DistributedDataParallel(WrapperState):
         self.bucket_bytes, self.algorithm = bucket_bytes, algorithm
 
     def average_weights(self) -> None:
-        """Make the weights of all ranks their mean, and buffers rank 0's: where an algorithm lets them differ.
+        """Set weights to the mean of all ranks, and buffers to rank 0's, where an algorithm lets them differ.
 
         Collective.
         """
@@ -466,24 +465,24 @@ class DistributedDataParallel(WrapperState):
         self.copy_buffers()
 
     def copy_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0 now, as the end of a step does.
+        """Copy the buffers of rank 0 to all ranks now, as at the end of a step.
 
         Collective. Does nothing without `broadcast_buffers`.
         """
         self._steps.copy_buffers(enabled=self.broadcast_buffers)
 
     def stop(self) -> None:
-        """Finish what is under way on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
+        """Finish the present step on all ranks, and exchange nothing until `resume`; see `Engine.stop`.
 
-        Collective. Until then, each rank trains as a single process does, and may make any number of steps; a
-        `QAdamOptimizer` goes on as it does alone.
+        Collective. Until then, each rank trains like a single process, and may make any number of steps; a
+        `QAdamOptimizer` keeps its momentum itself. Resume before saving a state dict of uneven steps.
         """
         self._steps.stop()
 
     def resume(self) -> None:
-        """Go on after `stop`, with the weights as they are now; see `Engine.resume`.
+        """Continue after `stop`, with the present weights; see `Engine.resume`.
 
-        Collective. If a rank made steps meanwhile, and the algorithm exchanges gradients, the weights become the
-        mean of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
+        Collective. If a rank has made steps, and the algorithm exchanges gradients, the weights become the mean
+        of all ranks, and buffers and optimizer states rank 0's, as by `switch`.
         """
         self._steps.resume()

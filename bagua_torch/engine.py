@@ -1,9 +1,9 @@
-"""The engine as a wrapper calls it: on tensors, and in the order of PyTorch's current stream.
+"""An engine on tensors, in the order of PyTorch's current stream.
 
 Autograd runs hooks on threads and streams of its choice, and bagua_comm works in the order of CuPy's current
-stream. A wrapper reaches bagua_comm's work on a device only through this file, so the order is right whoever
-calls. On a CUDA device a bucket leaves behind what PyTorch has enqueued on its stream. When the backward pass
-ends, that stream waits for the lane's, and the host for neither.
+stream. A wrapper uses bagua_comm on a device only through this file, which sets the stream in every call. On a
+CUDA device, an exchange begins after the work that PyTorch has enqueued on its stream. At the end of the backward
+pass that stream waits for the lane's; the host does not wait.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def _in_stream_order(cls: Class) -> Class:
-    """Let every public method of `cls`, also the inherited ones, run in the order of PyTorch's current stream."""
+    """Run every public method of `cls`, inherited ones included, in the order of PyTorch's current stream."""
 
     def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -54,7 +54,7 @@ def _in_stream_order(cls: Class) -> Class:
 
 
 class _SharedState(NamedTuple):
-    """What an algorithm lends: arrays of its states, and tensors over their parts, by parameter."""
+    """State that an algorithm shares with optimizers: its arrays, and tensors over their parts, by parameter."""
 
     arrays: list[Array]
     flats: list[Flat]  # so that a fused optimizer finds them
@@ -71,8 +71,8 @@ class TorchEngine(Engine):
     Args:
         comm: The ranks.
         algorithm: What to exchange and when.
-        memory: The memory of the buckets; it has what the algorithm exchanges.
-        device: Where that memory is.
+        memory: The memory of the buckets, with the payloads of the algorithm.
+        device: The device of that memory.
         callbacks: Functions of the wrapper; see `Engine`.
     """
 
@@ -87,12 +87,12 @@ class TorchEngine(Engine):
         self.device, self._memory = device, memory
         self._shared_state = _SharedState([], [], [], {})
         self._later: Saved = {}
-        """What was loaded for parameters that are frozen still: it waits until they are unfrozen."""
+        """Loaded state of parameters that are still frozen, for the time when they are unfrozen."""
         with torch_stream(device):
             super().__init__(comm, algorithm, memory.plan, _arrays_of(memory), callbacks=callbacks)
 
     def move(self, memory: BucketMemory, algorithm: Algorithm) -> None:
-        """Go on with other memory, and the same algorithm with other settings; see `Engine.replan`.
+        """Continue with other memory, and the same algorithm with other settings; see `Engine.replan`.
 
         Collective.
         """
@@ -100,32 +100,32 @@ class TorchEngine(Engine):
         self._memory = memory
 
     def agree(self, mine: Any) -> list[Any]:
-        """The `mine` of each rank. It is compared with what the other ranks exchange, if they do not call it.
+        """Gather `mine` of all ranks. Raises `CommMismatch` if other ranks exchange buckets instead.
 
-        Collective. What has left before is waited for, but not written back.
+        Collective. Waits for exchanges in progress, without writing back their results.
         """
         self._exchanges.wait()
         return self._comm.allgather_object(mine)
 
     @property
     def exchanging(self) -> bool:
-        """Whether buckets have left that are not written back yet."""
+        """Whether buckets were sent whose results are not written back yet."""
         return bool(self._exchanges.sent)
 
     @property
     def holds(self) -> bool:
-        """Whether it keeps addends of this step; see `hold`."""
+        """Whether the engine keeps addends of this step; see `hold`."""
         return self._held
 
     def awaits(self, names: Iterable[str]) -> bool:
-        """Whether a checkpoint was loaded that has what the algorithm kept for all of these parameters."""
+        """Whether a loaded checkpoint has the algorithm's state of all these parameters."""
         return set(names) <= self._later.keys()
 
     def extend(self) -> None:
-        """Exchange the buckets, too, that were added to the memory behind the others.
+        """Exchange buckets that were added to the memory as well.
 
-        Collective. The others, and what the algorithm keeps for them, stay as they are. The new ones begin as in
-        the first step, or as they were in the checkpoint that was loaded, and count steps as the others do.
+        Collective. Other buckets and their states do not change. New ones get an initial state, or the state of
+        the loaded checkpoint, and the same numbers of steps.
         """
         self._schedule.finish()
         plan = self._memory.plan
@@ -146,11 +146,11 @@ class TorchEngine(Engine):
         self._begin_phase(self._exchanges.began, states)
 
     def state_tensors(self) -> dict[str, Any]:
-        """What `Engine.state_dict` gives, with tensors for arrays."""
+        """The result of `Engine.state_dict`, with tensors for arrays."""
         return map_leaves(super().state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
     def load_state_tensors(self, state: Any) -> None:
-        """Go on from what `state_tensors` gave; see `Engine.load_state_dict`.
+        """Load the result of `state_tensors`; see `Engine.load_state_dict`.
 
         Collective.
         """
@@ -158,7 +158,7 @@ class TorchEngine(Engine):
         self.load_state_dict(map_leaves(state, self._to_array))
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See `Engine.load_state_dict`. What was saved for parameters that are frozen still is kept for them.
+        """See `Engine.load_state_dict`. State of parameters that are still frozen is kept for them.
 
         Collective.
         """
@@ -167,9 +167,9 @@ class TorchEngine(Engine):
         self._later = extra if saved["phase_began"] == self._exchanges.began else {}
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """What the algorithm lends to optimizers in this step, by parameter; empty if it lends nothing.
+        """The tensors that the algorithm shares with optimizers in this step, by parameter; empty if none.
 
-        The same tensors in every step, as long as nobody moves them.
+        They are the same in every step, unless user code moves them.
         """
         phase = with_defaults(self.phase)
         if not phase.lends:
@@ -197,7 +197,7 @@ class TorchEngine(Engine):
         super()._load(self._reordered(saved, to_memory=True))
 
     def _reordered(self, saved: Any, *, to_memory: bool) -> Saved:
-        """What is saved has its elements in the order of their indices, whatever their order in a bucket."""
+        """Convert between the order of indices, in saved arrays, and the order of memory, in buckets."""
         reordered: Saved = dict(saved)
         for name, layout in self._memory.layouts.items():
             if name in saved and not layout.is_contiguous:
@@ -212,16 +212,16 @@ class TorchEngine(Engine):
     def _to_array(self, value: Any) -> Any:
         try:
             return as_array(value.to(self.device)) if isinstance(value, torch.Tensor) else value
-        except Exception:  # the engine refuses, on all ranks, what cannot be viewed
+        except Exception:  # the engine refuses it, on all ranks
             return value
 
 
 class BackwardSpan:
-    """How long a backward pass lasts: a span on the host and, on a CUDA device, one there.
+    """The duration of a backward pass, as a span on the host and, for a CUDA device, on the device.
 
     Args:
-        tracer: Where the spans go.
-        device: Where the pass runs.
+        tracer: Receives the spans.
+        device: The device of the pass.
     """
 
     def __init__(self, tracer: Tracer, device: torch.device) -> None:
@@ -232,14 +232,14 @@ class BackwardSpan:
         self._on_device: DeviceSpan | None = None
 
     def begin(self) -> None:
-        """The pass begins."""
+        """Begin the span."""
         self._start_ns = time.perf_counter_ns()
         if self.clock is not None:
             with torch_stream(self._device):
                 self._on_device = DeviceSpan(self._tracer, self.clock, "backward", "device: backward")
 
     def end(self, **detail: Any) -> None:
-        """The pass has ended, if one has begun; `detail` is shown with the span."""
+        """End the span, if one has begun; `detail` is shown with it."""
         if self._start_ns:
             self._tracer.add("backward", self._start_ns, time.perf_counter_ns(), detail)
             if self._on_device is not None:
@@ -248,12 +248,12 @@ class BackwardSpan:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the pass that has begun, if one has."""
+        """Drop a span that has begun."""
         self._start_ns, self._on_device = 0, None
 
 
 def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Make tensors on `device` their mean over all ranks, in place.
+    """Set tensors on `device` to their mean over all ranks, in place.
 
     Collective.
     """
@@ -265,7 +265,7 @@ def average_tensors(comm: Communicator, tensors: Iterable[torch.Tensor], device:
 
 
 def _in_other_order(piece: Array, layout: Layout, *, to_memory: bool) -> Array:
-    """(..., n) elements of a tensor in the order of their indices as those in the order of memory, or back."""
+    """Reorder the (..., n) elements of a tensor from the order of indices to that of memory, or back."""
     order = list(layout.order)
     extents = [layout.size[d] for d in range(len(layout.size)) if layout.size[d] != 1]
     axes = [sorted(order).index(d) for d in order]  # of the tensor without its extents of 1

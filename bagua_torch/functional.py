@@ -1,22 +1,22 @@
-"""Collectives through which gradients flow: tensors in, tensors out, for the inside of a model.
+"""Differentiable collectives on tensors, for use inside a model.
 
-Each of them is linear. The gradient that comes back through one is that of the sum of all ranks' losses, which is
-what `backward()` of every rank computes together: what a rank's tensor contributes to the loss of another rank
-flows back to it. Divide by the number of ranks where the mean of the losses is meant.
+Each of them is linear. Its gradient is that of the sum of all ranks' losses, which `backward()` on all ranks
+computes together: the contribution of a rank's tensor to the loss of another rank flows back to it. Divide by the
+number of ranks to get the mean of the losses.
 
 A backward pass communicates as well, so the ranks must agree on it:
 
 * All ranks call these functions in the same order, with tensors that either all need a gradient or all do not.
-* All ranks go backward through the same calls: each uses the result in its loss, an empty one too
-  (`result.sum()` is enough). Autograd takes the calls of equal graphs in the same order, the last one first.
-* Calls are numbered as they are made, and a backward call has the number of its forward call. On the host, ranks
-  compare these in each call, and raise `CommMismatch`. On a device the host would have to wait for that, so they
-  do it only with `connect(check=True)`.
-* `backward()` works on the calling thread, and for CUDA tensors on one of autograd's while the caller waits. So
-  `comm` is in use until `backward()` returns; what goes on beside it needs a communicator of its own (`dup`,
-  `lane`), as `DistributedDataParallel` has.
+* All ranks run backward through the same calls: each uses the result in its loss, even an empty one
+  (`result.sum()` is enough). Autograd runs the calls of equal graphs in the same order, the last one first.
+* Calls are numbered, and a backward call has the number of its forward call. On the host, ranks compare these
+  numbers in each call, and raise `CommMismatch`. On a device the host would have to wait for the comparison, so
+  it is made only with `connect(check=True)`.
+* `backward()` runs on the calling thread, and for CUDA tensors on a thread of autograd while the caller waits. So
+  `comm` is in use until `backward()` returns; concurrent calls need another communicator (`dup`, `lane`), as
+  `DistributedDataParallel` has.
 
-The second derivative is the same calls once more: `create_graph=True` works.
+Second derivatives use the same calls: `create_graph=True` works.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def alltoall(comm: Communicator, x: torch.Tensor) -> torch.Tensor:
     """Send chunk j of `x`, (p * m, ...), to rank j; chunk i of the result, of the same shape, is from rank i.
 
     Collective. `x` has the same shape and dtype on every rank. The gradient of chunk j of `x` is rank j's
-    gradient of what it got: the same exchange, of gradients.
+    gradient of the chunk that it received: the same exchange, of gradients.
 
     Raises:
         ArrayError: `x` does not split evenly.
@@ -127,21 +127,22 @@ def alltoallv(
 ) -> torch.Tensor:
     """Send counts[j] rows of `x` to rank j; out_counts[i] rows of the result come from rank i.
 
-    Collective. Rows are along the first dimension, and lie one behind the other in the order of the ranks. Rows
-    have the same shape and dtype on every rank. The gradient of a row is that of the same row where it went.
+    Collective. Rows are along the first dimension, in the order of the ranks. They have the same shape and dtype
+    on every rank. The gradient of a row is the gradient of the received row.
 
     Args:
         comm: The ranks.
         x: The tensor of this rank, (sum(counts), ...).
-        counts: How many rows go to each rank, (p,).
-        out_counts: How many come from each; if None, the ranks tell each other, in one small message.
-        codec: Sends each row encoded, those to this rank itself as well. The gradient takes no notice of it and
-            is sent exactly (a straight-through estimator).
+        counts: The numbers of rows sent to each rank, (p,).
+        out_counts: The numbers of rows received from each rank, (p,); if None, ranks exchange them in one small
+            message.
+        codec: The encoding of each row, also of rows to this rank itself. The gradient ignores it and is sent
+            exactly (a straight-through estimator).
 
     Raises:
         ArrayError: The counts do not fit the ranks or `x`.
         CommMismatch: The counts of two ranks, or the ranks' calls, do not fit together.
-        UnsupportedError: `x` is not a tensor that `comm` carries, or the codec takes.
+        UnsupportedError: `x` is not a tensor that `comm` carries or the codec accepts.
 
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
@@ -190,11 +191,11 @@ def broadcast(comm: Communicator, x: torch.Tensor, *, root: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _Collective(ABC):
-    """A linear map of all ranks' tensors. It knows its adjoint, through which gradients go back."""
+    """A linear map of all ranks' tensors, and its adjoint, which maps gradients."""
 
     comm: Communicator = field(repr=False)
     number: str
-    """Which call of the user this is, or belongs to."""
+    """Name and number of the user's call."""
 
     @abstractmethod
     def run(self, x: torch.Tensor) -> torch.Tensor:
@@ -359,7 +360,7 @@ def _call(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
 
 
 def _number(comm: Communicator, name: str) -> str:
-    """The name of a call and its number on this communicator, the same on all ranks."""
+    """The name of a call with its number on this communicator, the same on all ranks."""
     return f"functional.{name} #{comm.next_id('functional')}"
 
 

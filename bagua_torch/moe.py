@@ -1,10 +1,10 @@
-"""A mixture of experts, of which each rank holds a part: tokens travel to their experts and back.
+"""A mixture of experts distributed over ranks: tokens are sent to their experts and back.
 
     y = sum over the k experts e of the largest s_e of  s_e E_e(x),    s = softmax(W x)
 
-No token is dropped, and no expert has a capacity: every expert gets as many tokens as chose it. They come sorted
-by expert and, for an expert, in the order of the ranks and of the tokens on them. So an expert sees the same rows
-as in one process with all tokens, and the model on p ranks is the model of one process.
+No token is dropped, and experts have no capacity: every expert gets all tokens that chose it, in the order of
+the ranks and of the tokens on each rank. So an expert sees the same rows as in one process with all tokens, and
+the model on p ranks is the model of one process.
 
 Sources: Shazeer et al., "Outrageously Large Neural Networks" (arXiv 1701.06538) for the layer; Fedus et al.,
 "Switch Transformers" (2101.03961) for the balance loss; Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy
@@ -37,54 +37,55 @@ class Experts(nn.ModuleDict):
     """The experts of this rank, by their number among all experts of the layer."""
 
     stays_on_rank: ClassVar[bool] = True
-    """What is in here belongs to this rank: `DistributedDataParallel` neither copies nor averages it."""
+    """Exclude the experts from copies and averages of `DistributedDataParallel`."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.ranks = ranks
-        """How many ranks hold the experts of the layer together: all that train the model, or it is refused."""
+        """Number of ranks that hold the experts together; it must be all ranks that train the model."""
 
 
 class MoE(nn.Module):
-    """A mixture of experts over the ranks of a communicator; a token is sent to `k` of them.
+    """A mixture of experts over the ranks of a communicator. Each token is sent to `k` experts.
 
-    Collective. So is every forward pass, in training and in evaluation, and every backward pass: a rank without
-    tokens makes them on an empty tensor, whose result it uses in its loss (`.sum()` of it is enough). Ranks may
-    have different numbers of tokens. `bagua_torch.functional` says what else holds for backward passes.
+    Collective. So is every forward pass, in training and in evaluation, and every backward pass. A rank without
+    tokens passes an empty tensor, and uses the result in its loss (its `.sum()` is enough). Ranks may have
+    different numbers of tokens. See `bagua_torch.functional` for the rules of backward passes.
 
     Expert e is on rank r if r E // p <= e < (r + 1) E // p; with fewer experts than ranks some ranks have none,
-    and only send tokens. Each expert is drawn with a seed of its own, so that the weights do not depend on the
-    number of ranks; the gate, which all ranks hold, likewise.
+    and only send tokens. Each expert is initialized with a separate seed, so that weights do not depend on the
+    number of ranks; so is the gate, which all ranks hold.
 
     `DistributedDataParallel` averages the gate and leaves the experts to their ranks. A gradient of an expert is
-    divided by the number of ranks, as the average of all others is: the loss is the mean of the ranks' losses.
-    Every expert runs in every forward pass, without tokens too, so that a gradient is zero rather than None.
+    divided by the number of ranks, as all averages are: the loss is the mean of the ranks' losses. Every expert
+    runs in every forward pass, also without tokens, so that its gradient is zero rather than None.
 
-    These have the whole model in view, but see only this rank's experts: `clip_grad_norm_` (use the one here) and
-    `GradScaler`, so that training in float16 is refused: use bfloat16. `ddp.join()` is refused: give empty
-    batches. Checkpoint (recompute) an expert, not this layer, whose bias may change in between.
-    `bagua_torch.Checkpoints` load on as many ranks as saved them; for another number, save `global_state_dict`
-    and `global_optimizer_state`.
+    Limits: `torch.nn.utils.clip_grad_norm_` sees only this rank's experts (use `clip_grad_norm_` of this module).
+    So does `GradScaler`, so training in float16 is refused: use bfloat16. `ddp.join()` is refused: pass empty
+    batches. Use activation checkpointing on an expert, not on this layer, whose bias may change in between.
+    `bagua_torch.Checkpoints` load on the same number of ranks; for another number, save `global_state_dict` and
+    `global_optimizer_state`.
 
     Args:
-        hidden: The size of a token, and of what an expert returns for it.
-        make_expert: Makes an expert, a module that maps (tokens, hidden) to (tokens, hidden). Called once for
-            each expert of this rank.
-        experts: E, how many there are on all ranks together.
-        k: How many each token is sent to.
-        comm: The ranks; if None, `bagua_comm.default()`. All those that train the model: with fewer, an expert
-            would be on several ranks, whose weights nothing averages, and `DistributedDataParallel` refuses it.
-        balance: What keeps experts equally busy. "bias": choose by s_e + b_e, weight by s_e; after each training
+        hidden: The size of a token, and of the result of an expert.
+        make_expert: Constructs an expert, a module that maps (tokens, hidden) to (tokens, hidden). Called once
+            for each expert of this rank.
+        experts: E, the number of experts on all ranks together.
+        k: The number of experts that each token is sent to.
+        comm: The ranks; if None, `bagua_comm.default()`. These must be all ranks that train
+            the model: with fewer, several ranks would hold an expert whose weights are not averaged, and
+            `DistributedDataParallel` refuses it.
+        balance: How load is balanced. "bias": choose by s_e + b_e, weight by s_e; after each training
             forward pass b_e grows by `gamma` where an expert had fewer tokens than the mean of all, and shrinks
             where it had more. "loss": add `balance_loss`, times 0.01 say, to the loss of every rank.
         gamma: The step of the bias.
-        normalize: Divide the weights of a token by their sum. It needs k > 1: one weight would be 1 whatever the
-            gate says, and the gate would learn nothing.
-        codec: Sends tokens and what experts return encoded, the codec's own dtypes only; gradients are exact.
-        seed: From which weights are drawn; if None, drawn from PyTorch's generator on rank 0.
+        normalize: Divide the weights of a token by their sum. It needs k > 1: a single weight would always be 1,
+            and the gate would not learn.
+        codec: The encoding of tokens and of results of experts, for the codec's dtypes; gradients are exact.
+        seed: The seed of the weights; if None, drawn from PyTorch's generator on rank 0.
 
     Raises:
-        ArrayError: An argument is out of range, or `make_expert` returns a module that it has returned before.
+        ArrayError: An argument is out of range, or `make_expert` returns the same module twice.
         CommMismatch: The ranks give different arguments.
 
     >>> torch.manual_seed(0)
@@ -128,25 +129,25 @@ class MoE(nn.Module):
         self.hidden, self.k, self.balance, self.gamma = hidden, k, balance, float(gamma)
         self.normalize, self.codec = normalize, codec
         self.counts = [(r + 1) * experts // self.comm.size - r * experts // self.comm.size for r in self._ranks]
-        """How many experts each rank holds, in rank order."""
+        """Number of experts of each rank, in rank order."""
         first = sum(self.counts[: self.comm.rank])
         self.held = range(first, first + self.counts[self.comm.rank])
         """The numbers of this rank's experts."""
         self.load = torch.zeros(experts, dtype=torch.int64)
-        """How many tokens of all ranks chose each expert in the last forward pass, (E,), on the host."""
+        """Number of tokens of all ranks that chose each expert in the last forward pass, (E,), on the host."""
         self.balance_loss: torch.Tensor | None = None
         """With balance="loss", after a forward pass: a number whose mean over the ranks is E sum_e f_e P_e, where
         f_e is the share of all choices that e got, and P_e the mean of s_e over all ranks' tokens. It is 1 if
         all are equal. Each rank adds it, times a factor, to its loss; averaged gradients are then those of the
-        whole. No rank waits for it."""
+        sum over all tokens. It needs no communication."""
 
         self._number = self.comm.next_id("MoE")
         seed = self._agree(experts, seed)
-        with _drawn_from(seed, "gate"):
+        with _seeded(seed, "gate"):
             self.gate = nn.Linear(hidden, experts, bias=False)
         self.experts = Experts(self.comm.size)
         for number in self.held:
-            with _drawn_from(seed, number):
+            with _seeded(seed, number):
                 self._add(number, make_expert())
         if balance == "bias":
             self.bias_steps: torch.Tensor
@@ -154,21 +155,21 @@ class MoE(nn.Module):
 
     @property
     def bias(self) -> torch.Tensor:
-        """What is added to the scores of experts when they are chosen, (E,).
+        """The bias added to the scores for the choice of experts, (E,).
 
-        It is a whole number of steps of `gamma`, and kept as such: it is exact in any precision of the model.
+        It is stored as a whole number of steps of `gamma`, so it is exact in any precision of the model.
         """
         if self.balance != "bias":
             return torch.zeros(len(self.load), device=self.gate.weight.device)
         return self.bias_steps * self.gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Send each token in `x`, (..., hidden), to its experts; returns what they make of it, as large.
+        """Send each token in `x`, (..., hidden), to its experts; return their weighted sum, (..., hidden).
 
-        Collective. Under autocast, tokens travel in its dtype, and that is the dtype of the result.
+        Collective. Under autocast, tokens are sent in its dtype, and the result has that dtype.
 
         Raises:
-            ArrayError: `x` does not hold tokens, or an expert returns something of another shape.
+            ArrayError: `x` is not a tensor of tokens, or an expert returns another shape.
             CommMismatch: The ranks call different layers, only some of them need a gradient, or their tokens are
                 of several dtypes.
             UnsupportedError: It would train in float16, on more than one rank.
@@ -179,19 +180,19 @@ class MoE(nn.Module):
         dtype = self._dtype(x)
         if dtype is torch.float16 and self.training and torch.is_grad_enabled() and self.comm.size > 1:
             raise UnsupportedError(
-                "MoE: it would train in float16, whose GradScaler skips a step on those ranks alone whose "
-                "experts overflow; train in bfloat16 or float32"
+                "MoE: training in float16 is not supported, because its GradScaler skips a step "
+                "only on ranks whose experts overflow; train in bfloat16 or float32"
             )
         tokens = x.reshape(-1, self.hidden)  # (n, hidden)
         scores, weights, chosen = self._route(tokens)
-        table = self._gather(self._count(chosen))  # (p, E): all that any rank must know, in one message
+        table = self._gather(self._count(chosen))  # (p, E), in one message
         held = table[:, self.held.start : self.held.stop]
         sends, recvs = _sums(table[self.comm.rank], self.counts), held.sum(1).tolist()
 
         order = chosen.reshape(-1).argsort(stable=True)  # by expert, so by rank
         sent = tokens.repeat_interleave(self.k, 0)[order].to(dtype)  # (n k, hidden)
-        came = alltoallv(self.comm, sent, sends, recvs, codec=self.codec)  # by rank, then by expert
-        made = self._run(came, held)
+        received = alltoallv(self.comm, sent, sends, recvs, codec=self.codec)  # by rank, then by expert
+        made = self._run(received, held)
         if torch.is_grad_enabled() and not made.requires_grad:
             made.requires_grad_()  # as on the other ranks, whose experts may need one
         back = alltoallv(self.comm, made, recvs, sends, codec=self.codec)[order.argsort()]
@@ -201,7 +202,7 @@ class MoE(nn.Module):
         return y.to(sent.dtype).view(x.shape)
 
     def _route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores of all experts, (n, E), weights and numbers of those chosen, (n, k); at least in float32."""
+        """All scores, (n, E), and the weights and numbers of chosen experts, (n, k), at least in float32."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             scores = nn.functional.linear(tokens.to(wide), self.gate.weight.to(wide)).softmax(-1)
@@ -212,44 +213,44 @@ class MoE(nn.Module):
         return scores, weights, chosen
 
     def _count(self, chosen: torch.Tensor) -> Any:
-        """How many tokens of this rank chose each expert, (E,), on the host."""
+        """Number of tokens of this rank that chose each expert, (E,), on the host."""
         return torch.bincount(chosen.reshape(-1), minlength=len(self.load)).cpu().numpy()
 
     def _gather(self, counts: Any) -> Any:
-        """The counts of all ranks, (p, E), which are in the same layer. Collective."""
+        """The counts of all ranks, (p, E), after checking that they call the same layer. Collective."""
         rows = self.comm.allgather(np.array([self._number, *counts]))
         check_same_layer("MoE", rows[:, 0].tolist())
         return rows[:, 1:]
 
-    def _run(self, came: torch.Tensor, held: Any) -> torch.Tensor:
-        """What this rank's experts make of the rows that came, in the order of these rows.
+    def _run(self, received: torch.Tensor, held: Any) -> torch.Tensor:
+        """Run this rank's experts on the received rows; return the results in the order of the rows.
 
         Args:
-            came: The rows, sorted by the rank that they come from, and then by expert.
-            held: How many came from each rank for each expert, (p, experts here).
+            received: The rows, sorted by source rank, then by expert.
+            held: The numbers of rows from each rank for each expert, (p, experts of this rank).
         """
         p, n = held.shape
         if n == 0:
-            return came
+            return received
         experts = np.repeat(np.tile(np.arange(n), p), held.reshape(-1))
-        order = torch.from_numpy(experts.argsort(kind="stable")).to(came.device)  # by expert, then by rank
-        parts = torch.split(came[order], held.sum(0).tolist())
+        order = torch.from_numpy(experts.argsort(kind="stable")).to(received.device)  # by expert, then by rank
+        parts = torch.split(received[order], held.sum(0).tolist())
         made = []
         for (number, expert), part in zip(self.experts.items(), parts, strict=True):
             made.append(expert(part))
             if not isinstance(made[-1], torch.Tensor) or made[-1].shape != part.shape:
                 what = list(made[-1].shape) if isinstance(made[-1], torch.Tensor) else type(made[-1]).__name__
                 raise ArrayError(f"MoE: expert {number} returned {what}, expected {list(part.shape)}, as it got")
-        return torch.cat(made).to(came.dtype)[order.argsort()]
+        return torch.cat(made).to(received.dtype)[order.argsort()]
 
     def _dtype(self, x: torch.Tensor) -> torch.dtype:
-        """The dtype in which tokens travel, the same on all ranks."""
+        """The dtype in which tokens are sent, the same on all ranks."""
         kind = x.device.type
         autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         return torch.get_autocast_dtype(kind) if autocast else x.dtype
 
     def _balance(self, scores: torch.Tensor, load: Any) -> None:
-        """Note the load, (E,), and act on it; all ranks do the same."""
+        """Store the load, (E,), and update the loss or the bias, on all ranks alike."""
         self.load = torch.from_numpy(load)
         choices, experts = int(load.sum()), len(load)
         if self.balance == "loss":
@@ -261,7 +262,7 @@ class MoE(nn.Module):
             self.bias_steps += torch.from_numpy(steps).to(self.bias_steps.device)
 
     def _agree(self, experts: int, seed: int | None) -> int:
-        """Compare the arguments of all ranks; returns the seed of all. Collective."""
+        """Compare the arguments of all ranks, and return the common seed. Collective."""
         mine = {
             "hidden": self.hidden,
             "experts": experts,
@@ -297,7 +298,7 @@ class MoE(nn.Module):
         for parameter in expert.parameters():
             needed = parameter.requires_grad
             if self.comm.size > 1 and parameter.is_floating_point():
-                # A hook needs a gradient to hang on; it stays if the parameter is frozen, now or later.
+                # Registering needs requires_grad; the hook stays if the parameter is frozen afterwards.
                 hooked: Any = parameter.requires_grad_()  # torch leaves the method untyped
                 hooked.register_hook(_DividedBy(self.comm.size))
                 parameter.requires_grad_(needed)
@@ -307,7 +308,7 @@ class MoE(nn.Module):
         return range(self.comm.size)
 
     def extra_repr(self) -> str:
-        """The arguments, and which of the experts are here."""
+        """The arguments, and the experts of this rank."""
         return (
             f"hidden={self.hidden}, experts={len(self.load)}, k={self.k}, balance={self.balance!r}, "
             f"held={self.held.start}..{self.held.stop - 1}"
@@ -328,9 +329,9 @@ class MoE(nn.Module):
 def global_state_dict(module: nn.Module) -> dict[str, Any]:
     """The state dict of `module` with the experts of all ranks, for any number of ranks.
 
-    Collective. Every rank gets all of it, so there must be memory for all experts. It is the state dict that one
-    process with all experts has, in its order, so that ranks can save it together (`Checkpoints`). What is not
-    an expert is this rank's.
+    Collective. Every rank gets the whole dict, and needs memory for all experts. It equals the state dict of one
+    process with all experts, in the same order, so that ranks can save it together (`Checkpoints`). All other
+    entries are this rank's.
 
     Raises:
         ArrayError: There is no MoE in `module`.
@@ -342,20 +343,20 @@ def global_state_dict(module: nn.Module) -> dict[str, Any]:
         whole: dict[str, Any] = {}
         for key in [key for key in state if key not in own]:
             whole[key] = state[key]
-            if key == f"{prefix}gate.weight":  # the experts come next, on ranks that have none as well
+            if key == f"{prefix}gate.weight":  # the experts follow, also on ranks without experts
                 whole.update(experts)
         state = {**whole, **experts}
     return state
 
 
 def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load what `global_state_dict` gave, on this or another number of ranks: of the experts, this rank's.
+    """Load the result of `global_state_dict`, with this rank's experts, on any number of ranks.
 
-    Not collective, but all ranks load. Returns what `module.load_state_dict` returns.
+    Not collective, but all ranks call it. Returns the result of `module.load_state_dict`.
 
     Raises:
         ArrayError: There is no MoE in `module`.
-        RuntimeError: With `strict`, the state is not one of such a module with as many experts.
+        RuntimeError: With `strict`, the state is of another module or number of experts.
     """
     kept = dict(state)
     for prefix, layer in _layers(module):
@@ -368,8 +369,8 @@ def load_global_state_dict(module: nn.Module, state: Mapping[str, Any], *, stric
 def global_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer of `module` by the names of parameters, with the experts of all ranks.
 
-    Collective. It is for `load_global_optimizer_state` alone, on any number of ranks. It is alike on all ranks if
-    what is not an expert's is.
+    Collective. Load it by `load_global_optimizer_state`, on any number of ranks. It is the same on all ranks if
+    the state of all other parameters is.
 
     Raises:
         ArrayError: There is no MoE in `module`, or the optimizer steps a parameter that is not in it.
@@ -386,9 +387,9 @@ def global_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) 
 def load_global_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load what `global_optimizer_state` gave, on this or another number of ranks: of the experts, this rank's.
+    """Load the result of `global_optimizer_state`, with this rank's experts, on any number of ranks.
 
-    Not collective, but all ranks load. The optimizer has as many groups as the one that was saved.
+    Not collective, but all ranks call it. The optimizer has the same number of groups as the saved one.
 
     Raises:
         ArrayError: There is no MoE in `module`, the optimizer steps a parameter that is not in it or not in the
@@ -405,17 +406,17 @@ def load_global_optimizer_state(
     missing = [name for name in mine if name not in saved]
     if missing:
         raise ArrayError(f"load_global_optimizer_state: there is no {missing[0]!r} in the state")
-    places = {name: place for place, name in enumerate(mine)}
+    positions = {name: i for i, name in enumerate(mine)}
     packed = [
-        {**theirs, "params": [places[names[parameter]] for parameter in group["params"]]}
+        {**theirs, "params": [positions[names[parameter]] for parameter in group["params"]]}
         for group, theirs in zip(groups, state["param_groups"], strict=True)
     ]
-    kept = {places[name]: map_leaves(saved[name], _copied) for name in mine if saved[name]}
+    kept = {positions[name]: map_leaves(saved[name], _copied) for name in mine if saved[name]}
     optimizer.load_state_dict({"state": kept, "param_groups": packed})
 
 
 def _copied(value: Any) -> Any:
-    """A copy: an optimizer would step what it loads in place."""
+    """A copy, since an optimizer steps a loaded state in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -423,9 +424,9 @@ def _copied(value: Any) -> Any:
 def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients of `module` so that their norm, with the experts of all ranks, is at most `max_norm`.
 
-    Collective. Call it between `backward()` and `step()`, when gradients are averaged. Every rank scales by the
-    same number; `torch.nn.utils.clip_grad_norm_` would see only this rank's experts, and gates would drift apart.
-    Returns the norm before, the same on every rank.
+    Collective. Call it between `backward()` and `step()`, after gradients are averaged. Every rank scales by the
+    same factor; `torch.nn.utils.clip_grad_norm_` would see only this rank's experts, and gates would diverge.
+    Returns the norm before scaling, the same on every rank.
 
     Raises:
         ArrayError: There is no MoE in `module`, or several over different communicators.
@@ -435,7 +436,7 @@ def clip_grad_norm_(module: nn.Module, max_norm: float) -> torch.Tensor:
     if any(layer.comm is not comm for layer in layers):
         raise ArrayError("clip_grad_norm_: this module has MoE over different communicators; expected the same")
     experts = {id(parameter) for layer in layers for parameter in layer.experts.parameters()}
-    squares = [0.0, 0.0]  # of what all ranks have, and of experts
+    squares = [0.0, 0.0]  # of common parameters, and of experts
     gradients = [(p.grad, id(p) in experts) for p in module.parameters() if p.grad is not None]
     for gradient, of_expert in gradients:
         squares[of_expert] += float(gradient.double().square().sum())
@@ -455,7 +456,7 @@ def _names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Te
 
 
 def _layers(module: nn.Module) -> list[tuple[str, MoE]]:
-    """All MoE in `module`, with the beginning of their names in its state dict."""
+    """All MoE in `module`, with their prefixes in its state dict."""
     found = [(f"{name}." if name else "", m) for name, m in module.named_modules() if isinstance(m, MoE)]
     if not found:
         raise ArrayError(f"there is no MoE in this {type(module).__name__}")
@@ -463,7 +464,7 @@ def _layers(module: nn.Module) -> list[tuple[str, MoE]]:
 
 
 def _of_all_ranks(comm: Communicator, mine: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of all ranks under their names, which differ between ranks. Collective."""
+    """The union of all ranks' values, whose names differ between ranks. Collective."""
     result: dict[str, Any] = {}
     for rank in range(comm.size):
         result.update(broadcast_tree(comm, mine, root=rank))
@@ -486,8 +487,8 @@ class _DividedBy:
 
 
 @contextmanager
-def _drawn_from(seed: int, part: object) -> Iterator[None]:
-    """In the body, PyTorch's generators begin with a seed of this part; afterwards they go on as before."""
+def _seeded(seed: int, part: object) -> Iterator[None]:
+    """A context in which PyTorch's generators are seeded for this part; restores their states."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     number = int.from_bytes(hashlib.blake2b(f"{seed} {part}".encode(), digest_size=8).digest(), "little")
     with rng.fork(devices):
@@ -498,7 +499,7 @@ def _drawn_from(seed: int, part: object) -> Iterator[None]:
 
 
 def _sums(values: Any, counts: list[int]) -> list[int]:
-    """Sums of the next counts[0] values, the next counts[1], and so on."""
+    """Sums of consecutive slices of values, of counts[0], counts[1], ... elements."""
     ends = np.cumsum([0, *counts])
     return [int(values[start:end].sum()) for start, end in itertools.pairwise(ends)]
 

@@ -1,8 +1,9 @@
-"""The optimizer that goes with `bagua_comm.QAdam`."""
+"""The optimizer for `bagua_comm.QAdam`."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -15,16 +16,16 @@ from bagua_comm import ArrayError, UnsupportedError
 class QAdamOptimizer(torch.optim.Optimizer):
     """Adam that freezes its variance after `warmup_steps`, and then uses the momentum of `bagua_comm.QAdam`.
 
-    During warm-up it is `torch.optim.Adam`, to the bit. Afterwards the variance and its bias correction
-    stay the same, and weight decay goes on. A weight that had no gradient during warm-up has no variance, and
-    stays as it is. Without `bagua_comm.QAdam`, the optimizer keeps the momentum itself.
+    During warm-up it equals `torch.optim.Adam`, to the bit. Afterwards the variance and its bias correction are
+    constant, and weight decay continues. A weight without a gradient during warm-up has no variance, and does not
+    change. Without `bagua_comm.QAdam`, the optimizer keeps the momentum itself.
 
     Source: 1-bit Adam, Tang et al., arXiv 2102.02888.
 
     Args:
         params: Parameters, or groups of them. All groups share the first of `betas` and `warmup_steps`.
         lr: Learning rate.
-        warmup_steps: Steps, at least 1, before the variance is frozen; the algorithm's `warmup_steps`.
+        warmup_steps: Steps, at least 1, before the variance is frozen; as in the algorithm.
         betas: Decay of momentum and variance.
         eps: The number added to the square root of the variance.
         weight_decay: The factor by which the weight is added to the gradient.
@@ -56,12 +57,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if not hasattr(self, "_shared"):  # a copy has its own
+        if not hasattr(self, "_shared"):  # not shared with copies
             self._shared: dict[Tensor, Tensor] = {}
             self._frozen: set[Tensor] = set()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters with settings of their own.
+        """Add a group of parameters with its settings.
 
         Raises:
             ArrayError: A setting is out of range, or differs from the other groups' where it may not.
@@ -87,7 +88,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return float(self.param_groups[0]["betas"][0])
 
     shares_state: ClassVar[str] = "momentum"
-    """The array of an algorithm's state that this optimizer uses as its own, if the algorithm lends it."""
+    """The array of an algorithm's state that this optimizer shares."""
 
     def check_algorithm(self, algorithm: Any) -> None:
         """Raise `ArrayError` unless `algorithm`, a `bagua_comm.QAdam`, has the settings of this optimizer."""
@@ -101,20 +102,36 @@ class QAdamOptimizer(torch.optim.Optimizer):
     def attach(
         self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, algorithm: Any, step: int
     ) -> None:
-        """Keep the momentum of each parameter in the tensor given for it, which the algorithm averages.
+        """Keep the momentum of each parameter in the given tensor, which the algorithm averages.
 
         Args:
             parameters: The parameters of one model.
-            momenta: The tensors, by parameter. A parameter that is missing keeps its momentum by itself again.
-            algorithm: The algorithm, which says how long the warm-up lasts.
-            step: The number of training steps that have ended. After the warm-up the algorithm averages the
-                momentum.
+            momenta: The tensors, by parameter. A parameter that is missing is detached.
+            algorithm: The algorithm, for the length of the warm-up.
+            step: The number of training steps so far. After the warm-up the algorithm averages the momentum.
         """
         self._share(parameters, momenta, frozen=step >= algorithm.warmup_steps)
 
     def detach(self, parameters: Iterable[Tensor]) -> None:
-        """Keep the momentum of each parameter in a tensor of its own again."""
+        """Keep the momentum of each parameter in a separate tensor again."""
         self._share(parameters, {}, frozen=False)
+
+    def borrow(
+        self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, lender: Any, step: int
+    ) -> None:
+        """Deprecated name of `attach`."""
+        warnings.warn("QAdamOptimizer.borrow is now attach", DeprecationWarning, stacklevel=2)
+        self.attach(parameters, momenta, algorithm=lender, step=step)
+
+    def give_back(self, parameters: Iterable[Tensor]) -> None:
+        """Deprecated name of `detach`."""
+        warnings.warn("QAdamOptimizer.give_back is now detach", DeprecationWarning, stacklevel=2)
+        self.detach(parameters)
+
+    def check_lender(self, algorithm: Any) -> None:
+        """Deprecated name of `check_algorithm`."""
+        warnings.warn("QAdamOptimizer.check_lender is now check_algorithm", DeprecationWarning, stacklevel=2)
+        self.check_algorithm(algorithm)
 
     def _share(self, parameters: Iterable[Tensor], momenta: Mapping[Tensor, Tensor], *, frozen: bool) -> None:
         for parameter in parameters:
@@ -131,19 +148,19 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """GradScaler asks this, and then leaves unscaling to `step`."""
+        """Read by GradScaler; if True, it leaves unscaling to `step`."""
         return bool(self._shared)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by one step.
+        """Update the parameters.
 
         Raises:
-            UnsupportedError: A GradScaler calls; momenta are averaged before it could unscale the gradients.
+            UnsupportedError: Called by a GradScaler, which would unscale gradients after momenta were averaged.
         """
-        if "found_inf" in self.__dict__:  # a GradScaler lends it for this call
+        if hasattr(self, "found_inf"):  # set by a GradScaler for this call
             for name in ("found_inf", "grad_scale"):
-                self.__dict__.pop(name, None)
+                vars(self).pop(name, None)
             raise UnsupportedError(
                 "QAdamOptimizer: QAdam averages the momentum during the backward pass, before GradScaler "
                 "unscales the gradients; use autocast to bfloat16, which needs no scaler"

@@ -4,9 +4,9 @@
         ...                                     # a training step
     profiler.export_chrome_trace("step.json")   # "bagua_comm: exchange bucket=0 bytes=4096" and the like
 
-PyTorch's profiler sees the thread that started it, and the threads of autograd. What a lane does on a thread of
-its own it sees with `experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)`. Work on a
-device it sees whichever thread enqueued it.
+PyTorch's profiler records the thread that started it, and the threads of autograd. It records the thread of a
+lane with `experimental_config=torch.profiler._ExperimentalConfig(profile_all_threads=True)`. It records work on a
+device from all threads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class ProfilerRanges:
         self.active: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
         """Whether a profiler runs in this process.
 
-        PyTorch says so in no documented way, and a range of `record_function` costs many microseconds even
-        while no profiler runs. If a version of PyTorch lacks this name, there are no ranges.
+        PyTorch has no documented query, and a range of `record_function` costs many microseconds even without a
+        profiler. If a version of PyTorch lacks this name, there are no ranges.
         """
 
     def range(self, name: str, args: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """A range of the calling thread."""
+        """Return a range for the calling thread."""
         return profiler.record_function(label(name, args))
 
 
 RANGES = ProfilerRanges()
-"""The one that `import bagua_torch` adds; `bagua_comm.trace.ignore(RANGES)` takes it away."""
+"""The instance that `import bagua_torch` adds; `bagua_comm.trace.ignore(RANGES)` removes it."""

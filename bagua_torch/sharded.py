@@ -1,7 +1,7 @@
-"""PyTorch's ZeroRedundancyOptimizer, of which each rank keeps the states of its share of the parameters.
+"""PyTorch's ZeroRedundancyOptimizer, which shards optimizer states over ranks.
 
-It steps that share, and broadcasts what it has stepped over torch.distributed. So it fits where gradients are
-averaged and all ranks step, and nowhere else.
+Each rank steps its share of the parameters, and broadcasts it by torch.distributed. So it fits only where
+gradients are averaged and all ranks step.
 
 Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
 """
@@ -24,7 +24,7 @@ def check_sharded(optimizers: Iterable[Any], algorithm: Algorithm) -> None:
         if optimizer._overlap_with_ddp:
             raise UnsupportedError(
                 "DistributedDataParallel: this ZeroRedundancyOptimizer has overlap_with_ddp=True, so it waits "
-                "for a hook of PyTorch's own wrapper and would never step; make it without"
+                "for a hook of PyTorch's wrapper and would never step; construct it without"
             )
         if exchanges_weights(algorithm):
             raise UnsupportedError(
@@ -38,19 +38,19 @@ def check_join(optimizers: Iterable[Any]) -> None:
     """Raise `UnsupportedError` if one of the optimizers is sharded: all ranks are needed in each of its steps."""
     if any(map(is_sharded, optimizers)):
         raise UnsupportedError(
-            "join: a ZeroRedundancyOptimizer needs all ranks in every step, but one that has ended makes no "
-            "more; give it empty batches instead, so that all ranks make equally many steps, or enter "
+            "join: a ZeroRedundancyOptimizer needs all ranks in every step, but a rank that has ended makes "
+            "none; give it empty batches instead, so that all ranks make the same number of steps, or enter "
             "join(throw_on_early_termination=True)"
         )
 
 
 def state_of(optimizer: Any) -> dict[str, Any]:
-    """The states of this rank's share, and the settings of all groups."""
+    """The states of this rank's share, with the settings of all groups."""
     groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
     return {"share": optimizer.optim.state_dict(), "groups": groups}
 
 
 def load_state(optimizer: Any, state: Mapping[str, Any], restore: Restore | None) -> None:
-    """Go on from what `state_of` gave on this rank, of as many ranks."""
+    """Load the result of `state_of` of this rank, for the same number of ranks."""
     load_in_place(optimizer.optim, state["share"], restore)
     update_groups(optimizer.param_groups, state["groups"])

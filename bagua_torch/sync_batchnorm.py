@@ -1,8 +1,7 @@
-"""Batch normalization whose statistics are those of all ranks' batches together.
+"""Batch normalization with statistics over the batches of all ranks.
 
-Forward, each rank sends the count n, the mean and the sum of squared deviations M2 of its own batch in one
-allgather, with what tells whether all are in the same layer. It merges all ranks' in rank order, so all have the
-same bytes:
+Forward, each rank sends the count n, the mean and the sum of squared deviations M2 of its batch in one allgather,
+together with the number of the layer. All ranks merge them in rank order, so the results have the same bytes:
 
     n = sum n_i,   mean = sum n_i mean_i / n,   M2 = sum M2_i + sum n_i (mean_i - mean)^2
 
@@ -35,37 +34,36 @@ OF_DIMENSIONS: dict[int, type[_BatchNorm]] = {
     4: nn.BatchNorm2d,
     5: nn.BatchNorm3d,
 }
-"""PyTorch's class for an input of so many dimensions."""
+"""PyTorch's class by the number of dimensions of the input."""
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""What `convert` replaces."""
+"""The classes that `convert` replaces."""
 
 REFUSED = -1.0
-"""Sent for the count by a rank that cannot use its input, so that all ranks raise."""
+"""The count sent by a rank with an unusable input, so that all ranks raise."""
 
 HEAD = 3
-"""Numbers that each rank sends before its mean and M2: the count, the number of the layer, and whether the rank
-will go backward."""
+"""Number of values that precede mean and M2: the count, the layer, and whether a backward pass follows."""
 
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalization over the batches of all ranks; otherwise PyTorch's `BatchNorm1d`, `2d` and `3d`.
 
-    Collective: to construct it, and while training every forward and backward pass. Batches may differ in size,
-    and some may be empty. In evaluation it works alone, as PyTorch's does: with the running statistics or, with
+    Collective: construction, and while training every forward and backward pass. Batches may differ in size, and
+    some may be empty. Evaluation is local, as in PyTorch: with the running statistics or, with
     `track_running_stats=False`, with those of this rank's batch.
 
-    All ranks make the same passes in the same order, and go backward through the same ones. Where one skips a
-    pass, the others raise `CommTimeout` after the communicator's `timeout_s`; give a rank without data an empty
-    batch. In `DistributedDataParallel.join` a rank that has ended makes no more passes, so use it with
+    All ranks make the same forward and backward passes in the same order. If a rank skips a pass, the others
+    raise `CommTimeout` after the communicator's `timeout_s`; give a rank without data an empty batch. In
+    `DistributedDataParallel.join` a rank that has ended makes no more passes, so use it with
     `throw_on_early_termination=True`. Gradients of `weight` and `bias` are those of this rank's batch, for
     DistributedDataParallel to average.
 
     Statistics are computed in float32 (float64 for float64 inputs) and merged in float64. Parameters, buffers and
-    the state dict are those of PyTorch's classes. It works in a communicator of its own beside `comm`, one for
-    all such modules of `comm`; to train two models in two threads, give each a `comm.dup()`. A deep copy works
-    with the same ranks. A module from a pickle has no ranks: give it some with `convert`. Under `torch.compile` a
-    graph ends before it and begins after it. On a CUDA device the host waits once a pass, for the count.
+    the state dict are those of PyTorch's classes. All such modules of `comm` share a duplicate of it; to train
+    two models in two threads, give each a `comm.dup()`. A deep copy uses the same ranks. A module from a pickle
+    has none: set them with `convert`. `torch.compile` breaks the graph here. On a CUDA device the host waits once
+    a pass, for the count.
 
     Args:
         num_features: Channels, C, of inputs of shape (N, C) or (N, C, ...).
@@ -73,8 +71,8 @@ class SyncBatchNorm(_BatchNorm):
         momentum: Share of the new batch in running statistics; None for the mean of all batches.
         affine: Whether to learn `weight` and `bias`.
         track_running_stats: Whether to keep running statistics.
-        device: Where parameters and buffers are.
-        dtype: Their dtype.
+        device: The device of parameters and buffers.
+        dtype: The dtype of parameters and buffers.
         comm: The ranks, for instance `comm.split` of some; if None, `bagua_comm.default()`.
 
     Raises:
@@ -101,12 +99,12 @@ class SyncBatchNorm(_BatchNorm):
         comm: Communicator | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        self._ranks = _Ranks(_own(comm if comm is not None else bagua_comm.default()))
+        self._ranks = _Ranks(_duplicate_of(comm if comm is not None else bagua_comm.default()))
         self._plain: type[_BatchNorm] | None = None
 
     @property
     def plain(self) -> type[_BatchNorm] | None:
-        """The class that `revert` makes of it: the one it was, or the one for its inputs; None before any."""
+        """The class for `revert`: the original one, or the one for its inputs; None before the first input."""
         return self._plain
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +119,7 @@ class SyncBatchNorm(_BatchNorm):
             self._plain = OF_DIMENSIONS[x.dim()]
 
     def _fault(self, x: Tensor) -> str:
-        """What is wrong with an input; empty if it fits."""
+        """The reason why an input does not fit; empty if it does."""
         wanted = [dim for dim, plain in OF_DIMENSIONS.items() if self._plain in (None, nn.SyncBatchNorm, plain)]
         if x.dim() not in wanted or x.shape[1] != self.num_features:
             return (
@@ -153,7 +151,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, total: int, mean: Tensor, m2: Tensor) -> None:
-        """Let the running statistics follow, as PyTorch's do."""
+        """Update the running statistics, as PyTorch does."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         momentum = self.momentum
@@ -175,10 +173,10 @@ class SyncBatchNorm(_BatchNorm):
 def convert(
     module: nn.Module, comm: Communicator | None = None, *, keep: Collection[nn.Module] = ()
 ) -> nn.Module:
-    """Replace each BatchNorm in `module`, and `torch.nn.SyncBatchNorm`, by one over all ranks.
+    """Replace each BatchNorm in `module`, and each `torch.nn.SyncBatchNorm`, by one over all ranks.
 
-    Collective. Parameters and buffers stay the same tensors, so an optimizer keeps them; settings, hooks and the
-    mode stay as well. A `SyncBatchNorm` of ours gets these ranks. Convert before the module is wrapped.
+    Collective. Parameters and buffers stay the same tensors, so optimizers stay valid; settings, hooks and the
+    mode stay as well. A `bagua_torch.SyncBatchNorm` gets these ranks. Convert before wrapping.
 
     Args:
         module: Changed in place, unless it is a BatchNorm itself.
@@ -186,11 +184,11 @@ def convert(
         keep: Parts to leave as they are.
 
     Returns:
-        The module, or what has replaced it.
+        The module, or its replacement.
 
     Raises:
-        UnsupportedError: A BatchNorm has no channels yet (lazy), or is of a class of its own, whose forward
-            pass would be lost; nothing is replaced then.
+        UnsupportedError: A BatchNorm is lazy, or of a subclass, whose forward pass would be lost. Nothing is
+            replaced then.
 
     >>> convert(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))[1]
     SyncBatchNorm(2, eps=1e-05, momentum=0.1, affine=True, ..., ranks=1)
@@ -203,7 +201,7 @@ def convert(
                 else ("has a class of its own, whose forward pass would be lost; make it a plain BatchNorm")
             )
             raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
-    own = _own(comm if comm is not None else bagua_comm.default())
+    own = _duplicate_of(comm if comm is not None else bagua_comm.default())
 
     def over_ranks(part: nn.Module) -> nn.Module | None:
         if not isinstance(part, (*PLAIN, SyncBatchNorm)) or part in keep:
@@ -218,19 +216,19 @@ def convert(
 
 
 def revert(module: nn.Module, *, keep: Collection[nn.Module] = ()) -> nn.Module:
-    """Replace each `SyncBatchNorm` in `module` by what it was before `convert`, with the same tensors.
+    """Replace each `SyncBatchNorm` in `module` by its original class, with the same tensors.
 
-    One that was constructed becomes the class for the inputs that it has seen.
+    One that was constructed directly becomes the class for its inputs.
 
     Args:
         module: Changed in place, unless it is a SyncBatchNorm itself.
         keep: Parts to leave as they are.
 
     Returns:
-        The module, or what has replaced it.
+        The module, or its replacement.
 
     Raises:
-        UnsupportedError: One was constructed, and has seen no input yet; nothing is replaced then.
+        UnsupportedError: One was constructed directly and has had no input. Nothing is replaced then.
 
     >>> revert(convert(nn.BatchNorm1d(2)))
     BatchNorm1d(2, eps=1e-05, momentum=0.1, affine=True, ...)
@@ -265,11 +263,11 @@ def merged(
         channels: C.
         layer: The number of the layer among those of the communicator.
         backward: Whether this rank's result needs a gradient.
-        fault: Why the input cannot be used; empty if it can.
+        fault: The reason why the input is unusable; empty if it fits.
 
     Raises:
         ArrayError: A rank gave a fault; on all ranks.
-        CommMismatch: Ranks gave another layer, or another `backward`; on all ranks.
+        CommMismatch: Ranks gave different `layer` or `backward`; on all ranks.
     """
     mine = torch.zeros(HEAD + 2 * channels, dtype=torch.float64, device=x.device)
     mine[1], mine[2] = layer, backward
@@ -353,7 +351,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _Ranks:
-    """The communicator of a module: shared by its copies, and lost in a pickle.
+    """The communicator of a module, shared by its copies and omitted from pickles.
 
     Args:
         comm: The communicator; None after a pickle.
@@ -362,18 +360,18 @@ class _Ranks:
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm
         self.layer = 0 if comm is None else comm.next_id("SyncBatchNorm")
-        """The number of the module among those that were made with this communicator, alike on all ranks."""
+        """The number of the module among those of this communicator, the same on all ranks."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are; 0 if it is lost."""
+        """Number of ranks; 0 after a pickle."""
         return self._comm.size if self._comm is not None else 0
 
     def comm(self) -> Communicator:
         """The communicator.
 
         Raises:
-            CommError: It is lost.
+            CommError: The module comes from a pickle.
         """
         if self._comm is None:
             raise CommError(
@@ -389,21 +387,21 @@ class _Ranks:
         return _Ranks, ()
 
 
-_owns: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
-_owning = threading.Lock()
+_duplicates: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()
+_duplicating = threading.Lock()
 
 
-def _own(comm: Communicator) -> Communicator:
-    """The communicator in which all modules of `comm` work: none of its calls meets one of another thread.
+def _duplicate_of(comm: Communicator) -> Communicator:
+    """The duplicate of `comm` for all its modules, so that their calls are separate from other threads'.
 
     Collective.
     """
-    with _owning:
-        own = _owns.get(comm)
+    with _duplicating:
+        own = _duplicates.get(comm)
     if own is None:
         own = comm.dup()
-        with _owning:
-            _owns[comm] = own
+        with _duplicating:
+            _duplicates[comm] = own
     return own
 
 
@@ -415,7 +413,7 @@ def _become(kind: Any, module: nn.Module) -> Any:
 
 
 def _replaced(module: nn.Module, replace: Any) -> nn.Module:
-    """`module` with each part that `replace` has something for replaced; one part in two places stays one."""
+    """`module` with each part replaced for which `replace` returns a module; shared parts stay shared."""
     made: dict[nn.Module, nn.Module] = {}
     for part in list(module.modules()):
         new = replace(part)
@@ -438,5 +436,5 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:
-    """Values by channel, (C,), in a shape that is broadcast over `x`, (N, C, ...)."""
+    """Values by channel, (C,), reshaped to broadcast over `x`, (N, C, ...)."""
     return values.reshape(1, -1, *[1] * (x.dim() - 2))

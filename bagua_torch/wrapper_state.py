@@ -36,17 +36,17 @@ class WrapperState(nn.Module):
         raise NotImplementedError
 
     def get_extra_state(self) -> dict[str, Any]:
-        """What the algorithm keeps, for `state_dict()`."""
+        """The algorithm's state, for `state_dict()`."""
         self._steps.complete()
         return self._steps.engine.state_tensors()
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_extra_state` gave, by way of `load_state_dict()`. Collective."""
+        """Load the result of `get_extra_state`, as called by `load_state_dict()`. Collective."""
         mine, saved = self.algorithm, None
         if self.tuner is not None:
             names = self.comm.allgather_object(str(state.get("algorithm")) if isinstance(state, dict) else "")
             saved = self.tuner.algorithm_named(names[0]) if len(set(names)) == 1 else None
-        if saved not in (None, mine):  # what a tuner tried at that time
+        if saved not in (None, mine):  # the algorithm that a tuner was trying
             self.replan(algorithm=saved)
         try:
             self._steps.engine.load_state_tensors(state)
@@ -59,9 +59,9 @@ class WrapperState(nn.Module):
         self._steps.forget()
 
     def tree_of_engine(self) -> dict[str, Any] | None:
-        """What the algorithm keeps, for `bagua_torch.Checkpoints`: a tree that loads on any number of ranks.
+        """The algorithm's state as a tree for `bagua_torch.Checkpoints`, for any number of ranks, or None.
 
-        None if it keeps nothing. What was exchanged is written back to the weights first.
+        Exchanged weights are written back first.
         """
         self._steps.complete()
         self._steps.engine.settle()
@@ -69,18 +69,18 @@ class WrapperState(nn.Module):
         return None if keeps_none else tree_of_engine(self._steps.engine)
 
     def load_tree(self, module: Mapping[str, Any], engine: dict[str, Any] | None) -> None:
-        """Go on from the module's state dict and what `tree_of_engine` gave, also on another number of ranks.
+        """Load the module's state dict and the result of `tree_of_engine`, on any number of ranks.
 
         Collective.
 
         Raises:
-            ArrayError: What the algorithm keeps was not saved, or was saved with another algorithm.
+            ArrayError: The state of the algorithm was not saved, or was saved with another algorithm.
         """
         if engine is None:
             if self.tuner is None and self.keeps_state():
                 raise ArrayError(
-                    "load: the training that was saved had an algorithm that keeps nothing, but "
-                    f"{self.algorithm} keeps state; to begin with the saved weights alone, load into `.module`"
+                    "load: the checkpoint is of an algorithm without state, but "
+                    f"{self.algorithm} keeps state; to start from the saved weights alone, load into `.module`"
                 )
             prefixed = OrderedDict((f"module.{name}", value) for name, value in module.items())
             self.load_state_dict(prefixed, strict=self.tuner is None)
@@ -90,7 +90,7 @@ class WrapperState(nn.Module):
 
     @property
     def ignored_names(self) -> set[str]:
-        """Names of the parameters and buffers that stay this rank's own."""
+        """Names of the parameters and buffers that belong to this rank alone."""
         return self._model.ignored
 
     @property
@@ -99,16 +99,16 @@ class WrapperState(nn.Module):
         return checks.parts_stay(self.module)
 
     def keeps_state(self) -> bool:
-        """Whether a checkpoint must hold more than the module: values, or a number of steps that matters.
+        """Whether the algorithm has state, or counts steps.
 
-        Then `state_dict()` has what `get_extra_state` gives.
+        If so, `state_dict()` has the result of `get_extra_state`.
         """
         plain = isinstance(self.algorithm, (GradientAllReduce, HookAlgorithm))
         return not plain or any(has_saved_state(state) for state in self._steps.engine.states)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.tuner is None and not self.keeps_state():  # a tuner may try another one that does
+        if self.tuner is None and not self.keeps_state():  # a tuner may try an algorithm with state
             del destination[prefix + EXTRA_STATE]
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:

@@ -1,12 +1,12 @@
-"""How long training stands still while its state is saved: beside training, blocking, and by torch.save.
+"""Time for which training stops while its state is saved: beside training, blocking, and by torch.save.
 
     python -m benchmarks.checkpoint --megabytes 100 -n 9 --ranks 1 --folder runs/checkpoints
 
 Every way saves the same tensors, in turn, in one run. "stands still" is the time until the call returns; "on
-disk" is the time until the state is there and survives a loss of power, while training goes on. torch.save does
-not wait for the disk, so it is timed with and without fsync. "a step beside" is how much longer a step of work
-takes (products of matrices, on one thread of each rank) right after the call. What was saved is loaded and
-compared in the end. Ranks are threads of this process, which share the cores.
+disk" is the time until the state is there and survives a loss of power, while training continues. torch.save does
+not wait for the disk, so it is timed with and without fsync. "a step beside" is the extra time of a step of work
+(products of matrices, on one thread of each rank) right after the call. The checkpoint is loaded and compared at
+the end. Ranks are threads of this process, which share the cores.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How even the work of ranks is by each sampler, and what a cache saves.
+"""The balance of work between ranks by each sampler, and the time that a cache saves.
 
     python -m benchmarks.data                       # both tables, a few minutes on two cores
     python -m benchmarks.data samplers --ranks 8
@@ -186,7 +186,7 @@ def in_batches(shares: Array, batch_size: int) -> Steps:
 
 
 def balance(steps: Steps, lengths: Array) -> dict[str, Any]:
-    """How even an epoch is, and how much of it is padding."""
+    """The balance of an epoch, and its share of padding."""
     real = np.array([[lengths[batch].sum() for batch in step] for step in steps], np.float64)
     padded = np.array([[len(batch) * lengths[batch].max() for batch in step] for step in steps], np.float64)
     given = np.concatenate([batch for step in steps for batch in step])
@@ -328,7 +328,7 @@ def store_named(name: str) -> Iterator[Any]:
 
 
 def two_epochs(photos: Photos, store: Any, workers: int, expected: list[Array]) -> dict[str, float]:
-    """Images a second in both epochs, and what the cache counted."""
+    """Images a second in both epochs, and the counters of the cache."""
     data: Any = photos if store is None else Cached(photos, store)
     loader = torch.utils.data.DataLoader(data, batch_size=16, num_workers=workers, collate_fn=list)
     result: dict[str, float] = {"wrong": 0}

@@ -68,7 +68,7 @@ def beside_ddp(model: str, rate_mbit: int, *, ranks_per_host: int = 1) -> Comman
 
 
 def ddp_record(model: str, rate_mbit: int, ranks_per_host: int) -> Path:
-    """Where `beside_ddp` puts its figures."""
+    """Folder of the figures of `beside_ddp`."""
     return RESULTS / f"ddp-{model}-{rate_mbit}{'' if ranks_per_host == 1 else '-2x2'}.json"
 
 

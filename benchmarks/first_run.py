@@ -1,4 +1,4 @@
-"""What a first run costs: examples/train.py without Numba, and with it where nothing has been compiled yet.
+"""The cost of a first run: examples/train.py without Numba, and with it where nothing has been compiled yet.
 
     python -m benchmarks.first_run --ranks 2 --rounds 3 --epochs 15
 

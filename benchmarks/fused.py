@@ -40,7 +40,7 @@ WAYS: dict[str, dict[str, bool]] = {
     "foreach": {"foreach": True},
     "fused": {"fused": True},
 }
-"""PyTorch's ways, by what is given to the class."""
+"""PyTorch's implementations, by the arguments of the class."""
 WITHOUT_FUSED = ("rmsprop",)
 
 TABLE = Table(
@@ -117,7 +117,7 @@ class Runner:
         self.seconds.append(time.perf_counter() - began)
 
     def values(self) -> torch.Tensor:
-        """All parameters, one behind the other."""
+        """All parameters, concatenated."""
         return torch.cat([p.detach() for p in self.parameters])
 
 

@@ -1,11 +1,11 @@
-"""What the hooks of DistributedDataParallel cost: many small parameters, by ours and PyTorch's own in turn.
+"""The cost of the hooks of DistributedDataParallel: many small parameters, by ours and PyTorch's own in turn.
 
     python -m benchmarks.hooks
     python -m bagua_comm run -n 2 -m benchmarks.hooks --json hooks.json
 
 A forward and a backward pass over small linear layers is timed, with new gradients in each step, as `zero_grad`
 leaves it. All ways take turns of some steps, each behind a barrier; one rank stays on one core. A step has taken
-as long as on the slowest rank, and the first of a turn, whose memory is cold, does not count. What is told is the
+as long as on the slowest rank, and the first of a turn, whose memory is cold, does not count. The figures are the
 time above that of the bare module in the same round, divided by the number of parameters while all are in one
 bucket; the part of it in the forward pass; and what each further bucket adds, when each parameter has a bucket of
 its own. `#wrong` counts elements of gradients that differ from the mean over all ranks by more than a hundredth
@@ -61,13 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     torch.set_num_threads(1)
     with bagua_comm.connect() as comm:
-        if hasattr(os, "sched_setaffinity") and comm.size == 1:  # what moves between cores takes longer at times
+        if (
+            hasattr(os, "sched_setaffinity") and comm.size == 1
+        ):  # a process that moves between cores is slower at times
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         return run(comm, options)
 
 
 def run(comm: Communicator, options: argparse.Namespace) -> int:
-    """Measure, and tell the results. Collective."""
+    """Measure, and print the results. Collective."""
     with gloo(comm):
         record = begin_record("hooks", options, comm=comm, packages=["torch"])
         record["results"] = measured(comm, options)
@@ -129,7 +131,7 @@ class Runner:
         return forward, time.perf_counter() - began
 
     def gradients(self) -> Array:
-        """All gradients, one behind the other."""
+        """All gradients, concatenated."""
         return np.concatenate([np.ravel(parameter.grad.numpy()) for parameter in self._layers.parameters()])
 
 

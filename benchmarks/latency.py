@@ -1,4 +1,4 @@
-"""Every call of the communicator beside mpi4py's own, from 4 bytes on: what our side of a call costs.
+"""Every call of the communicator beside mpi4py's, from 4 bytes on: the overhead of our side of a call.
 
     python -m bagua_comm run -n 2 -m benchmarks.latency
     python -m benchmarks.latency                        # one rank: no other is waited for

@@ -11,18 +11,18 @@ import numpy as np
 from bagua_comm.arrays import Array
 from bagua_comm.errors import CommError, CommTimeout
 from bagua_comm.net.binding import Plugin, Request
-from bagua_comm.net.checking import Pair
+from bagua_comm.net.checking import ConnectedPair
 
 MOST_OUTSTANDING = 32
 """Requests of a connection at a time, as NCCL has them at most."""
 
 GUARD = 0xA5
-"""What lies behind each receive buffer, and must stay."""
+"""Bytes behind each receive buffer, which must not change."""
 
 
-def connect_pair(plugin: Plugin, context: object, *, device: int = 0, timeout_s: float = 20.0) -> Pair:
+def connect_pair(plugin: Plugin, context: object, *, device: int = 0, timeout_s: float = 20.0) -> ConnectedPair:
     """Two ends of a connection in this process."""
-    return Pair.connect(plugin, context, device=device, deadline=time.monotonic() + timeout_s)  # type: ignore[arg-type]
+    return ConnectedPair.connect(plugin, context, device=device, deadline=time.monotonic() + timeout_s)  # type: ignore[arg-type]
 
 
 def random_sizes(random: np.random.Generator, count: int, largest: int, mean: float) -> list[int]:
@@ -54,7 +54,7 @@ def make_pool(largest: int, seed: int = 0) -> Array:
 
 
 def exchange(
-    pair: Pair,
+    pair: ConnectedPair,
     sizes: Sequence[int],
     pool: Array,
     *,

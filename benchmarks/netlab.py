@@ -47,10 +47,10 @@ PREFIX = "bg"
 """The beginning of the names of all namespaces, and of the bridge."""
 
 BURST_BYTES = 1 << 17
-"""How much a link sends at once, faster than its rate."""
+"""Bytes that a link may send faster than its rate."""
 
 QUEUE = "100ms"
-"""How long a packet may wait for a link before it is dropped."""
+"""Longest time that a packet waits for a link before it is dropped."""
 
 SUBNET = "10.99.0"
 """The beginning of the addresses of all hosts."""
@@ -75,7 +75,7 @@ exec ip netns exec {prefix}-$host unshare -u sh -c "hostname $host; mount --bind
 
 
 class LabError(Exception):
-    """This machine cannot emulate hosts; the message says why."""
+    """This machine cannot emulate hosts; the message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Lab:
         ]
 
     def variables(self) -> dict[str, str]:
-        """Environment variables of all ranks: one thread each, and what gloo needs to meet."""
+        """Environment variables of all ranks: one thread each, and the address of gloo's rendezvous."""
         return {
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": "29400",
@@ -210,7 +210,7 @@ class Lab:
         return next((code for code in codes if code), 0)
 
     def output(self, command: Sequence[str], *, timeout_s: float = 60.0) -> str:
-        """What a command prints.
+        """Run a command and return its output.
 
         Raises:
             subprocess.CalledProcessError: It fails.
@@ -318,7 +318,7 @@ def _build(lab: Lab) -> None:
 
 
 def _flow_commands(rate: str) -> Iterator[str]:
-    """What makes tc hold each flow to a rate, below the token bucket of eth0."""
+    """The tc queues that limit each flow, below the token bucket of eth0."""
     number = FLOW_MAJOR
     yield f"qdisc add dev eth0 parent 1:1 handle {number:x}: htb"
     for minor in range(FIRST_FLOW_CLASS, FIRST_FLOW_CLASS + (1 << FLOW_CLASS_BITS)):

@@ -1,4 +1,4 @@
-"""What reproducible sums lose and cost, beside exact ones in the same run.
+"""The error and the cost of reproducible sums, beside exact ones in the same run.
 
     python -m bagua_comm run -n 2 -m benchmarks.reproducible --json benchmarks/results/reproducible.json
 
@@ -41,7 +41,7 @@ DISTRIBUTIONS: dict[str, Callable[[Random], Array]] = {
     "Student-t(3)": lambda random: random.standard_t(3, ELEMENTS),
     **{f"lognormal scales({d})": partial(lognormal_scales, d) for d in (1, 2, 3)},
 }
-"""What is added: `ELEMENTS` values."""
+"""The terms: `ELEMENTS` values."""
 
 ERRORS = Table(
     (

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.faults import plans, report
 from benchmarks.faults.__main__ import main, tried, write_digits
-from benchmarks.faults.events import Event, Listener, Teller
-from benchmarks.faults.leftovers import MARK, Place
+from benchmarks.faults.events import Event, EventReader, EventWriter
+from benchmarks.faults.leftovers import MARK, TrialFolder
 from benchmarks.faults.plans import Blow, Case, Trial
 from benchmarks.faults.trial import Seen, Stroke, timeline
 from benchmarks.faults.verdict import judge
@@ -167,10 +167,10 @@ def test_a_timeline_leaves_out_steps_that_went_well():
 
 
 def test_what_a_killed_process_said_is_heard(tmp_path):
-    with Listener(tmp_path / "pipe") as listener:
+    with EventReader(tmp_path / "pipe") as listener:
         child = os.fork()
         if not child:
-            Teller(tmp_path / "pipe")("step", step=3)
+            EventWriter(tmp_path / "pipe")("step", step=3)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(child, 0)
         (event,) = listener.listen(1.0)
@@ -180,18 +180,18 @@ def test_what_a_killed_process_said_is_heard(tmp_path):
 
 def test_processes_and_files_that_are_left_are_found_and_removed(monkeypatch):
     monkeypatch.setattr("benchmarks.faults.leftovers.GRACE_S", 0.1)
-    with Place("test") as place:
-        assert place.left() == []
-        command = place.inside(["sh", "-c", "touch /dev/shm/faults-test-left; exec sleep 60"])
-        process = subprocess.Popen(command, env=place.environment())
-        (place.temporary / "file").touch()
+    with TrialFolder("test") as folder:
+        assert folder.left() == []
+        command = folder.inside(["sh", "-c", "touch /dev/shm/faults-test-left; exec sleep 60"])
+        process = subprocess.Popen(command, env=folder.environment())
+        (folder.temporary / "file").touch()
         end = time.monotonic() + 20
-        while len(left := place.left()) < 3 and time.monotonic() < end:
+        while len(left := folder.left()) < 3 and time.monotonic() < end:
             pass
         assert left == [f"process {process.pid}: sleep 60 ", "tmp/file", "/dev/shm/faults-test-left"]
     assert process.wait(10) == -signal.SIGKILL
-    assert not place.folder.exists()
-    if not place.own_memory:
+    assert not folder.path.exists()
+    if not folder.own_memory:
         os.unlink("/dev/shm/faults-test-left")
     assert not os.path.exists("/dev/shm/faults-test-left")
     assert MARK not in os.environ

@@ -45,7 +45,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(home, mode):
     folder = home / ".cache" / "bagua_comm"
     folder.mkdir(parents=True)
     folder.chmod(mode)
-    with pytest.warns(RuntimeWarning, match=r"bagua_comm belongs to somebody else, or others can write to it"):
+    with pytest.warns(RuntimeWarning, match=r"bagua_comm belongs to another user, or others can write to it"):
         private = files.cache_folder("bagua_comm")
     assert private != folder
     assert private.stat().st_mode & 0o777 == 0o700
@@ -55,7 +55,7 @@ def test_a_cache_that_others_can_write_to_is_not_used(home, mode):
 def test_a_cache_of_somebody_else_is_not_used(home, monkeypatch):
     files.cache_folder("bagua_comm")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.warns(RuntimeWarning, match="belongs to somebody else"):
+    with pytest.warns(RuntimeWarning, match="belongs to another user"):
         assert files.cache_folder("bagua_comm") == files.private_folder()
 
 

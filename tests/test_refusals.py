@@ -130,11 +130,11 @@ def test_what_cannot_be_sent_is_refused_with_what_to_pass_in_its_place(name):
 
 
 NO_TARGETS = {
-    "read-only": (lambda: np.frombuffer(b"01234567"), "out is read-only; pass an array that can be written to"),
+    "read-only": (lambda: np.frombuffer(b"01234567"), "out is read-only; pass a writable array"),
     "scalar": (lambda: np.float64(0), "NumPy scalar, which cannot be written to; use a 0-d array"),
     "immutable": (
         lambda: Immutable([0.0]),
-        r"out is a \S*Immutable, which is read-only; pass a NumPy array .*, numpy.array\(x\), or no out",
+        r"out is a read-only \S*Immutable; pass a writable NumPy array, numpy.array\(x\), or no out",
     ),
     "expanded": (
         lambda: torch.zeros(1).double().expand(2),

@@ -43,7 +43,7 @@ from .base import (
 )
 
 
-class _Levels(NamedTuple):
+class _NodeComms(NamedTuple):
     """Communicators of the two levels."""
 
     intra: Communicator
@@ -55,7 +55,7 @@ class _Levels(NamedTuple):
 
 
 @dataclass
-class _Node:
+class _State:
     """State of `ByNode`."""
 
     inner: State = field(metadata=CHUNK)
@@ -63,7 +63,7 @@ class _Node:
     """The chunk of this rank: the mean of the node, then the result of `algorithm`."""
     result: Array = field(metadata=TRANSIENT)
     """All chunks of the node, and padding."""
-    levels: _Levels = field(metadata=TRANSIENT)
+    levels: _NodeComms = field(metadata=TRANSIENT)
 
 
 _NOT_BY_NODE = {"lends": "lends an array to optimizers", "skip": "works in steps that communicate nothing"}
@@ -107,14 +107,14 @@ class ByNode(Combinator):
     def check_size(self, size: int) -> None:
         """Supports every number of ranks; `init` checks the number of nodes."""
 
-    def init(self, bucket: Bucket, comm: Communicator) -> _Node:
+    def init(self, bucket: Bucket, comm: Communicator) -> _State:
         """See `Algorithm.init`. Collective.
 
         Raises:
             ArrayError: Its algorithm does not support this number of nodes.
         """
-        places = comm.allgather(np.array([comm.node, comm.local_size]))
-        nodes, owners = len(np.unique(places[:, 0])), int(places[:, 1].min())
+        table = comm.allgather(np.array([comm.node, comm.local_size]))
+        nodes, owners = len(np.unique(table[:, 0])), int(table[:, 1].min())
         if nodes > 1:
             self._inner.check_size(nodes)
         intra, across = comm.by_node()
@@ -125,22 +125,22 @@ class ByNode(Combinator):
         spec = BucketSpec(bucket.spec.dtype, (TensorSpec("chunk", (mine,), bucket.spec.dtype),), mine)
         result = arrays.empty((owners * size,), bucket.flat.dtype, like=bucket.flat)
         chunk = Bucket(bucket.index, spec, arrays.empty((mine,), bucket.flat.dtype, like=bucket.flat))
-        state = _Node(None, chunk, result, _Levels(intra, across, owners))
+        state = _State(None, chunk, result, _NodeComms(intra, across, owners))
         _reduce(bucket, comm, state)
         state.inner = self._inner.init(chunk, across)
         return state
 
-    def hold(self, bucket: Bucket, state: _Node) -> None:
+    def hold(self, bucket: Bucket, state: _State) -> None:
         """Refused: addends are gradients, and weights are exchanged here."""
         raise ArrayError(f"hold: {self} keeps no addends; {HOLD_HINT} does")
 
-    def begin(self, bucket: Bucket, state: _Node) -> None:
+    def begin(self, bucket: Bucket, state: _State) -> None:
         """Nothing: its algorithm begins on the lane, after the mean of the node is known."""
 
-    def skip(self, bucket: Bucket, state: _Node) -> None:
+    def skip(self, bucket: Bucket, state: _State) -> None:
         """Nothing: algorithms with a `skip` are refused, since the mean of the node is not known then."""
 
-    def exchange(self, bucket: Bucket, comm: Communicator, state: _Node) -> None:
+    def exchange(self, bucket: Bucket, comm: Communicator, state: _State) -> None:
         """Average in the node, make a step of the algorithm among nodes, and gather its result. Collective."""
         intra, across, _ = state.levels
         chunk = state.chunk
@@ -151,12 +151,12 @@ class ByNode(Combinator):
         self._inner.commit(chunk, state.inner)
         intra.allgatherv(chunk.flat, state.result, _counts(state))
 
-    def commit(self, bucket: Bucket, state: _Node) -> None:
+    def commit(self, bucket: Bucket, state: _State) -> None:
         """x <- the result."""
         bucket.flat[...] = state.result[: bucket.flat.size]
 
 
-def _reduce(bucket: Bucket, comm: Communicator, state: _Node) -> None:
+def _reduce(bucket: Bucket, comm: Communicator, state: _State) -> None:
     """Write this rank's chunk of the mean of the node to `state.chunk`. Collective."""
     flat = bucket.flat
     if flat.size < state.result.size:
@@ -166,7 +166,7 @@ def _reduce(bucket: Bucket, comm: Communicator, state: _Node) -> None:
     state.levels.intra.reduce_scatter(flat, out=state.chunk.flat, op="avg", counts=_counts(state))
 
 
-def _counts(state: _Node) -> list[int]:
+def _counts(state: _State) -> list[int]:
     """Number of elements that each rank of the node owns."""
     intra, _, owners = state.levels
     return [state.result.size // owners if rank < owners else 0 for rank in range(intra.size)]

@@ -14,7 +14,7 @@ from .residuals import bind_average
 
 
 @dataclass
-class _Bound:
+class _State:
     """State of `GradientAllReduce`: its bound average, which may keep residuals."""
 
     average: InPlace
@@ -41,11 +41,11 @@ class GradientAllReduce:
         """Supports the dtypes of the average."""
         check_average(self.average, dtype)
 
-    def init(self, bucket: Bucket, comm: Communicator) -> _Bound:
+    def init(self, bucket: Bucket, comm: Communicator) -> _State:
         """See `Algorithm.init`. Collective."""
-        return _Bound(bind_average(self.average, comm, bucket))
+        return _State(bind_average(self.average, comm, bucket))
 
-    def hold(self, bucket: Bucket, state: _Bound) -> None:
+    def hold(self, bucket: Bucket, state: _State) -> None:
         """Keep the gradients as one addend of the next mean, and leave zeros; see `Reproducible`."""
         hold = getattr(state.average, "hold", None)
         if hold is None:
@@ -53,7 +53,7 @@ class GradientAllReduce:
         bucket.padding[...] = 0
         hold(bucket.flat)
 
-    def exchange(self, bucket: Bucket, comm: Communicator, state: _Bound) -> None:
+    def exchange(self, bucket: Bucket, comm: Communicator, state: _State) -> None:
         """g <- mean of g. Collective."""
         state.average(bucket.flat)
 

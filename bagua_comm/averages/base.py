@@ -20,24 +20,24 @@ from ..comm import Communicator
 from ..errors import UnsupportedError
 
 InPlace: TypeAlias = Callable[[Array], Array]
-"""Averages an array in place, over all ranks, and returns it. Collective."""
+"""A function that averages an array over all ranks in place, and returns it. Collective."""
 
 
 class Average(Protocol):
-    """A way to average; a frozen dataclass."""
+    """A method of averaging arrays over ranks; a frozen dataclass."""
 
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
-        """Prepare averaging over `comm`; the result averages a contiguous array in place.
+        """Return a function that averages a contiguous array over the ranks of `comm`, in place.
 
-        Collective. With `like`, everything that depends on the library, dtype and size of the arrays is prepared
-        now, for arrays like that one; other arrays may still be averaged.
+        Collective. With `like`, prepare all that depends on the library, dtype and size of the arrays, for arrays
+        like it; other arrays may be averaged as well.
         """
 
     def check(self, dtype: str) -> None:
         """Raise unless arrays of this dtype can be averaged.
 
         Raises:
-            UnsupportedError: They can't.
+            UnsupportedError: They cannot.
         """
 
 
@@ -56,6 +56,6 @@ class Exact:
         return lambda x: comm.allreduce(x, out=x, op="avg")
 
     def check(self, dtype: str) -> None:
-        """Takes every floating-point and complex dtype."""
+        """Accept every floating-point and complex dtype."""
         if dtype not in FLOATS | COMPLEX:
             raise UnsupportedError(f"{self} cannot average {dtype}; expected a floating-point or complex dtype")

@@ -1,4 +1,4 @@
-"""Error feedback: the error of one quantized mean is added to the next."""
+"""Error feedback: the error of a quantized mean is added to the next one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from .quantized import Quantized, QuantizedMean
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """A quantized mean that makes up for what it lost: the error of one mean is added to the next.
+    """A quantized mean with error feedback: the error of each mean is added to the next one.
 
-    Over time nothing is lost: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
-    exact means. This makes up for both quantizations: of a rank's own array, and of the mean. It costs one more
-    array like the averaged one, and two more decodings. If the error of an element is not finite, its residual
-    starts again at zero.
+    Errors do not accumulate: the sum of the means, plus the mean of the ranks' residuals, equals the sum of the
+    exact means. Both quantizations are compensated: of the array of each rank, and of the mean. The cost is one
+    more array like the averaged one, and two more decodings. The residual of an element whose error is not finite
+    is reset to zero.
 
     Each bound average serves one array; algorithms bind one for every bucket, and checkpoints hold the residuals.
-    Don't combine it with dynamic loss scaling, which changes the unit of the gradients.
+    Do not combine it with dynamic loss scaling, which changes the unit of the gradients.
 
     Source: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", arXiv 1901.09847; both ways: Tang et al., "DoubleSqueeze", arXiv 1905.05957.
 
     >>> import numpy as np
+    >>> from bagua_comm import MinMaxUInt8
     >>> from bagua_comm.testing import run_ranks
     >>> def body(comm):
     ...     mean, x = ErrorFeedback(Quantized(MinMaxUInt8())).bind(comm), np.array([0, 0.3, 255], np.float32)
@@ -54,17 +55,17 @@ class ErrorFeedback:
         return _Feedback(mean)
 
     def check(self, dtype: str) -> None:
-        """The dtypes of the codec."""
+        """Accept the dtypes of the codec."""
         self.inner.check(dtype)
 
 
 @dataclass
 class _Feedback:
-    """A bound `ErrorFeedback`, with what it keeps."""
+    """A bound `ErrorFeedback`, and its residual."""
 
     mean: QuantizedMean
     residual: Array | None = field(default=None, metadata={"reshape": "mean"})
-    """What earlier means lost on this rank. What counts is its mean over the ranks."""
+    """The error of earlier means on this rank. Only its mean over the ranks is significant."""
 
     def __call__(self, x: Array) -> Array:
         if self.residual is None:

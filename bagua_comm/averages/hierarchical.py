@@ -18,7 +18,7 @@ from .reproducible import Reproducible
 
 @dataclass(frozen=True)
 class Hierarchical:
-    """Average inside each node first, then across nodes through `inner`, then spread inside each node.
+    """The mean in two levels: reduce inside each node, `inner` across nodes, gather inside each node.
 
     The array is cut into L chunks, where L is the size of the smallest node; in each node, L ranks own one chunk
     each. The steps are: reduce_scatter within the node, `inner` among the owners of the same chunk, allgather
@@ -26,9 +26,9 @@ class Hierarchical:
     nodes differ in size. Some nodes then have more ranks than chunks, so alltoallv and allgatherv replace
     reduce_scatter and allgather.
 
-    Use it where several ranks share the link of a node: each node sends one array over it, not one for each rank.
-    `Hierarchical(Quantized())` is the first to try where that link is the bottleneck; with one rank on each node,
-    it is `Quantized()` alone.
+    Use it if several ranks share the link of a node: each node sends one array over it, not one for each rank.
+    Try `Hierarchical(Quantized())` first if that link is the bottleneck; with one rank on each node, it equals
+    `Quantized()`.
     """
 
     inner: Average = field(default_factory=Exact)
@@ -43,23 +43,26 @@ class Hierarchical:
     def bind(self, comm: Communicator, like: Array | None = None) -> InPlace:
         """See `Average.bind`."""
         intra, inter = comm.by_node()
-        # Ranks that own nothing must bind as well: `inner` may split, and that is collective.
+        # Ranks that own no chunk bind as well: `inner` may split, which is collective.
         across = self.inner.bind(inter)
         sizes = comm.allgather(np.array(comm.local_size))
         nodes = len(set(comm.allgather(np.array(comm.node)).tolist()))
         return _Levels(self, comm, intra, across, _Sizes(int(sizes.min()), int(sizes.max()), nodes))
 
     def check(self, dtype: str) -> None:
-        """Takes the dtypes of `inner`."""
+        """Accept the dtypes of `inner`."""
         self.inner.check(dtype)
 
 
 class _Sizes(NamedTuple):
-    """Ranks in the smallest node, as many as own a chunk in each node; ranks in the largest; number of nodes."""
+    """Sizes of the nodes."""
 
     owners: int
+    """Ranks in the smallest node; the number of ranks that own a chunk in each node."""
     largest: int
+    """Ranks in the largest node."""
     nodes: int
+    """Number of nodes."""
 
 
 @dataclass
@@ -70,7 +73,7 @@ class _Levels:
     comm: Communicator
     intra: Communicator
     across: InPlace
-    """`inner` among the ranks that own the same chunk; may keep state of its own."""
+    """`inner` among the ranks that own the same chunk; it may have state."""
     sizes: _Sizes
 
     def __call__(self, x: Array) -> Array:
@@ -103,7 +106,7 @@ class _Levels:
 
 
 def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
-    """Send chunk j to rank j, if counts[j] is not 0; returns this rank's own chunk from every rank, (p, m)."""
+    """Send chunk j to rank j if counts[j] > 0; return this rank's own chunk of every rank, (p, m)."""
     incoming = [counts[comm.rank]] * comm.size
     parts = comm.scratch.take("parts", (comm.size, counts[comm.rank]), chunks.dtype, like=chunks)
     comm.alltoallv(chunks, counts, parts, incoming)
@@ -111,7 +114,7 @@ def _exchanged(comm: Communicator, chunks: Array, counts: list[int]) -> Array:
 
 
 def _padded(comm: Communicator, flat: Array, rows: int, length: int, *, copy: bool = False) -> Array:
-    """View `flat` as (rows, length), or copy it to zero-padded scratch of `comm` if it is shorter."""
+    """Return `flat` as (rows, length), copied to zero-padded scratch memory of `comm` if it is shorter."""
     if flat.size == rows * length and not copy:
         return flat.reshape(rows, length)
     padded = comm.scratch.take("padded", (rows * length,), flat.dtype, like=flat)

@@ -1,4 +1,4 @@
-"""The quantized mean, and the quantized allreduce that makes it."""
+"""The quantized mean, and the quantized allreduce that computes it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Quantized:
     """The mean through a codec; see `quantized_allreduce`.
 
     Args:
-        codec: Encodes what travels.
-        min_bytes: Smaller arrays are averaged exactly, on all ranks, and the trace says so; None for the size
-            from which quantizing pays on the transport (`Transport.quantize_bytes`), 0 to quantize all.
+        codec: Encodes the arrays that are sent.
+        min_bytes: Smaller arrays are averaged exactly, on all ranks, in a span "exact: small" of the trace. None
+            for the size from which quantizing pays on the transport (`Transport.quantize_bytes`); 0 to quantize
+            all arrays.
 
     >>> from bagua_comm.testing import run_ranks
     >>> mean = Quantized(MinMaxUInt8())
@@ -55,11 +56,11 @@ class Quantized:
         return mean
 
     def check(self, dtype: str) -> None:
-        """The dtypes of the codec."""
+        """Accept the dtypes of the codec."""
         check_codec_argument("Quantized", self.codec, dtype)
 
 
-_EIGHT_BITS = MinMaxUInt8()
+_DEFAULT_CODEC = MinMaxUInt8()
 
 
 def quantized_allreduce(
@@ -76,10 +77,10 @@ def quantized_allreduce(
     Collective. `x` has the same shape and dtype on every rank, any size and shape. `out` may be `x`.
 
     Over p ranks: encode p chunks -> alltoall -> combine (decode p, add in rank order in float32, encode
-    one) -> allgather -> decode p; over a network in pieces, so that it does not wait for the codec. Every element
-    is quantized twice, however many ranks there are; each rank sends 2 (p - 1) / p of the encoded size. The owner
-    of a chunk decodes its own wire bytes like everyone else. A single rank's array is returned as it is: nothing
-    is sent, so nothing is rounded.
+    one) -> allgather -> decode p. Over a network this is pipelined in pieces, so that the network does not wait
+    for the codec. Every element is quantized twice, for any number of ranks; each rank sends 2 (p - 1) / p of the
+    encoded size. The owner of a chunk also decodes its own wire bytes. On a single rank, the array is returned
+    unchanged.
 
     Source: the compressed scatter-gather of Bagua (Gan et al., arXiv 2107.01499).
 
@@ -87,10 +88,10 @@ def quantized_allreduce(
         comm: The ranks.
         x: The array of this rank.
         out: Where to put the result; a new array if None.
-        codec: Encodes what travels; `MinMaxUInt8()` if None.
+        codec: Encodes the arrays that are sent; `MinMaxUInt8()` if None.
         op: "sum" or "avg".
-        residual: What earlier calls lost on this rank, a contiguous array like `x`. It is added to `x`, and then
-            overwritten with what this call loses. See `ErrorFeedback`.
+        residual: The error of earlier calls on this rank, a contiguous array like `x`. It is added to `x`, and
+            then overwritten with the error of this call. See `ErrorFeedback`.
 
     Raises:
         ArrayError: `out` or `residual` does not fit `x`; `op` is not "sum" or "avg"; or an array begins at an
@@ -101,7 +102,7 @@ def quantized_allreduce(
     >>> run_ranks(2, lambda comm: quantized_allreduce(comm, np.arange(3, dtype=np.float32)))[0]
     array([0., 2., 4.], dtype=float32)
     """
-    codec = _EIGHT_BITS if codec is None else codec
+    codec = _DEFAULT_CODEC if codec is None else codec
     if op not in ("sum", "avg"):
         raise ArrayError(f'quantized_allreduce: op is {op!r}, expected "sum" or "avg"')
     call, reduction = _prepared(comm, x, codec, op)
@@ -165,17 +166,17 @@ class QuantizedMean:
 
 
 class _Reduction:
-    """A quantized allreduce of arrays of one library, dtype and size: what does not change from call to call."""
+    """A quantized allreduce, prepared for arrays of one library, dtype and size."""
 
     def __init__(self, comm: CommBase, transport: Transport, codec: Codec, op: str, like: Array) -> None:
         self.transport, self.codec, self.op, self.dtype = transport, codec, op, like.dtype
         self.rank, self.p, self.size = comm.rank, comm.size, like.size
         self._type, self._piece_bytes = type(like), transport.coded_piece_bytes(like.nbytes)
         self.chunk = -(-like.size // comm.size)
-        """Elements of a chunk; rank r combines chunk r of all ranks."""
+        """Number of elements of a chunk; rank r combines chunk r of all ranks."""
         self._kernels = kernels.of(like)
         if comm.size == 1 or like.size == 0:
-            return  # nothing is coded
+            return  # nothing is encoded
         piece_bytes = None if codec.granule is None else self._piece_bytes
         wire_nbytes = codec.wire_nbytes(self.chunk, like.dtype)
         self.pieces = cut(self.chunk, wire_nbytes, piece_bytes, codec.granule or 1)
@@ -183,7 +184,7 @@ class _Reduction:
         self.wire_nbytes = [codec.wire_nbytes(length, like.dtype) for length in lengths]
         steps = {length: codec.steps(length, like) for length in set(lengths)}
         self.steps = [steps[length] for length in lengths]
-        # In one piece all rows are coded at once.
+        # A single piece encodes all rows at once.
         self.groups = [slice(0, self.p)] if len(lengths) == 1 else [slice(r, r + 1) for r in range(self.p)]
         self._call_text = f"quantized_allreduce(codec={codec}, op={op})"
 
@@ -192,7 +193,7 @@ class _Reduction:
         return kernels.of(x) is self._kernels and self._piece_bytes == self.transport.coded_piece_bytes(x.nbytes)
 
     def reduce(self, call: Call, out: Array | None, residual: Array | None) -> Array:
-        """Reduce the array of the call into `out`, which may be that array; returns it. Collective."""
+        """Reduce the array of the call into `out`, which may be that array, and return it. Collective."""
         call.writes_to(out, call.x.shape)
         call.in_place()
         if call.x is not call.target:
@@ -218,7 +219,7 @@ class _Reduction:
         return call.result
 
     def check(self, call: Call, residual: Array | None) -> None:
-        """Raise unless kernels can read the arrays of the call where they lie, and `residual` is like `x`."""
+        """Raise unless kernels can read the arrays of the call in place, and `residual` is like `x`."""
         x = call.x
         if residual is not None and (
             residual.shape != x.shape or residual.dtype != x.dtype or not arrays.is_contiguous(residual)
@@ -239,10 +240,10 @@ class _Reduction:
 
 
 class _Coded(Stages):
-    """A quantized reduction, with error feedback if there is a `residual`.
+    """The stages of a quantized reduction, with error feedback if there is a `residual`.
 
-    Each rank encodes the p chunks of its array, combines what it received of its own chunk (decodes p, adds them
-    in rank order in float32, encodes one), and decodes everybody's results.
+    Each rank encodes the p chunks of its array, combines the received parts of its own chunk (decodes p, adds
+    them in rank order in float32, encodes one), and decodes the results of all ranks.
     """
 
     def __init__(
@@ -268,11 +269,11 @@ class _Coded(Stages):
             self._results = target.reshape(p, chunk)
         else:
             self._padded_to = target.reshape(-1)
-        # The results of a piece take the place of its encoded chunks, so the memory is in use for two lags.
+        # Results overwrite the encoded chunks of their piece, so that memory is in use for two lags.
         width = p * max(reduction.wire_nbytes)
         self._sent = scratch.take("sent", (min(2 * LAG + 1, self.count), width), np.uint8, like=x)
         self._received = scratch.take("received", (min(LAG + 1, self.count), width), np.uint8, like=x)
-        self._under_way: dict[int, tuple[Array, Array]] = {}
+        self._in_flight: dict[int, tuple[Array, Array]] = {}
 
     def encode(self, i: int) -> tuple[Rows, Rows]:
         """See `Stages.encode`."""
@@ -281,37 +282,37 @@ class _Coded(Stages):
         if self.count == 1:
             encode(self._chunks, sent)
             if self._residual is not None:
-                self._keep_loss(i, sent)
+                self._store_error(i, sent)
             return sent, received
         rows, into = list(sent), list(received)
-        rows[r.rank] = into[r.rank]  # this rank's own part goes straight to the parts that it receives
+        rows[r.rank] = into[r.rank]  # encodes this rank's own chunk directly into the received ones
         for peer in range(r.p):
             encode(self._chunks[peer, None, piece], rows[peer][None])
         if self._residual is not None:
             sent[r.rank] = received[r.rank]
-            self._keep_loss(i, sent)
+            self._store_error(i, sent)
         return rows, into
 
     def _begin(self, i: int) -> tuple[Array, Array]:
-        """Memory for piece i, (p, bytes) each: for all encoded chunks, and for what all ranks send here."""
+        """Return memory for piece i, (p, bytes) each: for the encoded chunks and for the received ones."""
         p, nbytes = self._r.p, self._r.wire_nbytes[i]
         sent, received = self._sent[i % len(self._sent)], self._received[i % len(self._received)]
-        self._under_way[i] = sent[: p * nbytes].reshape(p, nbytes), received[: p * nbytes].reshape(p, nbytes)
-        return self._under_way[i]
+        self._in_flight[i] = sent[: p * nbytes].reshape(p, nbytes), received[: p * nbytes].reshape(p, nbytes)
+        return self._in_flight[i]
 
     def combine(self, i: int) -> tuple[Array, Rows]:
         """See `Stages.combine`."""
         r, mine = self._r, self._r.rank
-        results, received = self._under_way[i]
+        results, received = self._in_flight[i]
         r.steps[i].combine(received, results[mine, None], op=r.op)
         if self._residual is not None:
-            self._keep_loss_of_mean(i, received, results[mine, None])
+            self._add_error_of_mean(i, received, results[mine, None])
         return results[mine], results if self.count == 1 else list(results)
 
     def decode(self, i: int) -> None:
         """See `Stages.decode`."""
         r, piece, decode = self._r, self._r.pieces[i], self._r.steps[i].decode
-        results, _ = self._under_way.pop(i)
+        results, _ = self._in_flight.pop(i)
         for rows in r.groups:
             decode(results[rows], self._results[rows, piece])
         if self._padded_to is not None and i == self.count - 1:
@@ -319,20 +320,20 @@ class _Coded(Stages):
 
     # Error feedback ---------------------------------------------------------------------------------
 
-    def _keep_loss(self, i: int, sent: Array) -> None:
-        """Keep what encoding this rank's chunks has lost: residual <- chunk - decoded."""
+    def _store_error(self, i: int, sent: Array) -> None:
+        """Store the error of encoding this rank's chunks: residual <- chunk - decoded."""
         r, piece = self._r, self._r.pieces[i]
         for rows in r.groups:
             chunks = self._chunks[rows, piece]
             decoded = self._scratch.take("decoded", chunks.shape, r.dtype, like=chunks)
             r.steps[i].decode(sent[rows], decoded)
-            lost = self._place(rows, piece)
+            error = self._residual_of(rows, piece)
             kernels.of(chunks).loss(
-                chunks.reshape(-1)[: lost.size], decoded.reshape(-1)[: lost.size], 1, out=lost
+                chunks.reshape(-1)[: error.size], decoded.reshape(-1)[: error.size], 1, out=error
             )
 
-    def _keep_loss_of_mean(self, i: int, received: Array, encoded: Array) -> None:
-        """Add what encoding the result has lost: residual <- residual + p (mean - decoded)."""
+    def _add_error_of_mean(self, i: int, received: Array, encoded: Array) -> None:
+        """Add the error of encoding the result: residual <- residual + p (mean - decoded)."""
         r, piece, run = self._r, self._r.pieces[i], kernels.of(received)
         length = piece.stop - piece.start
         decoded = self._scratch.take("decoded", (r.p, length), r.dtype, like=received)
@@ -341,13 +342,13 @@ class _Coded(Stages):
         r.steps[i].decode(received, decoded)
         run.reduce_rows(decoded, total, r.op)
         r.steps[i].decode(encoded, kept)
-        # The next mean divides what this rank adds by p, so p times the loss is kept.
+        # The next mean divides the residual of this rank by p, so it stores p times the error.
         run.loss(total, kept[0], r.p if r.op == "avg" else 1, out=total)
-        lost = self._place(slice(r.rank, r.rank + 1), piece)
-        run.add(lost, total[: lost.size], out=lost)
+        error = self._residual_of(slice(r.rank, r.rank + 1), piece)
+        run.add(error, total[: error.size], out=error)
 
-    def _place(self, rows: slice, piece: slice) -> Array:
-        """The residual of a piece of these chunks; in the last chunk it may be shorter than the piece."""
+    def _residual_of(self, rows: slice, piece: slice) -> Array:
+        """Return the residual of a piece of these chunks; it may be shorter than the piece in the last chunk."""
         assert self._residual is not None
         start, end = rows.start * self._r.chunk + piece.start, (rows.stop - 1) * self._r.chunk + piece.stop
         return self._residual[start:end]

@@ -1,8 +1,9 @@
 """Reproducible sums: the bits depend on the addends alone.
 
-Adding floats rounds, so the order of the addends shows in the last bits. The order changes with the algorithm of
-an allreduce, the number of ranks, the size of the array, the transport. Adding integers does not round. So every
-addend is rounded once, to a multiple of a unit that all ranks agree on, and the multiples are added as int32.
+Additions of floats round, so the last bits depend on the order of the addends. The order depends on the algorithm
+of an allreduce, the number of ranks, the size of the array and the transport. Additions of integers do not round.
+So every addend is rounded once, to a multiple of a unit that all ranks agree on, and the multiples are added as
+int32.
 
 M addends, in blocks of neighbouring elements. For each block:
 
@@ -13,23 +14,23 @@ M addends, in blocks of neighbouring elements. For each block:
     S = sum of q                                                                       one allreduce, SUM of int32
     y = S unit, or S unit / M for the mean
 
-The wire is that of float32, one byte for each block, and 8 bytes, by which ranks with other settings are seen.
+Each rank sends the bytes of float32, one byte for each block, and 8 bytes to detect ranks with other settings.
 
-*Why no order shows.* The maximum of integers and, as long as it does not overflow, the sum of integers do not
-depend on the order; q depends on x, f and M; and y on S, f and M.
+*Why the order has no effect.* The maximum of integers and, as long as it does not overflow, the sum of integers
+do not depend on the order; q depends on x, f and M; and y on S, f and M.
 
 *Why S does not overflow.* M <= 2^(31 - bits), so |S| <= M (2^bits - 1) <= 2^31 - M. The same holds for every
 partial sum, in any order.
 
-*What is lost.* |x| < 2^(max(f, 1) - 126), so |x / unit| < 2^bits, and q is off by at most 1/2: by 2^-bits of the
+*Error.* |x| < 2^(max(f, 1) - 126), so |x / unit| < 2^bits, and q is off by at most 1/2: by 2^-bits of the
 largest |x| of the block. The clip acts only where M > 128. Else bits >= 24, and since float32 has 24 bits,
 |x / unit| <= 2^bits - 2^(bits - 24), which is an integer. Where it acts, it keeps means of the largest finite
 numbers finite; then q is off by at most 1.
 
-*Beside float32.* A sum of 8 in rank order loses more than this, in blocks of 128, where values of a block are of
-similar size: normal ones, Student-t(3), one lognormal scale for each block. Where each element has a lognormal
-scale of its own, this loses more from about sigma = 2 on; in blocks of 64 from between 2.5 and 3 on. That is what
-was measured, as relative L2 errors; it is not a bound.
+*Compared with float32.* These are measured relative L2 errors, not bounds. A float32 sum of 8 addends in rank
+order has a larger error than this one, in blocks of 128, if the values of a block are of similar size: normal,
+Student-t(3), or with one lognormal scale for each block. If each element has its own lognormal scale, this sum
+has the larger error from about sigma = 2 on, and in blocks of 64 from between 2.5 and 3 on.
 
 *How y is rounded.* S / M is rounded to float64, multiplied by a power of two, which is exact, and rounded to
 float32. That is the float32 nearest to S unit / M. Two roundings differ from one only if S / M is near the middle
@@ -37,7 +38,7 @@ between two neighbours of float32, but not on it, nearer than 2^-53 of itself. T
 and S / M - m 2^j is a multiple of 2^min(j, 0) / M. With |S| < 2^31 and M <= 2^16, that is at least 2^-31 of S / M
 if j >= 0, and 2^-42 if j < 0. float16 and bfloat16 are rounded once more, from float32. Zeros are +0.0.
 
-*What is not finite.* An infinity or a NaN has f = 255, and so has its block on all ranks: all of it becomes NaN.
+*Infinity and NaN* have f = 255, and so has their block on all ranks: all of it becomes NaN.
 
 Source: rounding to an agreed unit before adding is the idea of Demmel and Nguyen, "Fast Reproducible
 Floating-Point Summation", ARITH 2013; one exponent for a block of integers is block floating point, Wilkinson,
@@ -63,10 +64,10 @@ from ..errors import ArrayError, UnsupportedError
 
 DTYPES = frozenset({"float32", "float16", "bfloat16"})
 MOST_ADDENDS = 2**16
-"""So that at least 15 bits are left for each addend."""
+"""Largest number of addends; it leaves at least 15 bits for each."""
 
 BLOCK = 128
-"""Elements of a block, if nothing else is said."""
+"""Default number of elements of a block."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,19 @@ class Reproducible:
     """The mean, whose bits depend on the addends alone: see `reproducible_allreduce` for the formula.
 
     They do not depend on the order of the ranks, on the transport, on host or device, nor on how tensors are
-    packed into buckets: in an algorithm, blocks begin where tensors begin. (Where the bare average is called,
-    as in a communication hook, they begin where the array begins.)
+    packed into buckets: in an algorithm, each tensor begins a new block. (If the average is called alone, as in a
+    communication hook, only the array does.)
 
-    With `addends`, the mean is that of so many microbatches, dealt to the ranks by `elastic.share`, and does not
-    depend on the number of ranks either. Every microbatch's gradient is an addend of its own: see
-    `Engine.hold` and `bagua_torch.DistributedDataParallel.microbatches`. Until the mean is made, each rank keeps
-    a copy of the gradients for every one of its microbatches but the last.
+    With `addends`, the mean is that of `addends` microbatches, distributed to the ranks by `elastic.share`, and
+    does not depend on the number of ranks either. The gradient of each microbatch is one addend: see
+    `Engine.hold` and `bagua_torch.DistributedDataParallel.microbatches`. Until the mean is computed, each rank
+    keeps a copy of the gradients for each of its microbatches but the last.
 
     Args:
-        block: How many neighbouring elements share a unit. Fewer lose less, and cost more bytes: one for each
-            block. With 128, it loses more than float32 does where scales inside a block are spread as widely as
-            a lognormal distribution of sigma 2 or more.
-        addends: How many addends there are on all ranks together; None if each rank has one.
+        block: Number of neighbouring elements that share a unit. Smaller blocks have smaller errors, and cost
+            more bytes: one for each block. With 128, the error is larger than that of float32 if scales inside a
+            block are spread as widely as a lognormal distribution of sigma 2 or more.
+        addends: Total number of addends of all ranks; None if each rank has one.
 
     Raises:
         ArrayError: `block` or `addends` is not a positive integer, or `addends` is above 65536.
@@ -114,8 +115,8 @@ class Reproducible:
         Args:
             comm: The ranks.
             like: An array like those to be averaged.
-            sizes: How many elements each tensor has, of those that lie in the array one behind the other; what
-                is left is padding. If None, the array is one tensor.
+            sizes: Numbers of elements of the consecutive tensors in the array; the rest is padding. None if the
+                array is one tensor.
 
         Raises:
             ArrayError: There are more ranks than addends.
@@ -129,13 +130,13 @@ class Reproducible:
         return _Held(self, comm, addends, sizes)
 
     def check(self, dtype: str) -> None:
-        """Takes float32, float16 and bfloat16."""
+        """Accept float32, float16 and bfloat16."""
         if dtype not in DTYPES:
             raise UnsupportedError(f"{self} cannot average {dtype}, only {', '.join(sorted(DTYPES))}")
 
 
 class _Held:
-    """A bound `Reproducible`, with the addends that this rank holds until their mean is made."""
+    """A bound `Reproducible`, with the addends that this rank holds until their mean is computed."""
 
     def __init__(
         self, settings: Reproducible, comm: Communicator, addends: int, sizes: Sequence[int] | None
@@ -145,14 +146,14 @@ class _Held:
         self._mine = len(topology.share(addends, comm.rank, comm.size))
         self._held: list[Array] = []
         self._excess = 0
-        """How many more it was given to hold than it takes."""
+        """Number of addends beyond this rank's share that it was given to hold."""
         self._free: list[Array] = []
 
     def hold(self, x: Array) -> None:
-        """Take `x` as one addend of the next mean, and leave zeros in it.
+        """Hold a copy of `x` as one addend of the next mean, and set `x` to zero.
 
         Raises:
-            ArrayError: This rank has all its addends but the last, which goes to the mean itself.
+            ArrayError: This rank holds all its addends but the last, which is averaged directly.
         """
         if len(self._held) + 1 >= self._mine:
             self._excess += 1
@@ -164,13 +165,13 @@ class _Held:
         self._held.append(room)
 
     def __call__(self, x: Array) -> Array:
-        """The mean of `x` and what all ranks hold, in place.
+        """Average `x` and the addends that all ranks hold, in place.
 
         Collective.
 
         Raises:
-            ArrayError: On all ranks: they differ in their settings, or a rank has more or fewer addends than its
-                share.
+            ArrayError: The ranks differ in their settings, or a rank has more or fewer addends than its share.
+                Raised on all ranks.
         """
         call = Call(self._comm, "Reproducible", x)
         value = call.x
@@ -198,23 +199,23 @@ def reproducible_allreduce(
     """Sum or average `x` over all ranks, to bits that depend on these arrays alone.
 
     Collective. `x` has the same shape on every rank, any size and shape, and dtype float32, float16 or bfloat16.
-    `out` may be `x`. The result does not depend on which rank has which array, on the transport, or on the memory
-    that the arrays are in. It costs a byte for each block and 8 bytes more than `Communicator.allreduce` of
+    `out` may be `x`. The result does not depend on the order of the arrays among the ranks, on the transport, or
+    on host or device memory. It costs a byte for each block and 8 bytes more than `Communicator.allreduce` of
     float32, another pass over the array, and a second, small allreduce.
 
     Every block of `block` elements has a unit, a power of two: with f, the exponent field of the largest
     magnitude in the block on all ranks, and bits = 31 - ceil(log2 p) on p ranks, it is
     2^(max(f, 1) - 126 - bits). Elements are rounded to multiples of it, half to even, which are added as int32;
-    the sum is rounded to float32, and then to the dtype. So every addend is off by at most 2^-bits of the largest
-    in its block, before these last roundings. A block with an infinity or a NaN becomes NaN. The module has the
-    proofs.
+    the sum is rounded to float32, and then to the dtype. So the error of every addend is at most 2^-bits of the
+    largest one in its block, before these last roundings. A block with an infinity or a NaN becomes NaN. The
+    documentation of the module has the proofs.
 
     Args:
         comm: The ranks, at most 65536.
         x: The array of this rank.
         out: Where to put the result; a new array if None.
         op: "sum" or "avg".
-        block: How many neighbouring elements share a unit.
+        block: Number of neighbouring elements that share a unit.
 
     Raises:
         ArrayError: `out` does not fit `x`, `op` is not "sum" or "avg", or `block` is not a positive integer.
@@ -248,46 +249,46 @@ def reproducible_allreduce(
 
 
 _ADVICE = (
-    "; deal microbatches by elastic.share, and hold each but the last (Engine.hold, "
+    "; distribute microbatches by elastic.share, and hold each but the last (Engine.hold, "
     "DistributedDataParallel.microbatches)"
 )
 
-NUMBER_BYTES = 8
-"""What the agreement on exponents carries beside them: a number for the settings, by which unequal ones show."""
+CHECKSUM_BYTES = 8
+"""Size of the checksum of the settings, which the agreement on exponents carries to detect unequal ones."""
 
 
 class _Terms(NamedTuple):
-    """What all ranks must have in common, and what this one has got wrong."""
+    """The settings that must be equal on all ranks, and the error of this rank in them."""
 
     addends: int
     block: int
     sizes: tuple[int, ...]
     given: int | None = None
-    """How many addends this rank has, if that is not its share; else None."""
+    """Number of addends of this rank if it differs from its share; else None."""
 
     def agree_once(self, comm: Communicator) -> None:
-        """Compare them with the other ranks', by the host, when they are new. Collective.
+        """Compare new settings among the ranks, on the host. Collective.
 
-        Every time would make the host wait for the device.
+        A comparison in every call would make the host wait for the device.
         """
         if self.given is not None:
             raise ArrayError(self._of(comm, comm.rank) + _ADVICE)
         if self not in comm.agreed:
-            number = _number_of(self, comm.rank)
+            number = _checksum(self, comm.rank)
             if comm.allreduce(number, op="max").tobytes() != number.tobytes():
                 raise ArrayError(self.complaint(comm))
             comm.agreed.add(self)
 
     def complaint(self, comm: Communicator) -> str:
-        """Words about what is wrong, the same on all ranks. Collective."""
-        everyones: list[_Terms] = comm.allgather_object(self)
-        for rank, each in enumerate(everyones):
-            if each[:3] != everyones[0][:3]:
+        """Return what is wrong, in the same words on all ranks. Collective."""
+        settings: list[_Terms] = comm.allgather_object(self)
+        for rank, each in enumerate(settings):
+            if each[:3] != settings[0][:3]:
                 return (
-                    f"Reproducible: ranks differ: rank 0 has {everyones[0]._settings()}, but rank {rank} has "
+                    f"Reproducible: ranks differ: rank 0 has {settings[0]._settings()}, but rank {rank} has "
                     f"{each._settings()}; give all ranks the same `addends`, `block` and tensors"
                 )
-        wrong = [each._of(comm, rank) for rank, each in enumerate(everyones) if each.given is not None]
+        wrong = [each._of(comm, rank) for rank, each in enumerate(settings) if each.given is not None]
         return "; ".join(wrong) + _ADVICE
 
     def _of(self, comm: Communicator, rank: int) -> str:
@@ -300,8 +301,8 @@ class _Terms(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _number_of(terms: _Terms, rank: int) -> Array:
-    """A number for the terms, 4 bytes, and what each of these lacks to 255; each wrong rank has another one."""
+def _checksum(terms: _Terms, rank: int) -> Array:
+    """Return the CRC of the settings and its complement, 8 bytes; it differs on each rank with a wrong count."""
     wrong = "" if terms.given is None else f"rank {rank} has {terms.given}"
     there = np.frombuffer(zlib.crc32(f"{terms[:3]} {wrong}".encode()).to_bytes(4, "little"), np.uint8)
     return np.concatenate([there, 255 - there])
@@ -310,20 +311,20 @@ def _number_of(terms: _Terms, rank: int) -> Array:
 def _sum(
     comm: Communicator, mine: Sequence[Array], bounds: Array, terms: _Terms, out: Array, *, divisor: int
 ) -> None:
-    """Add what all ranks give as `mine`, an array for each addend; divide by `divisor`. Collective."""
+    """Add the arrays `mine` of all ranks, one for each addend, and divide by `divisor`. Collective."""
     blocks, on_host = len(bounds) - 1, isinstance(out, np.ndarray)
-    told = comm.scratch.take("fields", (blocks + NUMBER_BYTES * on_host,), np.uint8, like=out)
-    fields, number = told[:blocks], told[blocks:]
+    agreed = comm.scratch.take("fields", (blocks + CHECKSUM_BYTES * on_host,), np.uint8, like=out)
+    fields, checksum = agreed[:blocks], agreed[blocks:]
     fields[...] = 0
     for x in mine:
         kernels.of(x).fixed_exponents(x, bounds, fields)
     if on_host:
-        number[...] = _number_of(terms, comm.rank)
+        checksum[...] = _checksum(terms, comm.rank)
     else:
         terms.agree_once(comm)
-    comm.allreduce(told, out=told, op="max")
-    # Each byte is the largest of all ranks'. If a byte and what it lacks to 255 are this rank's, all have it.
-    if terms.given is not None or (on_host and number.tobytes() != _number_of(terms, comm.rank).tobytes()):
+    comm.allreduce(agreed, out=agreed, op="max")
+    # Each byte is the maximum over the ranks: a byte and its complement are unchanged only if all ranks agree.
+    if terms.given is not None or (on_host and checksum.tobytes() != _checksum(terms, comm.rank).tobytes()):
         raise ArrayError(terms.complaint(comm))
     call = Call(comm, "reproducible_allreduce", mine[-1], addends=terms.addends)
     call.target = out
@@ -332,7 +333,7 @@ def _sum(
 
 
 class _FixedPoint:
-    """What is added: multiples of the units, as int32. See `Encoding`."""
+    """The encoding of addends as multiples of the units, in int32. See `Encoding`."""
 
     dtype = np.dtype(np.int32)
 
@@ -342,17 +343,17 @@ class _FixedPoint:
         self._run = kernels.of(fields)
 
     def encode(self, piece: slice, out: Array) -> None:
-        """The sum over this rank's addends."""
+        """Write the sum of this rank's addends."""
         bounds, fields = self._blocks(piece)
         for i, x in enumerate(self._mine):
             self._run.fixed_add(x[piece], bounds, fields, self._bits, out, first=i == 0)
 
     def decode(self, total: Array, piece: slice, out: Array) -> None:
-        """The sum or mean."""
+        """Write the sum or the mean."""
         self._run.fixed_mean(total, *self._blocks(piece), self._bits, self._divisor, out)
 
     def _blocks(self, piece: slice) -> tuple[Array, Array]:
-        """Where the blocks of a piece begin in it, and the last one ends; and their fields."""
+        """Return the bounds of the blocks of a piece, relative to its start, and their exponent fields."""
         bounds, fields = self._bounds, self._fields
         if piece.stop - piece.start == self._mine[0].size:
             return bounds, fields
@@ -364,7 +365,7 @@ class _FixedPoint:
 
 
 def _bounds(comm: Communicator, like: Array, sizes: tuple[int, ...], block: int) -> Array:
-    """Where blocks begin, and the last one ends, in tensors of these sizes and what is left; kept by `comm`."""
+    """Return the bounds of the blocks of tensors of these sizes and of the padding; cached by `comm`."""
     key = "Reproducible", sizes, like.size, block, arrays.library(like)
     found = comm.call_cache.get(key)
     if found is None:

@@ -1,13 +1,13 @@
-"""Checkpoints on disk: complete or not there, written beside training, loaded on any number of ranks.
+"""Checkpoints on disk: complete or absent, written in the background, loaded on any number of ranks.
 
-trees         plain values and arrays as JSON and a list of arrays; what is a rank's own
-slices        which rank writes what of the arrays that all ranks share
+trees         plain values and arrays as JSON and a list of arrays; per-rank values
+slices        the division of shared arrays among the ranks that write them
 tensorfile    files in the safetensors format
-folders       what makes a checkpoint complete
+folders       the folder of checkpoints, and when a checkpoint is complete
 saving        one checkpoint, from the arrays of the ranks to the disk
-loading       and back, also on another number of ranks
-checkpoints   what users call
-engines       what an engine's algorithm keeps, as a tree that loads on another number of ranks
+loading       one checkpoint, from the disk to the ranks, also on another number of ranks
+checkpoints   the public class
+engines       the state of an engine's algorithm as a tree that loads on another number of ranks
 """
 
 from .checkpoints import Checkpoints, Loaded

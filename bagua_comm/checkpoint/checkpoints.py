@@ -1,4 +1,4 @@
-"""What users call: save and load trees of arrays and plain values, together on all ranks."""
+"""Checkpoints of trees of arrays and plain values, saved and loaded by all ranks together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
-"""While files are written, ranks tell each other this often how far they are."""
+"""The interval at which ranks report their progress to each other while files are written."""
 
 _MARK_IT = "put what belongs to a rank in Own(...)"
 _GIVEN_UP = "another rank has failed"
@@ -39,37 +39,38 @@ _ERRORS = {error.__name__: error for error in (ArrayError, UnsupportedError, Che
 
 
 class Loaded(NamedTuple):
-    """What `Checkpoints.load` gives."""
+    """Result of `Checkpoints.load`."""
 
     step: int
     tree: Any
-    """What was saved, with every `Own` replaced by what is this rank's of it."""
+    """The saved tree, with every `Own` replaced by this rank's value."""
     ranks: int
-    """How many ranks saved it."""
+    """The number of ranks that saved it."""
     skipped: tuple[str, ...] = ()
     """With `fallback`: newer checkpoints that could not be loaded, and why."""
 
 
 class Checkpoints(Live):
-    """Checkpoints in a folder that all ranks share: complete or not there, whatever happens while they are saved.
+    """Checkpoints in a folder that all ranks share: complete or absent, even if a save is interrupted.
 
-    Collective. `save` copies what this rank writes and returns; a thread writes it beside the training. Arrays
-    and values that all ranks share are written once, a part by each rank. What is a rank's own is marked:
+    Collective. `save` copies this rank's part and returns; a thread writes it in the background. Arrays and
+    values that all ranks share are written once, a part by each rank. Per-rank values are marked:
 
         with Checkpoints("runs/7", comm) as checkpoints:
             ...
             checkpoints.save(step, {"weights": w, "lr": 0.1, "generator": Own(state)})
 
-    A tree holds NumPy and CuPy arrays (and what has `__dlpack__`), NumPy's scalars, None, bool, int, float,
-    complex, str, bytes, and lists, tuples and dicts of these. All come back as they were, bit for bit; arrays
-    come back as NumPy arrays. Nothing is pickled: files are JSON and safetensors.
+    A tree holds NumPy and CuPy arrays (and objects with `__dlpack__`), NumPy's scalars, None, bool, int, float,
+    complex, str, bytes, and lists, tuples and dicts of these. All are restored bit for bit; arrays are
+    restored as NumPy arrays. Nothing is pickled: files are JSON and safetensors.
 
-    Close it, or use it as a context manager. Only one program at a time may save in a folder; any may load.
+    Close it, or use it as a context manager. Only one program at a time may save in a folder; any number may
+    load.
 
     Args:
-        folder: Where checkpoints are, in a file system that all ranks share. It is made when it is needed.
+        folder: The folder of the checkpoints, in a file system that all ranks share. Made when it is needed.
         comm: The ranks. Checkpoints work on a duplicate of it.
-        keep: How many of the newest to keep; None keeps all.
+        keep: The number of newest checkpoints to keep; None keeps all.
         stall_s: How long a rank may write without progress before the save fails, in seconds.
 
     Raises:
@@ -111,30 +112,30 @@ class Checkpoints(Live):
         self._staging = Staging()
         self._worker = ThreadPoolExecutor(1, "checkpoints")
         self._saving: tuple[int, Future[str | None]] | None = None
-        """The step of the save under way, and what will be wrong with it."""
+        """The step of the save in progress, and its future error."""
 
     # Saving -----------------------------------------------------------------------------------------
 
     def save(self, step: int, tree: Any, *, wait: bool = False) -> None:
         """Save a tree as the checkpoint of a step.
 
-        Collective. Returns when what this rank writes has been copied, so that training may change its arrays. A
-        save under way is waited for first. A checkpoint of the same step is replaced when the new one is
-        complete. Whether it could be written is told by the next call, of `save`, `wait`, `load` or `close`.
+        Collective. Returns when this rank's part has been copied, so that training may change its arrays. First
+        waits for a save in progress. A checkpoint of the same step is replaced when the new one is complete.
+        The next call of `save`, `wait`, `load` or `close` raises the error of a failed save.
 
-        All ranks give the same tree, except inside of `Own`. Other values and shapes are compared. Of arrays,
-        each rank compares the part that the rank behind writes with its own copy of it.
+        All ranks pass the same tree, except inside of `Own`. Other values and shapes are compared. Each rank
+        compares the part of arrays that the previous rank writes with its own copy.
 
         Args:
             step: A number of at least 0.
-            tree: What to save.
+            tree: The tree to save.
             wait: Return when the checkpoint is complete.
 
         Raises:
             ArrayError: `step` or `tree` is out of range.
             CheckpointError: The last save failed, or with `wait` this one; on all ranks alike.
-            CommMismatch: Ranks give different steps or trees; the place is named.
-            UnsupportedError: The tree holds something that a checkpoint cannot; the place is named.
+            CommMismatch: Ranks pass different steps or trees; the message names the path.
+            UnsupportedError: The tree holds an unsupported value; the message names its path.
         """
         self.wait()
         jobs: list[tuple[Packed, SaveJob]] = []
@@ -157,13 +158,13 @@ class Checkpoints(Live):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the save under way is complete; return at once if there is none.
+        """Wait for the save in progress, if there is one.
 
         Collective.
 
         Raises:
-            CheckpointError: It failed, on this or on another rank, which is named; the checkpoints before it are
-                as they were. The same error on all ranks.
+            CheckpointError: It failed on a rank, which the message names. Earlier checkpoints are unchanged. The
+                error is the same on all ranks.
         """
         if self._closed:
             raise CheckpointError("these checkpoints are closed")
@@ -176,7 +177,7 @@ class Checkpoints(Live):
             raise CheckpointError(f"saving step {step} in {self.folder}: {problem}")
 
     def _difference(self, step: int, packed: Packed) -> CommMismatch:
-        """Where the ranks' trees differ. Collective."""
+        """The first difference between the ranks' trees. Collective."""
         rows = self._comm.allgather_object([("step", str(step)), *packed.values])
         for rank, row in enumerate(rows):
             for (path, mine), (other_path, other) in zip(rows[0], row, strict=False):
@@ -193,7 +194,7 @@ class Checkpoints(Live):
         return CommMismatch(f"save: ranks have different trees; {_MARK_IT}")
 
     def _write(self, job: SaveJob) -> str | None:
-        """Write a checkpoint; returns why it failed. Runs on the lane. Collective."""
+        """Write a checkpoint; return the reason of a failure. Runs on the lane. Collective."""
         files, comm, began_s = self._files, self._comm, time.monotonic()
         problem = self._on_root(lambda: files.begin(job.step))[1]
         if problem is not None:
@@ -237,13 +238,13 @@ class Checkpoints(Live):
         return problem
 
     def _beside(self, body: Callable[[Callable[[], None]], T]) -> tuple[T | None, str | None]:
-        """What `body` returns, or what went wrong, when it has ended on all ranks.
+        """Run `body` until it has ended on all ranks; return its result or the problem.
 
-        Collective. It runs on the thread that reads and writes. However long it takes, no call between the ranks
-        lasts much longer than a beat, so none runs into its timeout.
+        Collective. It runs on the thread that reads and writes. Meanwhile no call between the ranks lasts much
+        longer than `BEAT_S`, so none times out.
 
         Args:
-            body: Called with a function that it calls after every stretch.
+            body: Called with a function to call after every piece.
         """
         progress = _Progress()
         work = self._worker.submit(body, progress.note)
@@ -269,12 +270,12 @@ class Checkpoints(Live):
     # Loading ----------------------------------------------------------------------------------------
 
     def latest(self, *, fallback: bool = False) -> int | None:
-        """The step of the checkpoint that was saved last; None if there is none.
+        """The step of the newest checkpoint; None if there is none.
 
         Collective.
 
         Args:
-            fallback: Pass over checkpoints whose manifest is damaged.
+            fallback: Skip checkpoints with a damaged manifest.
 
         Raises:
             CheckpointError: The folder cannot be read, or there is a damaged manifest; on all ranks alike.
@@ -288,21 +289,21 @@ class Checkpoints(Live):
         return None
 
     def load(self, step: int | None = None, *, fallback: bool = False) -> Loaded:
-        """Load the checkpoint of a step, or the one that was saved last.
+        """Load the checkpoint of a step, or the newest one.
 
-        Collective. All bytes that are read are compared with their checksums.
+        Collective. All bytes are compared with their checksums.
 
         Args:
-            step: Its step; None for the one that was saved last.
-            fallback: If that one is damaged, warn, and take the one saved before it.
+            step: Its step; None for the newest.
+            fallback: If that one is damaged, warn, and load the one before it.
 
         Returns:
-            Its step and its tree, with the arrays of this rank, which nobody else uses.
+            Its step and its tree, with new arrays.
 
         Raises:
             ArrayError: There is no such checkpoint.
-            CheckpointError: It is damaged or foreign, or holds what cannot come to this number of ranks; on all
-                ranks alike. Nothing is loaded.
+            CheckpointError: It is damaged or incompatible, or cannot be loaded on this number of ranks; the
+                same on all ranks. Nothing is loaded.
         """
         self.wait()
         skipped: list[str] = []
@@ -328,14 +329,14 @@ class Checkpoints(Live):
                 raise CheckpointError(_cannot(found, problem))
             skipped.append(_cannot(found, problem))
             if self._comm.rank == 0:
-                warnings.warn(f"{skipped[-1]}; taking the one before", RuntimeWarning, stacklevel=2)
+                warnings.warn(f"{skipped[-1]}; loading the one before", RuntimeWarning, stacklevel=2)
         if skipped:
             raise CheckpointError("no checkpoint can be loaded: " + "; ".join(skipped))
         what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise ArrayError(f"load: there is {what} in {self.folder}")
 
     def _read(self, found: Found, manifest: dict[str, Any]) -> tuple[Any]:
-        """The tree, in a tuple; an error of one rank on all. Collective."""
+        """Read the tree, in a tuple; an error on one rank is raised on all. Collective."""
         comm = self._comm
 
         def read(note: Callable[[], None]) -> tuple[Any]:
@@ -349,7 +350,7 @@ class Checkpoints(Live):
         return tree
 
     def _candidates(self) -> list[Found]:
-        """All that look complete, as rank 0 sees them. Collective."""
+        """The complete checkpoints that rank 0 sees. Collective."""
         found, problem = self._on_root(self._files.complete)
         if problem is not None:
             raise CheckpointError(f"{self.folder} cannot be read: {problem}")
@@ -358,12 +359,12 @@ class Checkpoints(Live):
     # Together ---------------------------------------------------------------------------------------
 
     def _together(self, call: str, body: Callable[[], T]) -> list[T]:
-        """What `body` returns on every rank; an error on one rank is raised on all. Collective."""
+        """The results of `body` of all ranks; an error on one rank is raised on all. Collective."""
         outcome: tuple[T | None, str, str] = (None, "", "")
         cause: Exception | None = None
         try:
             outcome = (body(), "", "")
-        except Exception as exc:  # if it were raised here, the other ranks would wait for this one
+        except Exception as exc:  # raised here, the other ranks would wait for this one
             name = type(exc).__name__
             outcome, cause = (None, name if name in _ERRORS else "CheckpointError", _text_of(exc)), exc
         outcomes: list[Any] = self._comm.allgather_object(outcome)
@@ -373,7 +374,7 @@ class Checkpoints(Live):
         return [value for value, _, _ in outcomes]
 
     def _on_root(self, body: Callable[[], Any]) -> tuple[Any, str | None]:
-        """What `body` returns on rank 0, and what went wrong there; the same on all ranks. Collective."""
+        """The result of `body` on rank 0, and its problem; the same on all ranks. Collective."""
         outcome: tuple[Any, str | None] = (None, None)
         if self._comm.rank == 0:
             try:
@@ -386,7 +387,7 @@ class Checkpoints(Live):
     # The end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way, then free the lane and the threads; closing twice does nothing.
+        """Wait for the save in progress, then free the lane and the threads; closing twice does nothing.
 
         Collective.
 
@@ -415,21 +416,21 @@ class Checkpoints(Live):
         if error is None:
             self.close()
             return
-        self._closed = True  # other ranks may never come: what is under way ends by itself
+        self._closed = True  # other ranks may never call: a save in progress ends by itself
         self._worker.shutdown(wait=False)
         with contextlib.suppress(BaguaError):
             self._lane.__exit__(kind, error, traceback)
 
 
 class _Progress:
-    """When a rank last wrote something, and whether another one has failed."""
+    """The time of a rank's last progress, and whether another rank has failed."""
 
     def __init__(self) -> None:
         self._moved_s = time.monotonic()
         self.given_up = False
 
     def note(self) -> None:
-        """Called by the thread that writes, after every stretch."""
+        """Record progress; called by the thread that writes, after every piece."""
         self._moved_s = time.monotonic()
         if self.given_up:
             raise CheckpointError(_GIVEN_UP)
@@ -439,7 +440,7 @@ class _Progress:
 
 
 def _first_problem(problems: list[str | None]) -> str | None:
-    """The first rank's, with its number; what ranks say that gave up because of another one counts last."""
+    """The problem of the first rank that has one, with its number; ranks that gave up for another count last."""
     failed = [
         (text == _GIVEN_UP, f"rank {rank}: {text}") for rank, text in enumerate(problems) if text is not None
     ]

@@ -1,8 +1,8 @@
-"""What an engine's algorithm keeps, as a tree for `Checkpoints.save` that loads on any number of ranks.
+"""The state of an engine's algorithm, as a tree for `Checkpoints.save` that loads on any number of ranks.
 
-Arrays that are alike on all ranks are shared. Residuals of error feedback come to another number of ranks as
-their mean, because the mean over the ranks is what later averages make up for. Replicas of weights are made anew
-from the weights. What is none of these, or is of a part of a bucket, loads only on as many ranks as saved it.
+Arrays that are equal on all ranks are shared. On another number of ranks, residuals of error feedback become
+their mean, since later averages compensate the mean over the ranks. Replicas of weights are recreated from the
+weights. All other state, and state of partial buckets, loads only on the number of ranks that saved it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OWN: dict[str, Rule] = {"mean": "mean", "anew": "drop"}
 
 
 def tree_of_engine(engine: Engine) -> dict[str, Any]:
-    """The algorithm's state as a tree in which what differs between ranks is marked.
+    """The algorithm's state as a tree, with per-rank values marked.
 
     Call it between steps, and before the weights are copied, as `Engine.state_dict`.
     """
@@ -30,10 +30,10 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
     fixed: dict[str, dict[str, Own]] = {}
     for name, pieces in saved["tensors"].items():
         for path, value in pieces.items():
-            array = path.removesuffix(PER_BUCKET)  # what is saved beside an array goes where it goes
+            array = path.removesuffix(PER_BUCKET)  # values saved beside an array follow its rule
             rule = rules[name].get(array)
             if array + PER_BUCKET in pieces and rule != "anew":
-                rule = None  # each rank has another part of its bucket
+                rule = None  # each rank has a different part of its bucket
             if not hasattr(pieces[array], "dtype"):
                 numbers[name][path] = value
             elif rule == "alike":
@@ -52,14 +52,16 @@ def tree_of_engine(engine: Engine) -> dict[str, Any]:
 
 
 def state_of_tree(engine: Engine, tree: Any) -> dict[str, Any]:
-    """What `Engine.load_state_dict` takes, from what was saved of `tree_of_engine`.
+    """The argument of `Engine.load_state_dict` from a tree of `tree_of_engine`.
 
     Raises:
-        ArrayError: It is something else.
+        ArrayError: The tree is not from `tree_of_engine`.
     """
     parts = ("facts", "alike", "mean", "anew", "fixed")
     if not isinstance(tree, Mapping) or set(tree) != set(parts):
-        raise ArrayError(f"load_engine: the tree is a {type(tree).__name__}, expected what tree_of_engine gave")
+        raise ArrayError(
+            f"load_engine: the tree is a {type(tree).__name__}, expected the result of tree_of_engine"
+        )
     facts = dict(tree["facts"])
     tensors = {name: dict(numbers) for name, numbers in facts.pop("numbers").items()}
     for part in parts[1:]:
@@ -70,12 +72,12 @@ def state_of_tree(engine: Engine, tree: Any) -> dict[str, Any]:
 
 
 def load_engine(engine: Engine, tree: Any) -> None:
-    """Go on from what was saved of `tree_of_engine`, also on another number of ranks.
+    """Load a tree of `tree_of_engine`, also on another number of ranks.
 
     Collective. Load the weights first: replicas are made from them.
 
     Raises:
-        ArrayError: The tree is something else, or does not fit the engine's algorithm and tensors.
+        ArrayError: The tree is not from `tree_of_engine`, or does not fit the engine's algorithm and tensors.
     """
     engine.load_state_dict(state_of_tree(engine, tree))
 
@@ -84,12 +86,12 @@ def load_engine(engine: Engine, tree: Any) -> None:
 
 
 def keep_engine(engine: Engine) -> dict[str, Any]:
-    """As `tree_of_engine`, for a commit: alike on all ranks where the algorithm's state is.
+    """As `tree_of_engine`, for a commit: equal on all ranks where the algorithm's state is.
 
-    What no other number of ranks can load is dropped there, and made anew.
+    State that no other number of ranks can load is dropped there, and recreated.
 
     Raises:
-        ArrayError: A training step is under way.
+        ArrayError: A training step is in progress.
     """
     engine.complete_step()
     tree = tree_of_engine(engine)
@@ -101,7 +103,7 @@ def keep_engine(engine: Engine) -> dict[str, Any]:
 
 
 def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
-    """Go on from what `keep_engine` gave; returns why not, if it is of another algorithm, or other ranks' alone.
+    """Load the result of `keep_engine`; return the reason if it is of another algorithm, or only of other ranks.
 
     Collective, unless it is.
 
@@ -118,7 +120,7 @@ def take_engine(engine: Engine, kept: Mapping[str, Any]) -> str | None:
     parts = {name: kept[name].value for name in _OWN}
     try:
         load_engine(engine, {**kept, **parts, "fixed": fixed})
-    except ArrayError as exc:  # on all ranks alike, and the engine is as it was
+    except ArrayError as exc:  # the same on all ranks, and the engine is unchanged
         if fixed == kept["fixed"] or not any(kept["fixed"].values()):
             raise
         return f"on another number of ranks nothing can be made of what it kept: {exc}"

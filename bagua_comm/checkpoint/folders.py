@@ -1,13 +1,13 @@
-"""The folder of checkpoints: names, manifests, and what makes a checkpoint complete.
+"""The folder of checkpoints: names, manifests, and complete checkpoints.
 
-    step-100/manifest.json            what the checkpoint is made of; its last key is a hash of the others
-    step-100/rank-0.safetensors       what rank 0 wrote
+    step-100/manifest.json            the contents of the checkpoint; its last key is a hash of the others
+    step-100/rank-0.safetensors       the file of rank 0
     step-200.tmp/                     a checkpoint that is being written, or was when the program died
     step-100.old/                     one that is being replaced or removed
-    latest                            the name of the newest, for people and scripts; nothing here reads it
+    latest                            the name of the newest, for people and scripts; not read here
 
-A checkpoint is complete as soon as its folder has its name. Everything in it is on the disk before that, and a
-rename is atomic, so whoever finds the name finds all of it.
+A checkpoint is complete as soon as its folder has its final name. All files are on the disk before the rename,
+which is atomic.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.old)?")
 
 
 class Found(NamedTuple):
-    """A folder that has the name of a complete checkpoint."""
+    """A folder with the name of a complete checkpoint."""
 
     step: int
     path: Path
     number: int
-    """Checkpoints are numbered in the order in which they were saved; -1 if that cannot be read."""
+    """The number of the checkpoint in the order of saving; -1 if it cannot be read."""
     problem: str | None
-    """Why it cannot be loaded, as far as its manifest tells."""
+    """Why it cannot be loaded, according to its manifest."""
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that a rank writes."""
+    """The name of a rank's file."""
     return f"rank-{rank}.safetensors"
 
 
 class Folder:
-    """A folder of checkpoints, as one process sees it. Nothing here is collective.
+    """A folder of checkpoints, for one process. Nothing here is collective.
 
     Args:
         path: The folder.
@@ -66,7 +66,7 @@ class Folder:
 
         Raises:
             OSError: It cannot be made.
-            CheckpointError: Another program saves in this folder, or another object of this one.
+            CheckpointError: Another program saves in this folder, or another object of this process.
         """
         if self._lock is None or not self._lock.is_held():
             self.path.mkdir(parents=True, exist_ok=True)
@@ -76,11 +76,11 @@ class Folder:
         self.unfinished(step).mkdir()
 
     def unfinished(self, step: int) -> Path:
-        """Where a checkpoint is written."""
+        """The folder of a checkpoint that is being written."""
         return self.path / f"step-{step}.tmp"
 
     def drop(self, step: int) -> None:
-        """Remove a checkpoint that was not finished."""
+        """Remove an unfinished checkpoint."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.unfinished(step))
 
@@ -90,7 +90,7 @@ class Folder:
         Args:
             step: Its step.
             manifest: Its manifest, without the number and the hash.
-            sizes: How many bytes every rank wrote.
+            sizes: The number of bytes that every rank wrote.
 
         Raises:
             OSError: It cannot be completed, or a file is missing.
@@ -131,13 +131,13 @@ class Folder:
             _remove(old)
 
     def close(self) -> None:
-        """Let others save here."""
+        """Release the lock of the folder."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def _tidy(self) -> None:
-        """Remove what a program that died has left, and put back what it was about to replace."""
+        """Remove the remains of a program that died, and restore a checkpoint that it was replacing."""
         for path in self.path.glob("step-*.old"):
             final = path.with_suffix("")
             if not _NAME.fullmatch(path.name):
@@ -153,7 +153,7 @@ class Folder:
     # Reading ----------------------------------------------------------------------------------------
 
     def complete(self) -> list[Found]:
-        """The complete checkpoints, the newest first; those with an unreadable manifest before all others.
+        """The complete checkpoints, newest first; those with an unreadable manifest before all others.
 
         Raises:
             OSError: The folder cannot be read.
@@ -170,7 +170,7 @@ class Folder:
                 continue
             path = self.path / name
             manifest, problem = manifest_at(path)
-            if match[2] and problem is not None:  # half of it is removed already
+            if match[2] and problem is not None:  # it is half removed
                 continue
             if problem is None and manifest["step"] != step:
                 problem = f"its manifest is of step {manifest['step']}"
@@ -179,14 +179,14 @@ class Folder:
 
 
 class _Lock:
-    """That of a folder. It belongs to this object, and not to the process, as locks of POSIX do.
+    """The lock of a folder, which belongs to this object, not to the process as POSIX record locks do.
 
-    Those would be shared by two objects of a process, and all be freed with the first descriptor of the file that
-    is closed. A forked child has none of these locks, as it would have none of POSIX.
+    Two objects of a process would share POSIX locks, and the first close of any descriptor of the file would free
+    them. A forked child does not hold this lock.
 
     Raises:
         OSError: The file cannot be opened, or its file system has no locks.
-        CheckpointError: Somebody else has the lock.
+        CheckpointError: Another holder has the lock.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -206,18 +206,18 @@ class _Lock:
             raise
 
     def is_held(self) -> bool:
-        """Whether this process has it."""
+        """Whether this process holds the lock."""
         return self._descriptor is not None
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may have the file yet
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may still have the file
             self.let_go()
 
     def let_go(self) -> None:
-        """Close this process's file of it, as a forked child must."""
+        """Close the file of the lock without releasing it, in a forked child."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -227,7 +227,7 @@ class _Lock:
 
 
 _locks: WeakSet[_Lock] = WeakSet()
-"""All of this process."""
+"""All locks of this process."""
 
 
 def _give_up_in_child() -> None:
@@ -239,7 +239,7 @@ os.register_at_fork(after_in_child=_give_up_in_child)
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, its manifest first: what is left if this is cut short is no checkpoint."""
+    """Remove a checkpoint, its manifest first, so that an interruption leaves no checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     sync_folder(path)
     shutil.rmtree(path)
@@ -256,7 +256,7 @@ def _hash_of(manifest: dict[str, Json]) -> str:
 
 
 def manifest_at(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest in a folder, and why it is none."""
+    """The manifest in a folder, and the problem with it, if any."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except FileNotFoundError:

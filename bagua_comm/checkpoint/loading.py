@@ -1,4 +1,4 @@
-"""One checkpoint, read back: arrays are read where the tree has them, and what is dropped is not read."""
+"""Loading of one checkpoint: only the arrays that the tree needs are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OPEN = 32
 
 
 class Reader:
-    """Reads a checkpoint for one rank. A context manager, which closes the files.
+    """Reader of a checkpoint for one rank; a context manager that closes the files.
 
     Args:
         path: Its folder.
@@ -31,7 +31,7 @@ class Reader:
         rank: This rank.
         ranks: Number of ranks that load it.
         from_array: See `trees.FromArray`.
-        note: Called after every stretch that was read.
+        note: Called after every piece read.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Reader:
         self._open: dict[int, BinaryIO] = {}
 
     def read(self) -> Any:
-        """The tree as this rank finds it.
+        """Read the tree for this rank.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or something cannot come to this number of ranks.
+            CheckpointError: A file is missing or damaged, or a value cannot be loaded on this number of ranks.
         """
         try:
-            for rank in range(self._rank, self._world, self._ranks):  # so that together all files are opened
+            for rank in range(self._rank, self._world, self._ranks):  # so that the ranks together open all files
                 self._file(rank)
             plan = self._manifest["plan"]
             return Unpacker(self._shared, self._own, self._from_array).unpack(plan["tree"])
@@ -71,7 +71,7 @@ class Reader:
 
     @functools.cached_property
     def _slices(self) -> list[list[tuple[int, int, int, int, int]]]:
-        """For every shared array (rank, begin, end, offset, CRC) of its slices, in order."""
+        """The slices of every shared array, in order: (rank, begin, end, offset, CRC)."""
         found: list[list[tuple[int, int, int, int, int]]] = [[] for _ in self._manifest["plan"]["shared"]]
         for rank, file in enumerate(self._manifest["files"]):
             for number, begin, end, offset, crc in file["shared"]:

@@ -1,7 +1,7 @@
-"""State dicts into optimizers of PyTorch, whose groups and states stay the same objects.
+"""Load state dicts into PyTorch optimizers in place: groups and states stay the same objects.
 
 `Optimizer.load_state_dict` makes new dicts: a program that holds `optimizer.param_groups[0]`, as an outer
-optimizer does, would set a learning rate there that nobody reads. It also casts floating-point states to the
+optimizer does, would then set a learning rate without effect. It also casts floating-point states to the
 dtype of their parameter, though an optimizer may keep float32 for a parameter in bfloat16.
 """
 
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple, TypeAlias
 from ..arrays import is_tensor
 
 Restore: TypeAlias = Callable[[Any, Any], Any]
-"""A tensor as the optimizer has loaded it, and as it was saved, to the one that it shall keep."""
+"""Maps a tensor as loaded by the optimizer, and as saved, to the tensor to keep."""
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether it has groups of parameters, as PyTorch's optimizers and wrappers of them have."""
+    """Whether a value has parameter groups, as PyTorch's optimizers and their wrappers have."""
     return isinstance(getattr(value, "param_groups", None), list) and hasattr(value, "load_state_dict")
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is PyTorch's ZeroRedundancyOptimizer, of which each rank holds the states of its share alone."""
+    """Whether a value is PyTorch's ZeroRedundancyOptimizer, where each rank holds only a share of the states."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(value, module.ZeroRedundancyOptimizer)
 
@@ -35,16 +35,16 @@ def with_dtype(loaded: Any, saved: Any) -> Any:
 
 
 def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | None = None) -> None:
-    """Call `optimizer.load_state_dict(saved)`, and put what it has made into the objects that were there before.
+    """Call `optimizer.load_state_dict(saved)`, and copy the result into the former objects.
 
-    These are the list `param_groups`, each group, `state`, each parameter's entry in it, and each tensor that
-    stays of the same dtype, device and layout; of the optimizer and of those that it holds.
+    These are the list `param_groups`, each group, `state`, each parameter's entry in it, and each tensor whose
+    dtype, device and layout stay; of the optimizer and of optimizers inside it.
 
     Args:
         optimizer: The optimizer.
-        saved: What its `load_state_dict` takes.
-        restore: Called for each tensor of a parameter's state to which loading has given another dtype or device;
-            if None, it keeps these.
+        saved: The argument of its `load_state_dict`.
+        restore: Called for each tensor of a parameter's state whose dtype or device changed in loading; None
+            keeps the change.
     """
     before = [
         _OptimizerState(each, each.param_groups, list(each.param_groups), each.state, dict(each.state))
@@ -59,7 +59,7 @@ def load_in_place(optimizer: Any, saved: Mapping[str, Any], restore: Restore | N
 
 
 def update_groups(groups: Iterable[dict[str, Any]], settings: Iterable[Mapping[str, Any]]) -> None:
-    """Give groups other settings; their parameters, and tensors among the settings, stay the same objects."""
+    """Change the settings of groups; parameters, and tensors among the settings, stay the same objects."""
     pairs = list(zip(groups, settings, strict=True))
     alone = _Pairs((old, new) for group, given in pairs for old, new in _paired(dict(group), given))
     for group, given in pairs:
@@ -79,7 +79,7 @@ class _OptimizerState(NamedTuple):
 
 
 def _family(optimizer: Any) -> list[Any]:
-    """The optimizer and those that it holds, as a wrapper does, each once."""
+    """The optimizer and all optimizers inside it, each once."""
     found: list[Any] = []
     left = [optimizer]
     while left:
@@ -124,7 +124,7 @@ def _put_back(before: list[_OptimizerState]) -> None:
         )
         for pair in _paired(old, new)
     )
-    old_of: dict[int, tuple[Any, Any]] = {}  # by the id of the object that has replaced it, kept alive here
+    old_of: dict[int, tuple[Any, Any]] = {}  # by the id of its replacement, kept alive here
     for held in before:
         groups, state = held.optimizer.param_groups, held.optimizer.state
         if groups is not held.groups:
@@ -147,7 +147,7 @@ def _put_back(before: list[_OptimizerState]) -> None:
 
 
 def _filled(old: Any, new: Any, alone: _Pairs) -> Any:
-    """The dict `old` with what is in `new`; if there was none, `new`."""
+    """The dict `old` with the contents of `new`; `new` if there was none."""
     if old is new or not isinstance(old, dict) or not isinstance(new, dict):
         return alone.into(old, new)
     values = alone.into(dict(old), new)
@@ -157,10 +157,10 @@ def _filled(old: Any, new: Any, alone: _Pairs) -> Any:
 
 
 class _Pairs:
-    """Which tensors can be copied into those that were there before: each is the only counterpart of the other.
+    """Pairs of tensors in which the new one can be copied into the old: neither occurs in another pair.
 
     Args:
-        pairs: A tensor that was there, or None, and the new one in its stead, for each place in all trees.
+        pairs: The old tensor, or None, and the new one, for each position in all trees.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
@@ -171,7 +171,7 @@ class _Pairs:
         }
 
     def into(self, old: Any, new: Any) -> Any:
-        """The tree `new`, with the tensors of `old` where they can stay."""
+        """The tree `new`, with the tensors of `old` where they can be reused."""
         if old is new:
             return old
         if is_tensor(new):
@@ -188,7 +188,7 @@ class _Pairs:
 
 
 def _paired(old: Any, new: Any) -> Iterator[tuple[Any, Any]]:
-    """Each tensor of a tree `new`, with what is at its place in `old`."""
+    """Each tensor of a tree `new`, with the value at its position in `old`."""
     if is_tensor(new):
         yield old, new
     elif type(new) is dict:
@@ -205,7 +205,7 @@ def _as_long(old: Any, new: Sequence[Any]) -> Sequence[Any]:
 
 
 def _are_alike(old: Any, new: Any) -> bool:
-    """Whether a tensor can take the values of another, and be then as that one is."""
+    """Whether a tensor equals another one in all but its values."""
     if not is_tensor(old) or old.layout != new.layout or "strided" not in str(old.layout):
         return False
     same = old.dtype == new.dtype and old.device == new.device and old.shape == new.shape

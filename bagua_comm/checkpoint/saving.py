@@ -1,4 +1,4 @@
-"""One checkpoint: what this rank writes is copied to the host, and then written without the arrays."""
+"""Saving of one checkpoint: a copy of this rank's part on the host, then the file."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _ALIGNED = 64
 
 
 class Staging:
-    """Host memory that grows and is used again, so that only the first save pays for new pages."""
+    """Reusable host memory that grows, so that only the first save pays for new pages."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
         self._used = 0
 
     def begin(self, nbytes: int) -> None:
-        """Make room for arrays of this many bytes together; what was there is lost."""
+        """Make room for arrays of this many bytes in all, and discard the former contents."""
         if self._memory.size < nbytes:
-            self._memory = np.empty(0, np.uint8)  # the old before the new, not both
+            self._memory = np.empty(0, np.uint8)  # free the old before the new
             self._memory = np.empty(nbytes, np.uint8)
         self._used = 0
 
@@ -56,36 +56,36 @@ def room(nbytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """What is written as one array of the file."""
+    """One array of the file."""
 
     name: str
     array: Array
     place: list[int]
-    """[number, begin, end] of a slice of a shared array, or [number] of an own one."""
+    """[number, begin, end] of a slice of a shared array, or [number] of a per-rank one."""
 
 
 class SaveJob(NamedTuple):
-    """All that is needed to write this rank's part."""
+    """The data of this rank's part."""
 
     step: int
     tree: Json
     shared: list[list[Any]]
     """The dtype and the shape of every shared array."""
     own: dict[str, Json]
-    """This rank's own trees, and the dtypes and shapes of its arrays."""
+    """The per-rank trees, and the dtypes and shapes of their arrays."""
     pieces: list[Piece]
     behind: list[Array]
-    """This rank's copy of what the rank behind writes of the shared arrays: it must be the same."""
+    """This rank's copy of the shared slices that the previous rank writes, for comparison."""
 
 
 def digest(packed: Packed) -> str:
-    """A hash of all that must be the same on all ranks, but for the contents of arrays."""
+    """A hash of everything that must be equal on all ranks, except the contents of arrays."""
     text = json.dumps([packed.tree, _kinds(packed.shared)])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) -> SaveJob:
-    """Copy what this rank writes, and what it checks of another rank's, to the host."""
+    """Copy this rank's part, and the slices that it checks for another rank, to the host."""
     slices = slices_of([(leaf.array.size, leaf.array.itemsize) for leaf in packed.shared], ranks)
     mine = [(packed.shared[each.array], each) for each in slices[rank]]
     behind = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
@@ -116,15 +116,15 @@ def _kinds(leaves: list[Leaf]) -> list[list[Any]]:
 
 
 class RankFile(NamedTuple):
-    """What a rank tells of the file that it wrote."""
+    """A rank's report on its file."""
 
     file: dict[str, Json]
     """Its entry in the manifest."""
     own: dict[str, Json]
     crcs: list[int]
-    """Of the slices of shared arrays that it wrote."""
+    """The CRCs of its slices of shared arrays."""
     crcs_behind: list[int]
-    """Of the same slices as the rank behind has written."""
+    """The CRCs of its copies of the previous rank's slices."""
     names: list[str]
 
 
@@ -150,7 +150,7 @@ def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> Ra
 
 
 def misfit(parts: list[RankFile]) -> str | None:
-    """In what two ranks' shared arrays differ, if each rank's copy of the slices of the rank behind tells."""
+    """The first difference between two ranks' shared arrays, by the CRCs of each rank's copies; None if none."""
     for rank, part in enumerate(parts):
         behind = parts[rank - 1]
         for name, crc, theirs in zip(behind.names, part.crcs_behind, behind.crcs, strict=False):

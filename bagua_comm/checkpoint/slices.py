@@ -1,4 +1,4 @@
-"""Which rank writes what of the arrays that all ranks share: equal parts by bytes, in the order of the tree."""
+"""The division of shared arrays among the ranks that write them: equal by bytes, in the order of the tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WHOLE_BELOW = 64 << 10
-"""Smaller arrays (bytes) are not cut."""
+"""The smallest size of an array that is cut, in bytes."""
 
 
 class Slice(NamedTuple):
@@ -18,7 +18,7 @@ class Slice(NamedTuple):
 
 
 def slices_of(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
-    """The slices of every rank. Together they cover every array once; an empty array is a slice as well.
+    """The slices of every rank. Together they cover every array once, including empty ones.
 
     Args:
         sizes: Number of elements and bytes of an element, of every array.

@@ -22,8 +22,8 @@ from ..arrays import Array
 from ..errors import CheckpointError
 from .texts import place
 
-STRETCH = 4 << 20
-"""How many bytes are written or read at a time."""
+CHUNK_BYTES = 4 << 20
+"""The number of bytes written or read at a time."""
 
 _FORMAT_NAMES = {
     "bool": "BOOL",
@@ -45,14 +45,14 @@ _FORMAT_NAMES = {
 
 
 class WrittenFile(NamedTuple):
-    """What is known of a file that was written."""
+    """Sizes and checksums of a written file."""
 
     nbytes: int
     head: int
-    """The length of everything before the arrays."""
+    """The number of bytes before the arrays."""
     head_crc: int
     places: list[tuple[int, int]]
-    """Of every array: its offset in the file, and its CRC-32."""
+    """The offset in the file and the CRC-32 of every array."""
 
 
 def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], None]) -> WrittenFile:
@@ -60,13 +60,13 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
 
     Args:
         path: The file, which must not exist.
-        named: The arrays, with names that differ. Those of larger elements come first in the file, so that all
-            are aligned.
-        note: Called after every stretch.
+        named: The arrays, by distinct names. Arrays of larger elements come first in the file, so that all are
+            aligned.
+        note: Called after every piece.
 
     Raises:
-        CheckpointError: Two arrays have one name, or one has the name of the format's own entry.
-        OSError: The file cannot be written; for instance, the disk is full.
+        CheckpointError: Two arrays have one name, or one has the name that the format reserves.
+        OSError: The file cannot be written, such as for want of space.
     """
     order = sorted(range(len(named)), key=lambda n: -named[n][1].itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "bagua_comm"}}
@@ -89,8 +89,8 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
         _write_all(file, memoryview(head))
         for n in order:
             data = memoryview(arrays.as_bytes(named[n][1]))
-            for start in range(0, len(data), STRETCH):
-                stretch = data[start : start + STRETCH]
+            for start in range(0, len(data), CHUNK_BYTES):
+                stretch = data[start : start + CHUNK_BYTES]
                 crcs[n] = zlib.crc32(stretch, crcs[n])
                 _write_all(file, stretch)
                 note()
@@ -105,10 +105,10 @@ def _write_all(file: Any, data: memoryview) -> None:
 
 
 def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
-    """Open a file, if its size and its header are what was written.
+    """Open a file after a check of its size and header.
 
     Raises:
-        CheckpointError: They are not, or there is no such file.
+        CheckpointError: They differ from what was written, or the file is missing.
     """
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
@@ -127,15 +127,15 @@ def open_checked(path: Path, nbytes: int, head: int, head_crc: int) -> BinaryIO:
 
 
 def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str, note: Callable[[], None]) -> None:
-    """Fill a contiguous NumPy array from a place in a file.
+    """Fill a contiguous NumPy array from a file, from an offset on.
 
     Raises:
-        CheckpointError: The bytes are not those that were written; the message names `what`.
+        CheckpointError: The bytes differ from what was written; the message names `what`.
     """
     file.seek(offset)
     data, found = memoryview(arrays.as_bytes(out)), 0
-    for start in range(0, len(data), STRETCH):
-        stretch = data[start : start + STRETCH]
+    for start in range(0, len(data), CHUNK_BYTES):
+        stretch = data[start : start + CHUNK_BYTES]
         filled = 0
         while filled < len(stretch):
             count = file.readinto(stretch[filled:])  # type: ignore[attr-defined]

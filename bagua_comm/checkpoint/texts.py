@@ -1,4 +1,4 @@
-"""Texts of keys and values. Texts that identify something are whole; texts in messages may be short."""
+"""Texts of keys and values: complete for identification, shortened for messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 _COMPARED = 2000
-"""Characters of a text that ranks send each other to compare; of a longer one, its ends and a digest."""
+"""The longest text that ranks compare as it is; of a longer one they compare the ends and a digest."""
 _SHOWN = 80
 """Characters of each of two texts in a message."""
 _PATH = 400
@@ -15,12 +15,12 @@ _PATH = 400
 
 
 def distinct(values: Iterable[object]) -> list[str]:
-    """A text for each of the keys of a dict, in which no other key has the same.
+    """A distinct text for each key of a dict.
 
     >>> distinct(["a", 1, float("nan"), float("nan")])
     ["'a'", '1', 'nan', 'nan#2']
     """
-    found: dict[str, int] = {}  # by text: how many keys have it
+    found: dict[str, int] = {}  # text -> number of keys
     for value in values:
         text = unlike = whole(value)
         while unlike in found:
@@ -31,7 +31,7 @@ def distinct(values: Iterable[object]) -> list[str]:
 
 
 def whole(value: object) -> str:
-    """`value` as Python writes it, also where it is an integer with more digits than Python writes."""
+    """The repr of `value`, also of an integer with more digits than Python converts."""
     try:
         return repr(value)
     except ValueError:
@@ -41,7 +41,7 @@ def whole(value: object) -> str:
 
 
 def compared(text: str) -> str:
-    """What ranks send each other of `text`: differs if it differs, and is not much longer than `_COMPARED`."""
+    """A text that ranks compare in place of `text`: not much longer than `_COMPARED`, and distinct."""
     if len(text) <= _COMPARED:
         return text
     digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).hexdigest()
@@ -50,7 +50,7 @@ def compared(text: str) -> str:
 
 
 def apart(mine: str, other: str) -> tuple[str, str]:
-    """Two texts that differ, for a message: where one is long, what lies around the first difference.
+    """Two different texts, for a message: if one is long, the surroundings of the first difference.
 
     >>> apart("short", "shore")
     ('short', 'shore')
@@ -71,5 +71,5 @@ def _part(text: str, begin: int) -> str:
 
 
 def place(path: str) -> str:
-    """A path for a message: a very long one without its middle."""
+    """A path for a message: without its middle if it is very long."""
     return path if len(path) <= _PATH else f"{path[: _PATH // 2]}...{path[-_PATH // 2 :]}"

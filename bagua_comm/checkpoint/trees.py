@@ -2,8 +2,8 @@
 
     {"weights": x, "lr": 0.1}   ->   {"dict": [["weights", {"array": 0}], ["lr", 0.1]]}   and   [x]
 
-None, bool, int, finite floats, str and lists are JSON's own; everything else is an object with one tag. Types are
-compared exactly: a subclass of dict or float is refused, because it would come back as something else.
+None, bool, int, finite floats, str and lists are plain JSON; everything else is an object with one tag. Types are
+compared exactly: a subclass of dict or float is refused, because it would be restored as another type.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..errors import ArrayError, UnsupportedError
 from .texts import compared, distinct, place, whole
 
 Json = Any
-"""What the json module writes and reads."""
+"""A value of the json module."""
 
 Rule = Literal["first", "mean", "sum", "drop"]
-"""How what differs between ranks comes to another number of ranks; see `Own`."""
+"""How per-rank values are loaded on another number of ranks; see `Own`."""
 
 RULES = ("first", "mean", "sum", "drop")
 DEEPEST = 100
-"""More levels than this are refused: such a tree most likely contains itself."""
+"""The largest depth: a deeper tree most likely contains itself."""
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _MADE: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
@@ -44,24 +44,24 @@ _JSON_INT = 1 << 63
 
 @dataclass(frozen=True)
 class Own:
-    """Marks, in a tree to save, what belongs to this rank and may differ from the other ranks'.
+    """Marks a per-rank value in a tree to save.
 
-    Loaded on the same number of ranks, every rank finds its own again. On another number of ranks:
+    Loaded on the same number of ranks, every rank gets its own value. On another number of ranks:
 
-        None       refused, with the place in the tree
+        None       refused, with the path in the tree
         "first"    every rank gets rank 0's
         "mean"     every rank gets the mean of all ranks' arrays; other values must be equal
-        "sum"      every rank gets an equal share of the sum, so that the sum stays what it was
-        "drop"     every rank gets None, and makes it anew
+        "sum"      every rank gets an equal share of the sum, which stays the same
+        "drop"     every rank gets None, and recreates it
 
     Means and sums are of floats and complex numbers, computed in double precision; integers must be equal.
 
     Args:
         value: A tree, or a part of one.
-        reshape: What happens on another number of ranks.
+        reshape: The rule for another number of ranks.
 
     Raises:
-        ArrayError: `reshape` is something else.
+        ArrayError: `reshape` is not one of these.
 
     >>> Own([1.0, 2.0], "first").reshape
     'first'
@@ -79,30 +79,30 @@ class Leaf(NamedTuple):
     """An array of a tree."""
 
     path: str
-    """Its place, with whole keys; no other array of the tree has the same."""
+    """Its path, with complete keys; distinct for each array of the tree."""
     array: Array
 
 
 class Packed(NamedTuple):
-    """A tree in parts: what all ranks share, and what is this rank's own."""
+    """A tree in parts: shared and per-rank values."""
 
     tree: Json
     shared: list[Leaf]
     own_trees: list[Json]
-    """One for every `Own`, in the order of the tree."""
+    """The tree of every `Own`, in the order of the tree."""
     own: list[Leaf]
     values: list[tuple[str, str]]
-    """The place of every node that all ranks share, and a text that differs where the node does."""
+    """The path of every shared node, and a text for comparison."""
 
 
 ToArray = Callable[[Any], "tuple[str, Array] | None"]
-"""Gives the tag and the array of a value of another library, or None if it is none."""
+"""Returns the tag and the array of a value of another library; None for other values."""
 FromArray = Callable[[str, Array], Any]
-"""Gives back such a value from its tag and an array of NumPy."""
+"""Restores such a value from its tag and a NumPy array."""
 
 
 def as_tagged(value: Any) -> tuple[str, Array] | None:
-    """The tag and the array of an array or a scalar of NumPy or CuPy, or of what has `__dlpack__`."""
+    """The tag and the array of a NumPy or CuPy array or scalar, or of an object with `__dlpack__`."""
     if isinstance(value, np.generic):
         return "scalar", np.asarray(value)
     if isinstance(value, np.ndarray) or hasattr(value, "__dlpack__"):
@@ -111,16 +111,16 @@ def as_tagged(value: Any) -> tuple[str, Array] | None:
 
 
 def from_tagged(tag: str, array: Array) -> Any:
-    """What `as_tagged` took; a tensor comes back as an array."""
+    """Restore an argument of `as_tagged`; a tensor is restored as an array."""
     return array[()] if tag == "scalar" else array
 
 
 def pack(tree: Any, to_array: ToArray = as_tagged) -> Packed:
-    """Take a tree apart.
+    """Separate a tree into JSON and arrays.
 
     Raises:
-        UnsupportedError: It holds something that is no plain value and no array; the message has its place.
-        ArrayError: It is nested too deep, or has an `Own` inside an `Own`.
+        UnsupportedError: It holds a value that is neither plain nor an array; the message names its path.
+        ArrayError: It is nested too deeply, or has an `Own` inside an `Own`.
     """
     return _Packer(to_array).pack(tree)
 
@@ -130,7 +130,7 @@ class _Packer:
         self._to_array = to_array
         self._packed = Packed(None, [], [], [], [])
         self._inside: str | None = None
-        """The place of the `Own` that is being packed."""
+        """The path of the `Own` that is being packed."""
 
     def pack(self, tree: Any) -> Packed:
         return self._packed._replace(tree=self._encode(tree, "tree", 0))
@@ -209,12 +209,12 @@ def _plain(value: Any, path: str, depth: int) -> Json:
 
 
 class Unpacker:
-    """Puts trees together again.
+    """Restores trees from JSON and arrays.
 
     Args:
-        array_at: Gives the array with a number.
-        own: Gives what stands in the place of an `Own`, from its number, its rule and its path.
-        from_array: Makes arrays what they were.
+        array_at: Returns the array with a number.
+        own: Returns the value for an `Own`, from its number, its rule and its path.
+        from_array: See `FromArray`.
     """
 
     def __init__(
@@ -226,10 +226,10 @@ class Unpacker:
         self._array_at, self._own, self._from_array = array_at, own, from_array
 
     def unpack(self, node: Json) -> Any:
-        """The tree that became `node`.
+        """Restore the tree of `node`.
 
         Raises:
-            ValueError: It is not what `pack` makes.
+            ValueError: `pack` does not make such a node.
         """
         if isinstance(node, list):
             return [self.unpack(item) for item in node]

@@ -1,4 +1,4 @@
-"""Lossy coders of chunks: what goes over the wire instead of floating-point numbers."""
+"""Codecs: lossy encodings of floating-point chunks for the wire."""
 
 from ..kernels.host import largest_finite
 from .base import Codec, padded

@@ -2,11 +2,10 @@
 
 A codec turns chunks of floating-point numbers, (n, m), into chunks of wire bytes, (n, w) uint8, and
 back. It is a frozen dataclass of its settings, and `eval(repr(codec)) == codec`. Each chunk is coded
-by itself: its bytes do not depend on its neighbours. A codec writes all of a chunk's w bytes, and zeros to those
-that it does not use, so that no byte of old memory travels.
+independently of its neighbours. A codec writes all of a chunk's w bytes, and zeros to unused ones, so that no old
+memory is sent.
 
-A NaN or an infinity stays visible: it decodes to a value that is not finite. A finite value decodes to a finite
-value.
+A NaN or an infinity decodes to a value that is not finite, and a finite value to a finite value.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from ..arrays import Array, DType
 from ..errors import ArrayError, UnsupportedError, shown
 
 ALIGNMENT = 32
-"""The parts of an encoded chunk start at multiples of this number of bytes, in the codecs of this package."""
+"""The parts of an encoded chunk start at multiples of this number of bytes in this package's codecs."""
 
 _HEADER_BYTES = 4
-"""Bytes of the widest number in a header; a device can read it only at a multiple of this address."""
+"""Bytes of the widest number in a header; a device reads it only at multiples of this number."""
 
 _LONG = 1 << 14
-"""Elements of a chunk so long that a codec with one block per chunk uses its kernels for long blocks."""
+"""Elements of a chunk for which a codec with one block per chunk uses its kernels for long blocks."""
 
 
 class Steps(NamedTuple):
-    """The steps of a codec for chunks of one length and dtype, whose arguments nobody checks any more."""
+    """The steps of a codec for chunks of one length and dtype, without checks of arguments."""
 
     encode: Callable[[Array, Array], object]
     """encode(chunks, wire)"""
@@ -48,11 +47,11 @@ class Steps(NamedTuple):
 class Codec(ABC):
     """A lossy coder of chunks.
 
-    A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` to be
-    faster. Collectives call the methods with an underscore; their arguments were checked before.
+    A subclass defines `wire_nbytes`, `_encode` and `_decode`; it may define `_combine` and `granule` for
+    speed. Collectives call the methods with an underscore, with checked arguments.
 
-    A base class, and no Protocol as `Algorithm` is, because a subclass inherits the checks of arguments, and a
-    way to combine.
+    It is a base class, not a Protocol as `Algorithm`, because a subclass inherits the checks of arguments and the
+    default `_combine`.
     """
 
     dtypes: ClassVar[frozenset[str]] = frozenset({"float32", "float16", "bfloat16"})
@@ -60,7 +59,7 @@ class Codec(ABC):
 
     @abstractmethod
     def wire_nbytes(self, count: int, dtype: DType) -> int:
-        """Bytes on the wire of a chunk of `count` elements; depends on the arguments and the settings alone."""
+        """Bytes on the wire of a chunk of `count` elements; depends only on the arguments and the settings."""
 
     @property
     def granule(self) -> int | None:
@@ -90,7 +89,7 @@ class Codec(ABC):
     def decode(self, wire: Array, out: Array) -> Array:
         """Decode `wire`, (n, w) uint8, into `out`, (n, m), whose dtype and m are those of the encoded chunks.
 
-        Whatever the bytes are, nothing but `out` is written to.
+        Any bytes are safe: only `out` is written to.
 
         Raises:
             ArrayError: The shapes do not fit together, or `out` cannot be written to or overlaps `wire`.
@@ -109,7 +108,7 @@ class Codec(ABC):
 
         Args:
             wire: The encoded chunks, (n, w) uint8.
-            out: Where the result goes, (1, w) uint8; a new array if None.
+            out: The array for the result, (1, w) uint8; a new array if None.
             op: "sum" or "avg".
             count: Elements of a chunk.
             dtype: The dtype of the elements.
@@ -140,15 +139,15 @@ class Codec(ABC):
         return out
 
     def steps(self, count: int, like: Array) -> Steps:
-        """The three steps for chunks of `count` elements, of the dtype of `like`, where that lies.
+        """The three steps for chunks of `count` elements, of the dtype and device of `like`.
 
-        What does not depend on the arrays themselves is worked out now. The steps check nothing.
+        All that does not depend on the arrays themselves is computed now. The steps check no arguments.
         """
         dtype = like.dtype
         return Steps(self._encode, self._decode, lambda wire, out, op: self._combine(wire, out, op, count, dtype))
 
     def prepare(self, like: Array) -> None:
-        """Load all kernels that code arrays like this one, on the host or on its device, if they are ready."""
+        """Load all kernels for arrays such as `like`, on the host or on its device, if they are ready."""
         run = arrays.namespace(like)
         for count in (1, _LONG):
             chunk = run.zeros((1, count), like.dtype)
@@ -166,7 +165,7 @@ class Codec(ABC):
     def _combine(self, wire: Array, out: Array, op: str, count: int, dtype: DType) -> None:
         """Decode `wire`, (n, w), add the rows or average them, and encode the result into `out`, (1, w).
 
-        This default rounds what it decodes to `dtype` before it adds. A codec that defines `_combine` need not do
+        This default rounds decoded values to `dtype` before it adds them. A codec's own `_combine` need not do
         so, and needs no memory for the decoded rows.
         """
         rows = arrays.empty((len(wire), count), dtype, like=wire)
@@ -198,7 +197,7 @@ class Codec(ABC):
 
 
 def check_aligned(call: str, name: str, x: Array) -> None:
-    """Raise `ArrayError` unless kernels can read the elements of `x` where they lie."""
+    """Check that kernels can read the elements of `x` in place; raise `ArrayError` if not."""
     if not isinstance(x, np.ndarray) and arrays.address(x) % x.itemsize:
         raise ArrayError(
             f"{call}: {name} begins at an address that is not a multiple of {x.itemsize}, the size of an "
@@ -207,7 +206,7 @@ def check_aligned(call: str, name: str, x: Array) -> None:
 
 
 def _check_target(call: str, name: str, target: Array, source_name: str, source: Array) -> None:
-    """Raise unless a kernel can write to `target` while it reads `source`."""
+    """Check that a kernel can write to `target` while it reads `source`."""
     if arrays.library(target) != arrays.library(source):
         raise ArrayError(f"{call}: {name} and {source_name} are not both on the host, or both on the device")
     if not isinstance(target, np.ndarray):
@@ -241,7 +240,7 @@ def codecs_in(settings: object) -> Iterator[Codec]:
 
 
 def check_codec_argument(owner: str, codec: object, dtype: str | None = None) -> None:
-    """Raise unless `codec` is a Codec, and takes `dtype`, if one is given.
+    """Check that `codec` is a Codec, and takes `dtype` if one is given.
 
     Raises:
         ArrayError: It is not a Codec.
@@ -255,5 +254,5 @@ def check_codec_argument(owner: str, codec: object, dtype: str | None = None) ->
 
 
 def padded(nbytes: int) -> int:
-    """The least multiple of `ALIGNMENT` that is at least `nbytes`: where the next part of a chunk may start."""
+    """Round `nbytes` up to a multiple of `ALIGNMENT`, where the next part of a chunk may start."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

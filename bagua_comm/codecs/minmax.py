@@ -66,12 +66,12 @@ class MinMaxUInt8(Codec):
 
     @classmethod
     def bagua(cls) -> MinMaxUInt8:
-        """The original's setting: one block per chunk and eps = 1e-7."""
+        """Bagua's setting: one block per chunk and eps = 1e-7."""
         return cls(block=None, eps=1e-7)
 
     @property
     def granule(self) -> int | None:
-        """A block: each block is coded by itself."""
+        """The length of a block: each block is coded independently."""
         return self.block
 
     def wire_nbytes(self, count: int, dtype: DType) -> int:
@@ -110,7 +110,7 @@ class MinMaxUInt8(Codec):
 
 @functools.lru_cache(maxsize=1024)
 def _layout(count: int, block: int | None, itemsize: int) -> tuple[int, int, int]:
-    """For a chunk of `count` elements: elements per block, first byte of the codes, and bytes in all."""
+    """The layout of `count` elements: elements per block, first byte of the codes, and bytes in all."""
     block = max(1, count) if block is None else block
     start = padded(-(-count // block) * 2 * itemsize)
     return block, start, start + padded(count)

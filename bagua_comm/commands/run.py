@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="an environment variable for all ranks; without a value, the one that it has here",
+        help="an environment variable for all ranks; without a value, the one in this environment",
     )
     parser.add_argument("--interface", metavar="NAME", help="the network to use, for MPI, gloo and NCCL: eth0")
     parser.add_argument(
         "--links",
         type=links.number_or_auto,
         metavar="N",
-        help="TCP connections between two ranks on different hosts (Open MPI; 1); auto: measure what is best",
+        help="TCP connections between two ranks on different hosts (Open MPI; 1); auto: measure the best number",
     )
     parser.add_argument(
         "--net",
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--image", metavar="NAME", help="the container image, for --write k8s")
     parser.add_argument("--force", action="store_true", help="let --write replace a file")
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("args", nargs=argparse.REMAINDER)
 

@@ -1,8 +1,8 @@
-"""Data for ranks: samplers that balance their work, and caches of samples that are slow to make.
+"""Data for ranks: samplers that balance their work, and caches of samples that are slow to load.
 
-BalancedSampler, PlainSampler, measure      which samples each rank takes
-Cached, Cache                               samples, and any values, that are loaded once
-MemoryStore, LMDBStore, RedisStore,         where these are kept
+BalancedSampler, PlainSampler, measure      the samples of each rank
+Cached, Cache                               caches of samples, and of any values
+MemoryStore, LMDBStore, RedisStore,         stores of cached values
 ShardedStore, local_redis
 """
 

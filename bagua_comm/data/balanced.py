@@ -1,4 +1,4 @@
-"""The sampler that deals samples of about equal length to all ranks at the same time."""
+"""A sampler that gives all ranks samples of about equal length in each step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import ArrayError, shown
 from .sampler import SampleOrder, Sampler, as_lengths, serpentine
 
 CHUNKS = (960, 240, 48, 24)
-"""Batches of a chunk by default: the first of which an epoch has at least `LEAST_CHUNKS`, else the last."""
+"""Default chunks, in batches: the first with at least `LEAST_CHUNKS` chunks an epoch, else the last."""
 
 LEAST_CHUNKS = 20
 
@@ -20,28 +20,29 @@ class BalancedSampler(Sampler):
     """Batches of about equally long samples, so that no rank waits long for another and little is padded.
 
     With `batch_size`, samples are sorted by length, cut into chunks of `chunk` batches, and the chunks are
-    shuffled. A step takes the next p batches, and deals their samples serpentine to the p ranks. So all ranks
-    have about the same work in each step, and samples of one batch are about equally long. Only a step across two
-    chunks has samples of two lengths, and therefore more padding; there is none if `chunk` is a multiple of p.
-    The chunk does not depend on p by default, so that another number of ranks can go on in mid-epoch.
+    shuffled. A step takes the next p batches, and deals their samples to the p ranks in serpentine order. So
+    all ranks have about the same work in each step, and samples of one batch are about equally long. Only a
+    step across two chunks has samples of two lengths, and therefore more padding; there is none if `chunk` is a
+    multiple of p. The chunk does not depend on p by default, so that another number of ranks can resume within
+    an epoch.
 
     With `max_tokens`, samples are packed, the longest first, while samples x longest <= max_tokens. All batches
-    cost about the same, whatever the number of ranks is, and they are shuffled.
+    cost about the same for any number of ranks, and they are shuffled.
 
-    Source: chunks of sorted samples, which are shuffled, are those of Bagua's load-balancing sampler.
+    Source: shuffled chunks of sorted samples, as in Bagua's load-balancing sampler.
 
     Args:
-        lengths: What each sample costs, (samples,): a length or a time. `measure` finds them.
+        lengths: The cost of each sample, (samples,): a length or a time; see `measure`.
         batch_size: Samples of a batch of one rank.
-        max_tokens: In its place, the largest number of samples times the longest of them.
+        max_tokens: Instead of `batch_size`: the largest number of samples times the longest of them.
         size: Number of ranks; that of `bagua_comm.default()` if None.
         rank: This rank.
-        seed: Chooses the orders.
+        seed: Seed of the orders.
         noise: Lengths are sorted after U(0, noise x (longest - shortest)) is added, so that epochs batch
             different samples together; 0 to 1.
         chunk: Batches of a chunk; None: 960, 240, 48 or 24, by the number of batches.
         shuffle: False: no noise, and the longest samples first.
-        drop_last: Leave out what does not fill a batch on every rank; what is left out is chosen at random.
+        drop_last: Leave out samples that do not fill a batch on every rank, chosen at random.
 
     Raises:
         ArrayError: An argument has a wrong value, or a sample alone is longer than `max_tokens`.
@@ -99,7 +100,7 @@ class BalancedSampler(Sampler):
         if self.max_tokens is None:
             samples = np.concatenate(batches)
             return serpentine(samples[np.argsort(-self.lengths[samples], kind="stable")], self.size)
-        while len(batches) < self.size:  # parts of batches keep within the budget
+        while len(batches) < self.size:  # parts of batches stay within the budget
             most = max(range(len(batches)), key=lambda b: (len(batches[b]) > 1, self.lengths[batches[b]].sum()))
             batches += serpentine(batches.pop(most), 2)
         return batches
@@ -128,7 +129,7 @@ class BalancedSampler(Sampler):
         return self._cut(tried, rng) if self.batch_size is not None else self._pack(tried, rng)
 
     def _cut(self, ranked: Array, rng: np.random.Generator) -> SampleOrder:
-        """Chunks of equally many batches in any order, and last what does not fill one, from anywhere."""
+        """Chunks of equally many batches in random order; last, random samples that do not fill one."""
         assert self.batch_size is not None
         width = self.batch_size * self.chunk
         chunks, rest = divmod(len(ranked), width)
@@ -143,7 +144,7 @@ class BalancedSampler(Sampler):
         return SampleOrder.of(np.concatenate([whole.reshape(-1), last]), sizes)
 
     def _pack(self, ranked: Array, rng: np.random.Generator) -> SampleOrder:
-        """Batches within the budget, in any order, and last that of what is left."""
+        """Batches within the budget, in random order; last, that of the remaining samples."""
         assert self.max_tokens is not None
         lengths = self.lengths[ranked]
         stops = []

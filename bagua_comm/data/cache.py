@@ -1,4 +1,4 @@
-"""A cache of what is slow to load, over a store that may fail and that other processes use too."""
+"""A cache of values that are slow to load, in a store that may fail and that processes share."""
 
 from __future__ import annotations
 
@@ -20,33 +20,34 @@ _LONGEST_KEY = 400
 """Longer keys are replaced by their checksums."""
 
 _EXIT_PRIORITY = 100
-"""Above that of the queues of multiprocessing, so that the store still works."""
+"""Higher than that of multiprocessing's queues, so that the store still works."""
 
 
 class Cache:
-    """Keeps what `load(key)` gives, in a store.
+    """Cache of the values of `load(key)`, in a store.
 
-    * A value that is damaged is loaded anew, and counted.
-    * A store that fails is warned of once, then bypassed for `retry_s`, and counted: loading goes on without it.
-    * If several workers of a host ask for one key at a time, one loads it and the others wait for it.
-      What lies unwritten in the buffer of another is loaded here, too; once workers have met, each value is
-      written at once.
-    * What was loaded is written when `buffer_bytes` are together, when it is a second old and more is loaded,
-      when somebody waits for it, and at `flush`, `close` and the end of the process. A process that is killed
-      loses what was not yet written; it is loaded again.
+    * A damaged value is loaded again, and counted.
+    * A store that fails causes one warning, is bypassed for `retry_s`, and counted: loading continues without it.
+    * If several workers of a host request one key at a time, one loads it and the others wait for it. A value
+    still
+      in the buffer of another worker is loaded here, too; after such a conflict, values are written at once.
+    * Loaded values are written when there are `buffer_bytes` of them, when one is a second old and more are
+    loaded,
+      when another worker waits for one, and at `flush`, `close` and the end of the process. A process that is
+      killed loses unwritten values, which are loaded again.
 
-    It works in workers that are forked or spawned. `close` writes what this process has; the store stays open.
+    It works in forked and spawned workers. `close` writes the values of this process; the store stays open.
 
     Args:
-        store: Keeps the values.
-        name: Of what is cached. Caches of one store need different names; change it with the data or their
-            decoding.
-        form: "tree" keeps numbers, str, bytes, None, NumPy arrays, and lists, tuples and dicts of these. "pickle"
-            keeps anything, and runs code that the store holds: a store that others can write to is refused, such
-            as an LMDB folder that is not this user's alone, or a server of Redis without a password.
-        buffer_bytes: How much to write at once; with 0, each value at once.
-        wait_s: How long to wait for another worker that loads the same key; then it is loaded here, too.
-        retry_s: For how long a store that failed is bypassed.
+        store: The store of the values.
+        name: The name of the cached data. Caches of one store need different names; change it with the data or
+            their decoding.
+        form: "tree" stores numbers, str, bytes, None, NumPy arrays, and lists, tuples and dicts of these.
+            "pickle" stores any object, and runs code from the store: a store that others can write to is
+            refused, such as an LMDB folder that others can write to, or a Redis server without a password.
+        buffer_bytes: Bytes of values to write together; 0 writes each value at once.
+        wait_s: The longest wait for another worker that loads the same key; then it is loaded here, too.
+        retry_s: The time for which a failed store is bypassed, in seconds.
 
     Raises:
         ArrayError: An argument has a wrong value.
@@ -72,9 +73,7 @@ class Cache:
         if form not in FORMS:
             raise ArrayError(f'Cache: form is {form!r}, expected "tree" or "pickle"')
         if form == "pickle" and (why := store.open_to_others()) is not None:
-            raise ArrayError(
-                f'Cache: form="pickle" runs code that the store holds, and {why}; or use form="tree"'
-            )
+            raise ArrayError(f'Cache: form="pickle" runs code from the store, and {why}; or use form="tree"')
         for what, value in {"buffer_bytes": buffer_bytes, "wait_s": wait_s, "retry_s": retry_s}.items():
             if not (isinstance(value, (int, float)) and value >= 0):
                 raise ArrayError(f"Cache: {what} is {value!r}, expected a number from 0 on")
@@ -88,7 +87,7 @@ class Cache:
         return {**vars(self), "_worker": None}
 
     def _own(self) -> Worker:
-        """What belongs to this process: a forked child must not write what its parent has in its buffer."""
+        """The state of this process: a forked child must not write its parent's buffer."""
         if self._worker is None or self._worker.pid != os.getpid():
             from multiprocessing import util  # changes sys.modules, so not before a cache is used
 
@@ -108,7 +107,7 @@ class Cache:
         return self._worker
 
     def key(self, key: Any) -> bytes:
-        """The key in the store: of an int, str or bytes.
+        """The key in the store for an int, str or bytes.
 
         Raises:
             UnsupportedError: `key` is something else.
@@ -126,40 +125,40 @@ class Cache:
         return b"\0%016x%016x" % (checksum(full), checksum(b"again", full))
 
     def get(self, key: Any, load: Callable[[Any], Any]) -> Any:
-        """The value of a key; `load(key)` makes it if it is not there, and its errors are raised as they are.
+        """The value of a key, from the store or else from `load(key)`, whose errors are raised unchanged.
 
         Raises:
-            UnsupportedError: What was loaded cannot be kept in this form.
+            UnsupportedError: The loaded value cannot be stored in this form.
         """
         return self.get_many([key], load)[0]
 
     def get_many(self, keys: Sequence[Any], load: Callable[[Any], Any]) -> list[Any]:
-        """The values of several keys, from a store in one request; each that is missing is loaded."""
+        """The values of several keys, from the store in one request; missing ones are loaded."""
         return self._own().get_many([(key, self.key(key)) for key in keys], load)
 
     def peek(self, key: Any) -> Any:
-        """The value of a key, or None if it is not there; see `put`."""
+        """The value of a key in the store, or None; see `put`."""
         found = self._own().find([self.key(key)])
         return found[self.key(key)].value if found else None
 
     def put(self, key: Any, value: Any) -> None:
-        """Keep a value.
+        """Store a value.
 
         Raises:
-            UnsupportedError: It cannot be kept in this form.
+            UnsupportedError: It cannot be stored in this form.
         """
         self._own().put(self.key(key), value)
 
     def flush(self) -> None:
-        """Write what this process has not yet written."""
+        """Write the buffered values of this process."""
         self._own().flush()
 
     def stats(self) -> Stats:
-        """What happened so far in this process, and in the workers that it started."""
+        """Counts of this process and of the workers that it started."""
         return self._own().counts.total()
 
     def close(self) -> None:
-        """Write what this process has not yet written. The cache may be used again."""
+        """Write the buffered values of this process. The cache may be used again."""
         self.flush()
 
     def __enter__(self: C) -> C:
@@ -170,26 +169,25 @@ class Cache:
 
 
 if TYPE_CHECKING:
-    _Dataset = Any  # stands for torch.utils.data.Dataset, which DataLoader asks for in its annotations only
+    _Dataset = Any  # stands for torch.utils.data.Dataset, which only DataLoader's annotations require
 else:
     _Dataset = object
 
 
 class Cached(_Dataset):  # type: ignore[misc]
-    """A data set whose samples are kept in a store: the first epoch loads them, later ones read them.
+    """A data set with its samples cached in a store: the first epoch loads them, later ones read them.
 
-    It takes the place of a map-style data set, in PyTorch's DataLoader too, which then asks for a batch at a
-    time.
+    It replaces a map-style data set, also in PyTorch's DataLoader, which then requests a batch at a time.
 
     Args:
-        dataset: Has `__getitem__` for ints, or for str or bytes, and perhaps `__len__`. What is random in it
-            (crops, say) is kept as it was in the first epoch, so apply that to what this gives.
-        store: Keeps the samples.
-        options: Those of `Cache`: name, form, buffer_bytes, wait_s, retry_s.
+        dataset: Has `__getitem__` for ints, or for str or bytes, and perhaps `__len__`. Random transforms, such
+            as crops, stay as in the first epoch, so apply them to the cached samples instead.
+        store: The store of the samples.
+        options: Arguments of `Cache`: name, form, buffer_bytes, wait_s, retry_s.
 
     Raises:
         ArrayError: An argument has a wrong value, or a data set of another length is cached in this store under
-            this name: each would be given the samples of the other.
+            this name: each would get the samples of the other.
 
     >>> from bagua_comm.data import MemoryStore
     >>> squares = Cached([0, 1, 4], MemoryStore())
@@ -202,16 +200,16 @@ class Cached(_Dataset):  # type: ignore[misc]
         self.cache = Cache(store, **options)
         for other in list(_cached):
             lengths = _length(other.dataset), _length(dataset)
-            if None not in lengths and lengths[0] != lengths[1] and self._meets(other):
+            if None not in lengths and lengths[0] != lengths[1] and self._shares_keys_with(other):
                 raise ArrayError(
                     f"Cached: this store has samples of a data set of {lengths[0]} under the name "
-                    f"{self.cache.name!r}, and this one has {lengths[1]}; give each a name of its own, as in "
+                    f"{self.cache.name!r}, and this one has {lengths[1]}; give each a different name, as in "
                     'Cached(dataset, store, name="train")'
                 )
         _cached.add(self)
 
-    def _meets(self, other: Cached) -> bool:
-        """Whether both keep samples under the same keys."""
+    def _shares_keys_with(self, other: Cached) -> bool:
+        """Whether both store samples under the same keys."""
         mine, theirs = self.cache.store, other.cache.store
         same = mine is theirs or (mine.identity is not None and mine.identity == theirs.identity)
         return same and self.cache.name == other.cache.name
@@ -220,7 +218,7 @@ class Cached(_Dataset):  # type: ignore[misc]
         return len(self.dataset)
 
     def _place(self, index: Any) -> Any:
-        """The index of a sample, which may be counted from the end."""
+        """The index of a sample, from a nonnegative or negative index."""
         if isinstance(index, (str, bytes)):
             return index
         try:
@@ -236,7 +234,7 @@ class Cached(_Dataset):  # type: ignore[misc]
         return self.cache.get(self._place(index), self._load)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
-        """Several samples, from a store in one request."""
+        """Several samples, from the store in one request."""
         return self.cache.get_many([self._place(index) for index in indices], self._load)
 
     def flush(self) -> None:
@@ -259,7 +257,7 @@ class Cached(_Dataset):  # type: ignore[misc]
 
 
 _cached: weakref.WeakSet[Cached] = weakref.WeakSet()
-"""Those of this process."""
+"""The cached data sets of this process."""
 
 
 def _length(dataset: Any) -> int | None:

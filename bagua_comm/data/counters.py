@@ -1,4 +1,4 @@
-"""What a cache has done, over a process and the workers that it starts."""
+"""Counts of a cache, over a process and the workers that it starts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ..files import private_folder
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts of a cache, in samples unless the name says otherwise."""
+    """Counts of a cache, in samples unless noted."""
 
     hits: int = 0
-    """Found."""
+    """Samples found in the store."""
     misses: int = 0
-    """Loaded: not found, damaged, or the store was not asked."""
+    """Samples loaded: missing, damaged, or the store was bypassed."""
     waited: int = 0
-    """Of the hits, those that another worker was just loading."""
+    """The hits that another worker was just loading."""
     timeouts: int = 0
-    """Of the misses, those for which another worker took too long."""
+    """The misses for which another worker took too long."""
     damaged: int = 0
-    """Of the misses, those whose bytes were not what was written."""
+    """The misses whose bytes differed from what was written."""
     errors: int = 0
-    """Calls of a store that failed."""
+    """Failed calls of a store."""
     bypassed: int = 0
-    """Calls that were not made, because the store had just failed."""
+    """Calls not made, because the store had just failed."""
     unwritten: int = 0
-    """Samples that were loaded and not kept, because the store failed."""
+    """Samples loaded but not stored, because the store failed."""
     read_bytes: int = 0
-    """Bytes of what was found."""
+    """Bytes of the samples found."""
     written_bytes: int = 0
-    """Bytes that stores took."""
+    """Bytes written to stores."""
 
 
 NAMES = [field.name for field in fields(Stats)]
@@ -47,18 +47,18 @@ _ENDED = "ended"
 
 
 def new_folder() -> Path | None:
-    """Where the processes of one cache count; None, with a warning, if there is no place."""
+    """Make the folder of a cache's counts; None, with a warning, if that fails."""
     try:
         folder = private_folder() / f"counts-{secrets.token_hex(8)}"
         folder.mkdir(mode=0o700)
     except OSError as exc:
-        warnings.warn(f"a cache counts this process alone: {exc}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"a cache counts only this process: {exc}", RuntimeWarning, stacklevel=2)
         return None
     return folder
 
 
 class Counts:
-    """The counts of one process: a file that the others read, so that nothing is lost when it is killed."""
+    """The counts of one process, in a file that others read, so that they survive the process."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -69,7 +69,7 @@ class Counts:
         path = folder / secrets.token_hex(8)
         try:
             with path.open("x+b") as file:
-                file.write(self._values.tobytes())  # so that the disk has room for it
+                file.write(self._values.tobytes())  # so that the disk reserves the space
                 file.flush()
                 self._values = np.frombuffer(mmap.mmap(file.fileno(), 0), np.int64)
         except OSError as exc:
@@ -80,7 +80,7 @@ class Counts:
         self._file = path
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count."""
+        """Increase a count."""
         self._values[NAMES.index(name)] += count
 
     def end(self) -> None:

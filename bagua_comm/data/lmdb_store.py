@@ -1,4 +1,4 @@
-"""A store in an LMDB file, which all processes of a host share without a server."""
+"""A store in an LMDB file, shared by all processes of a host without a server."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .locks import Holder, locks_in
 from .stores import Store
 
 _READERS = 1024
-"""How many threads of all processes may read at a time."""
+"""The largest number of concurrent readers, threads of all processes."""
 
 _WRITER = 0
-"""The lock of who writes."""
+"""The number of the lock for writing."""
 
 _LONGEST_KEY = 511
 
 
 class _Environments:
-    """Those of this process: LMDB allows one for each file, and none that a fork inherited."""
+    """The LMDB environments of this process. LMDB allows one for each file, and none inherited by a fork."""
 
     def __init__(self) -> None:
         self._opened: dict[str, Any] = {}
@@ -39,14 +39,14 @@ class _Environments:
         return self._lock
 
     def get(self, path: str, capacity_bytes: int) -> Any:
-        """The environment of a folder, opened if it is not."""
+        """The environment of a folder; opened at the first use."""
         with self._own():
             if path not in self._opened:
                 self._opened[path] = _open(path, capacity_bytes)
             return self._opened[path]
 
     def close(self, path: str) -> None:
-        """Close that of a folder, if it is open."""
+        """Close the environment of a folder, if it is open."""
         with self._own():
             if path in self._opened:
                 self._opened.pop(path).close()
@@ -66,30 +66,31 @@ def _lmdb() -> Any:
 def _open(path: str, capacity_bytes: int) -> Any:
     lmdb = _lmdb()
     try:
-        # Data are synced before the page that leads to them: a crash of the host loses the last values alone.
+        # Data are synced before the page that refers to them: a crash of the host loses only the last values.
         environment = lmdb.open(
             path, map_size=capacity_bytes, metasync=False, max_readers=_READERS, mode=0o600, meminit=False
         )
-        environment.reader_check()  # what killed processes have left
+        environment.reader_check()  # the remains of killed processes
     except (lmdb.Error, OSError, OverflowError) as exc:
         raise StoreError(f"LMDBStore: {path} cannot be opened: {exc}") from exc
     return environment
 
 
 class LMDBStore(Store):
-    """Values in a folder of the local disk; also in the page cache, which all processes share.
+    """Store in a folder of the local disk, and so in the page cache, which all processes share.
 
-    It is made if it is not there, for this user alone. Do not put it on a file system of another host: LMDB maps
-    its file into memory. It trusts what lies there: those who can write to the folder can crash this process. A
-    cache with `form="pickle"` refuses such a folder, since they could run code as you.
+    A missing folder is made private to this user. Do not put it on a network file system: LMDB maps its file into
+    memory. The file is trusted: users who can write to the folder can crash this process. A cache with
+    `form="pickle"` refuses such a folder, since they could run code as you.
 
     Args:
         path: The folder.
-        capacity_bytes: How large the file may grow; more raises StoreError. The largest of all processes counts.
-        timeout_s: How long to wait for another process that writes.
+        capacity_bytes: The largest size of the file; more raises StoreError. The largest value of all processes
+            counts.
+        timeout_s: The longest wait for another process that writes.
 
     Raises:
-        StoreError: The folder cannot be made, or holds what is not an LMDB file.
+        StoreError: The folder cannot be made, or holds a file that is not LMDB's.
         ImportError: lmdb is not installed.
     """
 
@@ -115,7 +116,7 @@ class LMDBStore(Store):
             try:
                 with environment.begin(write=write) as transaction:
                     return body(transaction)
-            except lmdb.MapResizedError:  # another process has made room for more
+            except lmdb.MapResizedError:  # another process has increased the size
                 environment.set_mapsize(0)
                 with environment.begin(write=write) as transaction:
                     return body(transaction)
@@ -125,7 +126,7 @@ class LMDBStore(Store):
             raise StoreError(f"LMDBStore: {self.path}: {exc}") from exc
 
     def _write(self, body: Any) -> None:
-        """Call `body(transaction)`, when nobody else writes: LMDB itself would wait for ever."""
+        """Call `body(transaction)` while no other process writes: LMDB itself would wait for ever."""
         try:
             locks = locks_in(Path(self.path) / "writer.lock")
         except OSError as exc:
@@ -149,7 +150,7 @@ class LMDBStore(Store):
             except OSError as exc:
                 return f"it cannot be seen who can write to {path}: {exc}"
             if not is_own:
-                return f"{path} belongs to somebody else, or others can write to it (chmod go-w makes it yours)"
+                return f"{path} belongs to another user, or others can write to it (chmod go-w makes it private)"
         return None
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -162,12 +163,12 @@ class LMDBStore(Store):
         return found
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
-        """See `Store.set_many`. Either all values are kept, or none."""
+        """See `Store.set_many`. All values are written, or none."""
         for key in items:
             _check_key(key)
 
         def put(transaction: Any) -> None:
-            for key in sorted(items):  # neighbours lie on one page
+            for key in sorted(items):  # neighbours share a page
                 transaction.put(key, items[key])
 
         self._write(put)

@@ -1,7 +1,8 @@
-"""Locks on numbers, among all processes and threads of a host; a process that ends gives its locks back.
+"""Numbered locks among all processes and threads of a host; the kernel releases the locks of a process that ends.
 
-They are locks of POSIX on the bytes of one file, which the kernel keeps. All of a process's go when it closes any
-descriptor of that file, so each process opens it once and leaves it open.
+They are POSIX record locks on the bytes of one file. A process loses all of them when it closes any descriptor of
+the file, so each process opens it once and leaves it open. Linux's locks of open file descriptions would not do:
+a forked child shares them with its parent, and would keep them after its parent's end.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 NUMBERS = 1 << 61
-"""Numbers are less than this."""
+"""The upper bound of the numbers."""
 
 
 @functools.cache
 def locks_in(path: Path) -> Locks:
-    """The locks of a file, which is made if it is not there; one object in each process.
+    """The locks of a file, which is made if it is missing; one object in each process.
 
     Raises:
         OSError: The file cannot be opened.
@@ -30,7 +31,7 @@ def locks_in(path: Path) -> Locks:
 
 
 class Holder:
-    """Who has some of the locks, and waits for one: one piece of work of one thread.
+    """A holder of locks, which may wait for one: one operation of one thread.
 
         holder = Holder()
         try:
@@ -39,7 +40,7 @@ class Holder:
             holder.is_over = True  # before a call here, a signal handler could raise
             locks.tidy()
 
-    If one raises after that, the next use of the locks in this process gives back what the holder had.
+    If one raises after that, the next use of the locks in this process releases the holder's.
     """
 
     __slots__ = ("is_over", "numbers", "thread", "waits_for")
@@ -51,7 +52,7 @@ class Holder:
 
 
 class Locks:
-    """Byte 2 n of a file is held by who has lock n, and byte 2 n + 1 is shared by those who wait for it."""
+    """The locks of a file: the holder of lock n locks byte 2 n, and its waiters share a lock of byte 2 n + 1."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -68,7 +69,7 @@ class Locks:
         return self._mutex
 
     def tidy(self) -> None:
-        """Give back the locks of holders that are over."""
+        """Release the locks of holders that are over."""
         with self._own():
             self._tidy()
 
@@ -88,7 +89,7 @@ class Locks:
             holder.waits_for = None
 
     def take(self, number: int, holder: Holder) -> bool:
-        """Take a lock, if nobody has it.
+        """Take a lock if it is free; return whether it was.
 
         Raises:
             OSError: The file system has no locks.
@@ -98,27 +99,27 @@ class Locks:
             if any(number in each.numbers for each in self._holders):
                 return False
             self._holders.add(holder)
-            holder.numbers.add(number)  # first: so it is given back, wherever this ends
+            holder.numbers.add(number)  # first, so that it is released wherever this ends
             if self._try(2 * number, fcntl.LOCK_EX):
                 return True
             holder.numbers.discard(number)
             return False
 
     def give(self, number: int, holder: Holder) -> None:
-        """Give a lock back."""
+        """Release a lock."""
         with self._own():
             self._unlock(2 * number)
             holder.numbers.discard(number)
 
     def mine(self, number: int) -> bool:
-        """Whether this very thread has the lock."""
+        """Whether this thread holds the lock."""
         me = threading.get_ident()
         with self._own():
             self._tidy()
             return any(number in each.numbers and each.thread == me for each in self._holders)
 
     def wanted(self, number: int) -> bool:
-        """Whether somebody waits for a lock."""
+        """Whether another holder waits for a lock."""
         with self._own():
             self._tidy()
             if any(each.waits_for == number for each in self._holders):
@@ -131,14 +132,14 @@ class Locks:
     def wait(
         self, number: int, timeout_s: float, holder: Holder, give_up: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Take a lock, if it comes free within this time; meanwhile it is `wanted`."""
+        """Take a lock if it becomes free within this time; meanwhile it is `wanted`."""
         deadline, pause_s = time.monotonic() + timeout_s, 0.001
         with self._own():
             self._holders.add(holder)
             holder.waits_for = number
         while not self.take(number, holder):
             with self._own():
-                self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail for the instant in which it is asked for
+                self._try(2 * number + 1, fcntl.LOCK_SH)  # may fail during a call of `wanted`
             if time.monotonic() >= deadline or give_up():
                 break
             time.sleep(pause_s)

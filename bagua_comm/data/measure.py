@@ -16,7 +16,7 @@ from .stores import Store
 
 
 class Dataset(Protocol):
-    """What has a length and is indexed from 0, such as a list or a map-style data set of PyTorch."""
+    """A sequence of samples, such as a list or a map-style data set of PyTorch."""
 
     def __len__(self) -> int: ...
 
@@ -31,25 +31,25 @@ def measure(
     store: Store | None = None,
     name: str = "lengths",
 ) -> Array:
-    """`fn(sample)` of all samples, for `BalancedSampler`: each rank calls it on its share.
+    """Compute `fn(sample)` of all samples, for `BalancedSampler`; each rank calls it on its share.
 
     Collective.
 
     Args:
         dataset: The same on all ranks.
-        fn: Gives the cost of a sample, such as its number of tokens.
+        fn: Returns the cost of a sample, such as its number of tokens.
         comm: The ranks; `bagua_comm.default()` if None.
-        store: Where the result is kept for the next program; rank 0 reads and writes it, others ignore theirs.
-        name: Under which name it is kept; change it with the data or `fn`.
+        store: A store of the result for the next program; only rank 0 uses it.
+        name: The name of the result in the store; change it with the data or `fn`.
 
     Returns:
         float64, (samples,), the same on all ranks.
 
     Raises:
         CommMismatch: Data sets differ in length.
-        ArrayError: `fn` gave what is not a finite number from 0 on; raised on all ranks. Other errors of `fn`
-            and of the data set are raised as they are on the first rank that has one, and in their words on
-            others.
+        ArrayError: `fn` returned a value that is not a finite number from 0 on; raised on all ranks. Another
+            error of `fn` or of the data set is raised unchanged on the first rank that has one, and with its
+            text on others.
 
     >>> from bagua_comm.testing import run_ranks
     >>> run_ranks(2, lambda comm: measure(["a", "bcd", "ef"], len, comm))[1]
@@ -93,7 +93,7 @@ def _checked(index: int, value: float) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as exc:
-        raise ArrayError(f"measure: fn gave {value!r} for sample {index}, expected a number") from exc
+        raise ArrayError(f"measure: fn returned {value!r} for sample {index}, expected a number") from exc
     if not (np.isfinite(number) and number >= 0):
-        raise ArrayError(f"measure: fn gave {number} for sample {index}, expected a finite number from 0 on")
+        raise ArrayError(f"measure: fn returned {number} for sample {index}, expected a finite number from 0 on")
     return number

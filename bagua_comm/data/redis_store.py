@@ -1,4 +1,4 @@
-"""A store in servers of Redis or Valkey, for all hosts."""
+"""A store in Redis or Valkey servers, for all hosts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from .stores import ShardedStore, Store
 T = TypeVar("T")
 
 _PREFIX = b"bagua:"
-"""What our keys in a server begin with, which may hold others."""
+"""The prefix of this library's keys in a server."""
 
 _PLACE = ("host", "port", "path", "db")
-"""What of a URL's query tells databases apart."""
+"""The parts of a URL's query that identify a database."""
 
 _SECRETS = ("password", "ssl_certfile")
-"""What there lets this user in, and not others."""
+"""The parts of a URL's query that authenticate this user."""
 
 _AT_ONCE = 1000
-"""Keys of one request."""
+"""The number of keys in one request."""
 
 
 class RedisStore(ShardedStore):
-    """Values in one or more servers; each key is in one of them, by rendezvous hashing.
+    """Store in one or more servers; each key is in one of them, by rendezvous hashing.
 
-    The servers are yours: this starts none. Open none to a network without a password (`requirepass`) and, where
-    others listen, TLS. Set `maxmemory` and `maxmemory-policy allkeys-lru`, and a full server forgets what was not
-    used for long. `local_redis` starts one for tests and trials.
+    It starts no servers. Protect a server on a network with a password (`requirepass`) and, where others listen,
+    TLS. With `maxmemory` and `maxmemory-policy allkeys-lru`, a full server evicts the least recently used values.
+    `local_redis` starts one for tests and trials.
 
     Args:
-        urls: One or more of redis://:password@host:port/db, rediss:// (TLS) and unix:///path. All ranks give the
-            same; their order does not matter.
-        timeout_s: How long to wait for a server.
+        urls: One or more of redis://:password@host:port/db, rediss:// (TLS) and unix:///path. All ranks pass the
+            same ones, in any order.
+        timeout_s: The longest wait for a server.
 
     Raises:
         ArrayError: A URL has another form.
@@ -50,7 +50,7 @@ class RedisStore(ShardedStore):
 
 
 class _Server(Store):
-    """One server. The client is made anew in each process."""
+    """One server, with a client for each process."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
@@ -90,11 +90,11 @@ class _Server(Store):
             self._url,
             socket_timeout=self._timeout_s,
             socket_connect_timeout=self._timeout_s,
-            retry=Retry(NoBackoff(), 1),  # a server that was started anew has closed our connection
+            retry=Retry(NoBackoff(), 1),  # a restarted server has closed our connection
         )
 
     def open_to_others(self) -> str | None:
-        """See `Store.open_to_others`. A password keeps others out, and a socket that this user alone may open."""
+        """See `Store.open_to_others`. A password, or a socket of only this user, keeps others out."""
         if self._has_secret:
             return None
         if self._socket is not None:
@@ -126,7 +126,7 @@ class _Server(Store):
         self._do(lambda client: [client.delete(*part) for part in _parts(names)])
 
     def _names(self) -> list[bytes]:
-        """Our keys in the server; it may show one twice."""
+        """This library's keys in the server; it may return one twice."""
         return self._do(lambda client: list(set(client.scan_iter(_PREFIX + b"*", count=_AT_ONCE))))
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""Samplers: which samples each rank takes, in batches.
+"""Samplers: the batches of samples of each rank.
 
     BalancedSampler(lengths, batch_size=32)    ranks get equally long samples at the same time
-    BalancedSampler(lengths, max_tokens=4096)  as many samples as fit into a budget, all batches equally full
+    BalancedSampler(lengths, max_tokens=4096)  as many samples as fit a budget, all batches equally full
     PlainSampler(len(dataset), batch_size=32)  a random permutation
 
 An epoch is one global list of batches, which does not depend on the number of ranks p. Step s takes batches s p
-up to s p + p, and deals them, or their samples, to the ranks. If fewer than p are left, their samples are dealt
-into p smaller ones, so that all ranks make equally many steps and no sample is lost; only if fewer than p samples
-are left, some are repeated.
+to s p + p - 1, and deals them, or their samples, to the ranks. If fewer than p batches are left, their samples
+are dealt into p smaller ones, so that all ranks make the same number of steps and no sample is lost. Only if
+fewer than p samples are left, some are repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class SampleOrder(NamedTuple):
-    """The batches of an epoch, in the order in which they are taken."""
+    """The batches of an epoch, in order."""
 
     indices: Array
     """(samples,): batch b is indices[offsets[b] : offsets[b + 1]]."""
@@ -42,7 +42,7 @@ class SampleOrder(NamedTuple):
 
     @property
     def batches(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         return len(self.offsets) - 1
 
     def samples(self, start: int, stop: int) -> Array:
@@ -52,11 +52,11 @@ class SampleOrder(NamedTuple):
 
 
 class Sampler(ABC):
-    """Lists of indices, one for each batch of this rank: what a DataLoader of PyTorch takes as `batch_sampler`.
+    """Lists of indices, one for each batch of this rank: a `batch_sampler` for PyTorch's DataLoader.
 
-    An iteration gives the batches of the epoch, or, after `load_state_dict`, those that are left of it. The next
-    one gives them again unless `set_epoch` was called. An iteration begins when its first batch is asked for: a
-    DataLoader with workers makes two iterators, and asks one of them.
+    An iteration yields the batches of the epoch, or, after `load_state_dict`, the remaining ones. The next one
+    yields the epoch again unless `set_epoch` was called. An iteration begins when its first batch is requested: a
+    DataLoader with workers makes two iterators, and uses one of them.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class Sampler(ABC):
         self.epoch = 0
         self._made: tuple[int, int, SampleOrder] | None = None
         self._next_start = 0  # the global batch at which the next iteration begins
-        self._start = 0  # that of the iteration begun last
-        self._taken = 0  # steps that it has handed out
-        self._counted: int | None = None  # those that `counted` has handed on; None if it goes without
+        self._start = 0  # of the latest iteration
+        self._taken = 0  # steps that it has yielded
+        self._counted: int | None = None  # steps that `counted` has yielded; None without `counted`
 
     def _whole(self, what: str, value: object, least: int) -> int:
         try:
@@ -91,7 +91,7 @@ class Sampler(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks; if it was not given, that of `bagua_comm.default()`, also after a change of ranks."""
+        """Number of ranks: as given, or that of `bagua_comm.default()`, also after a change of ranks."""
         return self._place()[0]
 
     @property
@@ -100,7 +100,7 @@ class Sampler(ABC):
         return self._place()[1]
 
     def _place(self) -> tuple[int, int]:
-        """The number of ranks, and this rank: of the communicator that is open, else of the last one."""
+        """The number of ranks, and this rank: of the open communicator, else of the last one."""
         comm = current() if self._follows else None
         if comm is None and (self._size is None or self._rank is None):
             comm = default()
@@ -118,13 +118,13 @@ class Sampler(ABC):
 
     @property
     def order(self) -> SampleOrder:
-        """The batches of this epoch for all ranks, alike for any number of ranks."""
+        """The batches of this epoch for all ranks, the same for any number of ranks."""
         if self._made is None or self._made[:2] != (self.seed, self.epoch):
             self._made = self.seed, self.epoch, self._make(np.random.default_rng([self.seed, self.epoch]))
         return self._made[2]
 
     def _steps(self, start: int) -> tuple[int, int]:
-        """How many steps take p whole batches, from global batch `start` on, and how many batches are left."""
+        """The number of steps with p whole batches, from global batch `start` on, and of remaining batches."""
         return divmod(self.order.batches - start, self.size)
 
     def _count(self, start: int) -> int:
@@ -132,7 +132,7 @@ class Sampler(ABC):
         return full + (rest > 0 and not self.drop_last)
 
     def __len__(self) -> int:
-        """How many batches the next iteration gives; as many on every rank."""
+        """The number of batches of the next iteration; the same on every rank."""
         return self._count(self._next_start)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -140,15 +140,15 @@ class Sampler(ABC):
         self._start, self._next_start, self._taken, self._counted = start, 0, 0, None
         for step in range(self._count(start)):
             batch = self._batch(order, start, step)
-            # The position belongs to this iteration: a further one, begun before this ends, counts for itself.
+            # The position belongs to this iteration: a concurrent one has its own.
             self._start, self._taken = start, step + 1
             yield batch.tolist()
 
     def counted(self, loader: Iterable[T]) -> Iterator[T]:
-        """The batches of a loader that takes this sampler, counted as they come out of it.
+        """Iterate over a loader with this sampler, and count the batches that it yields.
 
-        Workers of a DataLoader take batches from the sampler ahead. Within this iteration `state_dict()` counts
-        those alone that the loop has got:
+        Workers of a DataLoader take batches from the sampler in advance. In this iteration `state_dict()`
+        counts only batches that the loop has received:
 
             for batch in sampler.counted(loader): ...; state = sampler.state_dict()
 
@@ -165,7 +165,7 @@ class Sampler(ABC):
         return self._dealt(order, start + step * self.size)[self.rank]
 
     def _dealt(self, order: SampleOrder, first: int) -> list[Array]:
-        """What each rank takes in the step that begins at global batch `first`."""
+        """The batch of each rank in the step that begins at global batch `first`."""
         last = min(first + self.size, order.batches)
         if last - first < self.size:
             rest = order.samples(first, last)
@@ -174,14 +174,14 @@ class Sampler(ABC):
         return self._deal([order.samples(batch, batch + 1) for batch in range(first, last)])
 
     def _deal(self, batches: list[Array]) -> list[Array]:
-        """One batch for each rank, of as many or fewer, which have enough samples."""
+        """Deal the samples of at most p batches into one batch for each rank."""
         return batches if len(batches) == self.size else serpentine(np.concatenate(batches), self.size)
 
     # Counts -----------------------------------------------------------------------------------------
 
     @property
     def padding(self) -> int:
-        """How many samples of the epoch are given again, over all ranks: fewer than p; none with drop_last."""
+        """The number of repeated samples in the epoch, over all ranks: fewer than p; none with drop_last."""
         full, rest = self._steps(0)
         if self.drop_last or not rest:
             return 0
@@ -189,7 +189,7 @@ class Sampler(ABC):
 
     @property
     def dropped(self) -> int:
-        """How many samples of the data set the epoch leaves out, over all ranks: 0 unless drop_last."""
+        """The number of samples that the epoch leaves out, over all ranks: 0 unless drop_last."""
         order = self.order
         full, _ = self._steps(0)
         left = len(order.indices) - int(order.offsets[full * self.size]) if self.drop_last else 0
@@ -197,12 +197,12 @@ class Sampler(ABC):
 
     @abstractmethod
     def _samples(self) -> int:
-        """Samples of the data set."""
+        """The number of samples of the data set."""
 
     # State ------------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of another epoch, from its beginning; for the present epoch this does nothing."""
+        """Start another epoch, with its own order; does nothing for the current epoch."""
         epoch = self._whole("epoch", epoch, 0)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -210,26 +210,29 @@ class Sampler(ABC):
             self._counted = None
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
-        """Where the epoch stands; alike on every rank that has made as many steps.
+        """The position in the epoch; the same on all ranks after the same number of steps.
 
         Args:
-            steps: How many batches of the present iteration this rank has trained on. None means all that were
-                handed out. A DataLoader with workers takes batches ahead: iterate over it by `counted` there, or
-                count yourself: `for step, batch in enumerate(loader, 1): ...; state = sampler.state_dict(step)`.
+            steps: The number of batches of this iteration on which this rank has trained. None means all that
+                were yielded. A DataLoader with workers takes batches in advance: iterate over it by `counted`
+                there, or count yourself: `for step, batch in enumerate(loader, 1): ...; state =
+                sampler.state_dict(step)`.
 
         Returns:
             `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a
             checksum.
 
         Raises:
-            ArrayError: More steps than were handed out.
+            ArrayError: `steps` exceeds the number of yielded batches.
         """
         handed_out = self._taken if self._counted is None else self._counted
         taken = handed_out if steps is None else self._whole("steps", steps, 0)
         if taken > self._taken:
-            raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were handed out")
+            raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded")
         order = self.order
-        begun = self._start + taken * self.size if taken else self._start  # nobody need connect for a new one
+        begun = (
+            self._start + taken * self.size if taken else self._start
+        )  # no communicator is needed for a new one
         batches = min(begun, order.batches)
         if self._taken == 0 and self._next_start:
             batches = self._next_start  # loaded, and not begun
@@ -241,15 +244,15 @@ class Sampler(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` stands: the next iteration gives what was left, on any number of ranks.
+        """Resume from `state`: the next iteration yields the remaining samples, on any number of ranks.
 
         Raises:
-            ArrayError: The state is damaged, or of another data set or other batches; nothing is changed.
+            ArrayError: The state is damaged, or of another data set or other batches; the sampler is unchanged.
         """
         name = self._name
         missing = {"epoch", "seed", "consumed", "order"} - set(state)
         if missing:
-            raise ArrayError(f"{name}: the state has no {sorted(missing)}; expected what state_dict() gave")
+            raise ArrayError(f"{name}: the state has no {sorted(missing)}; expected the result of state_dict()")
         before = self.epoch, self.seed
         epoch, seed = self._whole("epoch", state["epoch"], 0), self._whole("seed", state["seed"], 0)
         try:
@@ -276,7 +279,7 @@ def checksum(order: SampleOrder) -> int:
 
 
 def serpentine(values: Array, hands: int) -> list[Array]:
-    """Deal sorted values into `hands` parts, there and back again, so that their sums are about equal.
+    """Deal sorted values into `hands` parts in serpentine order, so that their sums are about equal.
 
     >>> [part.tolist() for part in serpentine(np.arange(7), 3)]
     [[0, 5, 6], [1, 4], [2, 3]]
@@ -290,16 +293,16 @@ def serpentine(values: Array, hands: int) -> list[Array]:
 
 
 class PlainSampler(Sampler):
-    """A random permutation in batches, or with shuffle=False all samples in their order.
+    """A random permutation in batches, or with shuffle=False all samples in order.
 
     Args:
-        samples: How many samples the data set has.
+        samples: The number of samples of the data set.
         batch_size: Samples of a batch of one rank.
         size: Number of ranks; that of `bagua_comm.default()` if None.
         rank: This rank.
-        seed: Chooses the permutations.
+        seed: Seed of the permutations.
         shuffle: Whether to permute.
-        drop_last: Leave out what does not fill a batch on every rank.
+        drop_last: Leave out samples that do not fill a batch on every rank.
 
     Raises:
         ArrayError: An argument has a wrong value.
@@ -343,7 +346,7 @@ def as_lengths(name: str, lengths: Sequence[float] | Array) -> Array:
     """Lengths as float64.
 
     Raises:
-        ArrayError: They are not one row of numbers that are finite and not negative.
+        ArrayError: They are not a row of finite, nonnegative numbers.
     """
     try:
         found = np.asarray(lengths, np.float64)

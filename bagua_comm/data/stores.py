@@ -1,11 +1,11 @@
-"""Stores: where bytes are kept under keys.
+"""Stores of bytes by key.
 
     MemoryStore()           in this process
     LMDBStore(path)         in a file, for all processes of a host
     RedisStore(urls)        in servers, for all hosts
     ShardedStore(stores)    each key in one of several stores
 
-A store raises `StoreError` when it fails. A cache then goes on without it.
+A store that fails raises `StoreError`. A cache then continues without it.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ S = TypeVar("S", bound="Store")
 
 
 class Store(ABC):
-    """Keeps bytes under keys. It can be pickled, and works in forked children and in several threads."""
+    """A store of bytes by key. It can be pickled, and works in forked children and in several threads."""
 
     identity: str | None = None
-    """What names this store alike in all processes that share it; None if it is this process's own."""
+    """The name of this store, equal in all processes that share it; None if only this process uses it."""
 
     @property
     def leaves(self) -> Sequence[Store]:
-        """The stores that hold the values: this one, unless it is made of several."""
+        """The stores that hold the values: this one, unless it consists of several."""
         return (self,)
 
     def leaf_of(self, key: bytes) -> int:
-        """Which of the leaves holds this key."""
+        """The leaf that holds this key."""
         return 0
 
     def open_to_others(self) -> str | None:
-        """Why others may have written what this store holds; None if only this user can, as far as it knows."""
+        """Why other users may have written to this store; None if only this user can, as far as is known."""
         return None
 
     @abstractmethod
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The values of these keys, in their order; None for a key that is not there.
+        """The values of these keys, in their order; None for a missing key.
 
         Raises:
             StoreError: The store failed.
@@ -51,7 +51,7 @@ class Store(ABC):
 
     @abstractmethod
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
-        """Keep all these values, in the place of what was there.
+        """Store all these values, and overwrite former ones.
 
         Raises:
             StoreError: The store failed; it may hold some of them.
@@ -59,14 +59,14 @@ class Store(ABC):
 
     @abstractmethod
     def count(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
 
     @abstractmethod
     def clear(self) -> None:
         """Remove all keys."""
 
     def close(self) -> None:  # noqa: B027 - most stores have nothing to give back
-        """Give back files and connections; the values stay, where they outlive a process."""
+        """Close files and connections; values that outlive a process stay."""
 
     def __enter__(self: S) -> S:
         return self
@@ -76,10 +76,10 @@ class Store(ABC):
 
 
 class MemoryStore(Store):
-    """A dictionary. A forked or spawned worker has a copy of its own, which ends with it.
+    """Store in a dictionary. A forked or spawned worker has its own copy, which ends with it.
 
     Args:
-        capacity_bytes: How much it may hold; more raises StoreError. None: without end.
+        capacity_bytes: The largest number of bytes to hold; more raises StoreError. None: no limit.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -128,16 +128,16 @@ class MemoryStore(Store):
 
 
 class ShardedStore(Store):
-    """Several stores, each of which holds a part of the keys.
+    """Several stores, each for a part of the keys.
 
-    A key belongs to the store with the largest hash of (key, name of the store), so that one of n stores that is
-    taken away, or added, moves 1/n of the keys, and no others. Source: rendezvous hashing, Thaler and
-    Ravishankar, "Using name-based mappings to increase hit rates", 1998.
+    A key belongs to the store with the largest hash of (key, name of the store), so that to remove or add one
+    of n stores moves only 1/n of the keys. Source: rendezvous hashing, Thaler and Ravishankar, "Using
+    name-based mappings to increase hit rates", 1998.
 
     Args:
         stores: The parts.
-        names: What stores are called: they must stay, whatever the order is. Their `identity` by default, or,
-            where there is none, their number.
+        names: The names of the stores, which must not change; the order may. By default their `identity`, or,
+            without one, their number.
 
     Raises:
         ArrayError: There is no store, or two have one name.
@@ -168,7 +168,7 @@ class ShardedStore(Store):
         return hashes.index(max(hashes))
 
     def open_to_others(self) -> str | None:
-        """See `Store.open_to_others`; of the first part of which that is so."""
+        """See `Store.open_to_others`; the answer of the first store that has one."""
         return next(filter(None, (store.open_to_others() for store in self._stores)), None)
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:

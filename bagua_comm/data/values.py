@@ -1,13 +1,13 @@
-"""How a sample lies in a store: as bytes that tell what they are and whether they are whole.
+"""The encoding of a sample in a store, with its type and a checksum.
 
     8 bytes     xxh3 of the key and of all that follows
-    1 byte      the kind: 0 a tree, 1 a pickle
+    1 byte      the form: 0 a tree, 1 a pickle
     4 bytes     the length of the head, little-endian
     head        msgpack; an array in it is {offset, dtype, shape}
     the rest    the bytes of the arrays, in C order
 
-A tree is made of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays. It
-comes back with the same types (bytearray and memoryview as bytes), and its arrays are new, C-contiguous and
+A tree consists of None, bool, int, float, complex, str, bytes, list, tuple, dict, NumPy's scalars and arrays.
+It is restored with the same types (bytearray and memoryview as bytes), and its arrays are new, C-contiguous and
 writable.
 """
 
@@ -34,11 +34,11 @@ _EXTRA = "pip install 'bagua-comm[data]'"
 
 
 class DamagedError(ValueError):
-    """Bytes that are not what was written; the sample is then loaded anew."""
+    """The bytes differ from what was written; the sample is then loaded again."""
 
 
 def checksum(*parts: bytes | memoryview) -> int:
-    """Xxh3 of some bytes, 64 bits."""
+    """The 64-bit xxh3 hash of some bytes."""
     try:
         import xxhash
     except ImportError as exc:
@@ -72,7 +72,7 @@ def decode(data: bytes, key: bytes, form: Form = "tree") -> Any:
     """The value that was encoded for this key; a pickle only if `form` is "pickle".
 
     Raises:
-        DamagedError: These are not the bytes that were written for this key, or they are a pickle.
+        DamagedError: The bytes differ from what was written for this key, or are a refused pickle.
     """
     view = memoryview(data)
     if len(view) < _SUM.size + _HEAD.size:
@@ -86,7 +86,7 @@ def decode(data: bytes, key: bytes, form: Form = "tree") -> Any:
         raise DamagedError(f"a value of kind {kind}, where {form} was expected")
     try:
         return pickle.loads(head) if FORMS[kind] == "pickle" else _untree(head, rest)
-    except Exception as exc:  # whole, but written by another version of a library or of a class
+    except Exception as exc:  # intact, but written by another version of a library or of a class
         raise DamagedError(f"cannot be read: {type(exc).__name__}: {exc}") from exc
 
 
@@ -108,7 +108,7 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
         return packed
 
     def other(x: Any) -> Any:
-        """What msgpack does not know."""
+        """Encode a value that msgpack does not support."""
         nonlocal end
         kind = type(x)
         if kind is tuple:
@@ -125,37 +125,37 @@ def _tree(value: Any, arrays: list[Any]) -> bytes:
             return msgpack.ExtType(_INT, x.to_bytes(x.bit_length() // 8 + 1, "little", signed=True))
         if kind is complex:
             return msgpack.ExtType(_COMPLEX, struct.pack("<dd", x.real, x.imag))
-        raise _Stranger
+        raise _Unsupported
 
     try:
         return pack(value)
-    except _Stranger:
-        where, found = next(_strangers(value, "the value"))
+    except _Unsupported:
+        where, found = next(_unsupported_parts(value, "the value"))
         raise UnsupportedError(
-            f"{where} is {found}, which a cache does not keep: give plain trees of numbers, str, bytes and NumPy "
-            'arrays (a tensor as tensor.numpy()), or choose form="pickle", which runs code that the store holds'
+            f"{where} is {found}, which a cache cannot store: use plain trees of numbers, str, bytes and NumPy "
+            'arrays (a tensor as tensor.numpy()), or choose form="pickle", which runs code from the store'
         ) from None
     except (ValueError, RecursionError, OverflowError) as exc:
-        raise UnsupportedError(f"a cache cannot keep this {type(value).__name__}: {exc}") from exc
+        raise UnsupportedError(f"a cache cannot store this {type(value).__name__}: {exc}") from exc
 
 
-class _Stranger(Exception):  # noqa: N818 - never leaves this module
-    """A value has a part that trees do not hold."""
+class _Unsupported(Exception):  # noqa: N818 - never leaves this module
+    """A value has a part that a tree cannot hold."""
 
 
-def _strangers(x: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Where a tree has parts that it cannot hold, and what these are."""
+def _unsupported_parts(x: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The paths and types of unsupported values in a tree."""
     if type(x) is dict:
         for key, part in x.items():
-            yield from _strangers(key, f"a key of {path}")
-            yield from _strangers(part, f"{path}[{key!r}]")
+            yield from _unsupported_parts(key, f"a key of {path}")
+            yield from _unsupported_parts(part, f"{path}[{key!r}]")
     elif type(x) in (list, tuple):
         for place, part in enumerate(x):
-            yield from _strangers(part, f"{path}[{place}]")
+            yield from _unsupported_parts(part, f"{path}[{place}]")
     elif type(x) is np.ndarray or isinstance(x, np.generic):
         try:
             _dtype_name(x.dtype)
-        except _Stranger:
+        except _Unsupported:
             yield path, f"an array of {x.dtype}"
     elif type(x) not in (type(None), bool, int, float, complex, str, bytes, bytearray, memoryview):
         yield path, f"a {type(x).__module__}.{type(x).__qualname__}"
@@ -163,15 +163,15 @@ def _strangers(x: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
-        raise _Stranger
+        raise _Unsupported
     if dtype.kind != "V" and np.dtype(dtype.str) == dtype:
         return str(dtype.str)
     try:
         found = dtype_named(dtype.name)
     except (ArrayError, UnsupportedError, TypeError, AttributeError):
-        raise _Stranger from None
+        raise _Unsupported from None
     if found != dtype:
-        raise _Stranger
+        raise _Unsupported
     return str(dtype.name)
 
 

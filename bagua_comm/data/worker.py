@@ -1,4 +1,4 @@
-"""What a cache has in one process: the buffer, the locks, the counts, and which stores failed."""
+"""The state of a cache in one process: the buffer, the locks, the counts, and failed stores."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .values import DamagedError, Form, checksum, decode, encode
 
 T = TypeVar("T")
 
-_MET = 1000
-"""For how many values each is written at once, after other workers asked for what was being loaded."""
+_UNBUFFERED = 1000
+"""The number of values written at once after another worker requested one that was being loaded."""
 
 _OLDEST_S = 1.0
-"""How long a value may lie in the buffer, if more are loaded."""
+"""The longest time of a value in the buffer, if more are loaded."""
 
 
 class Value(NamedTuple):
-    """A value, and the bytes that stand for it in a store."""
+    """A value and its encoding."""
 
     value: Any
     data: bytes
 
 
 class Worker:
-    """The part of a `Cache` that belongs to one process. Its keys are those in the store."""
+    """The state of a `Cache` in one process. Its keys are those in the store."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Worker:
         self._mutex = threading.RLock()
         self._buffer: dict[bytes, bytes] = {}
         self._buffered = 0  # bytes
-        self._since = 0.0  # when the oldest came
-        self._met = 0  # for how many more values each is written at once
-        self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, what for) -> until when
+        self._since = 0.0  # when the oldest was added
+        self._met = 0  # how many more values are written at once
+        self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, operation) -> end of the bypass
         self._locks = self._find_locks()
-        # Locks of a store that is this process's own must not meet those of other stores.
+        # Locks of a store of this process alone must differ from those of other stores.
         self._place = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
 
     def _find_locks(self) -> Locks | None:
@@ -72,7 +72,7 @@ class Worker:
             return None
 
     def close(self) -> None:
-        """Write what is not yet written, and end the counts."""
+        """Write the buffer, and end the counts."""
         if self.pid == os.getpid():
             self.flush()
             self.counts.end()
@@ -80,7 +80,7 @@ class Worker:
     # Reading ----------------------------------------------------------------------------------------
 
     def get_many(self, keys: list[tuple[Any, bytes]], load: Callable[[Any], Any]) -> list[Any]:
-        """The values of (key of the user, key in the store)."""
+        """The values of pairs (user's key, key in the store)."""
         wanted = {full: key for key, full in keys}
         found = self.find(list(wanted))
         missing = {full: key for full, key in wanted.items() if full not in found}
@@ -97,7 +97,7 @@ class Worker:
         return given
 
     def find(self, keys: list[bytes], *, again: bool = False, waited: bool = False) -> dict[bytes, Value]:
-        """Those of these keys that are there and whole; `again` after another look, which counted the damaged."""
+        """The intact values in the store; `again` after a first look, which counted damaged ones."""
         with self._mutex:
             raw = {key: self._buffer[key] for key in keys if key in self._buffer}
         for leaf, asked in self._by_leaf(key for key in keys if key not in raw).items():
@@ -115,13 +115,13 @@ class Worker:
         return found
 
     def _load(self, missing: dict[bytes, Any], load: Callable[[Any], Any]) -> dict[bytes, Value]:
-        """Load what is missing; what others load comes last, so that nobody waits while he holds a lock."""
+        """Load missing values; those that others load come last, so that no worker waits with a lock."""
         loaded: dict[bytes, Value] = {}
         locks = self._locks
         holder = Holder()
         try:
             taken = [full for full in missing if locks is None or locks.take(self._number(full), holder)]
-            # Another worker may have written it between our look and our lock.
+            # Another worker may have written it before we took the lock.
             loaded |= self.find(taken, again=True)
             for full in taken:
                 if full not in loaded:
@@ -138,11 +138,11 @@ class Worker:
         return loaded
 
     def _wait(self, full: bytes, key: Any, load: Callable[[Any], Any]) -> Value:
-        """Let another worker load, if it is one."""
+        """Wait while another worker loads a value."""
         number, locks = self._number(full), self._locks
-        if locks is None or locks.mine(number):  # loading one sample needs another of the same batch
+        if locks is None or locks.mine(number):  # one sample loads another of the same batch
             return self._load_one(full, key, load)
-        self._met = _MET
+        self._met = _UNBUFFERED
         holder = Holder()
         try:
             came = locks.wait(number, self._wait_s, holder)
@@ -165,7 +165,7 @@ class Worker:
     # Writing ----------------------------------------------------------------------------------------
 
     def put(self, full: bytes, value: Any) -> bytes:
-        """Keep a value in the buffer, and write that if it is full, old or awaited; returns the value's bytes."""
+        """Add a value to the buffer, write the buffer if it is full, old or awaited, and return the encoding."""
         data = encode(value, full, self._form)
         now = time.monotonic()
         with self._mutex:
@@ -173,14 +173,14 @@ class Worker:
             self._buffered += len(data) - len(self._buffer.get(full, b""))
             self._buffer[full] = data
             if self._locks is not None and self._locks.wanted(self._number(full)):
-                self._met = _MET  # others ask for the same samples: they shall find the next ones, too
+                self._met = _UNBUFFERED  # others request the same samples, and should find the next ones, too
             self._met = max(0, self._met - 1)
             if self._met or self._buffered >= self._buffer_bytes or now - self._since > _OLDEST_S:
                 self.flush()
         return data
 
     def flush(self) -> None:
-        """Write the buffer. Other threads wait, so that they find a value in the buffer or in the store."""
+        """Write the buffer. Other threads wait, so that every value is in the buffer or in the store."""
         with self._mutex:
             items, self._buffer, self._buffered = self._buffer, {}, 0
             for leaf, keys in self._by_leaf(items).items():
@@ -204,7 +204,7 @@ class Worker:
         return parts
 
     def _try(self, leaf: int, what: str, call: Callable[[Any], T], argument: Any) -> T | None:
-        """Call a store; None if it fails, or has failed a short time ago."""
+        """Call a store; None if it fails or is bypassed."""
         if time.monotonic() < self._bypassed.get((leaf, what), 0.0):
             self._count(bypassed=1)
             return None
@@ -219,7 +219,7 @@ class Worker:
             return None
 
     def _warn(self, what: object, text: str) -> None:
-        """Warn, once of each thing."""
+        """Warn once of each problem."""
         if what not in self.warned:
             self.warned.add(what)
             warnings.warn(f"cache: {text}", RuntimeWarning, stacklevel=2)

@@ -58,6 +58,8 @@ class Report(NamedTuple):
     """Whether the user's function was called on this process."""
     finished: bool
     """Whether it has returned on this process."""
+    first: tuple[int, ...] = ()
+    """The first trainers of the job, if this process took part in the first rendezvous."""
 
 
 class _FatalError(Exception):
@@ -181,6 +183,8 @@ class _Loop:
         self._entered = 0
         self._dead: list[Death] = []
         """Deaths since training was entered last."""
+        self._first: tuple[int, ...] = ()
+        """The first trainers of the job, known before any of them can have trained."""
         self._trained = self._finished = False
         self._result: Any = None
 
@@ -217,11 +221,14 @@ class _Loop:
         rendezvous = self._rendezvous(failure)
         # The first one has all that training needs, so that spares have initialized it once.
         numbers = [process.number for process in rendezvous.alive]
+        if rendezvous.number == 1:
+            self._first = tuple(choose_trainers(numbers, [], fleet.wanted))
         everyone = fleet.connect(numbers, control=rendezvous.number > 1)
         self._session.defer_records(everyone)
         snapshots = self._session.snapshots()
         infos = [each.info for each in snapshots]
-        report = Report(infos, secrets.token_hex(8), self._trainers, self._entered, self._trained, self._finished)
+        facts = self._trainers, self._entered, self._trained, self._finished, self._first
+        report = Report(infos, secrets.token_hex(8), *facts)
         rows = everyone.allgather_object(report)
         known = max(rows, key=lambda row: row.entered)
         pairs = zip(rows, rendezvous.alive, strict=True)
@@ -298,8 +305,11 @@ class _Loop:
         hosts = [process.host for process in rendezvous.alive]
         sources = newest([row.snapshots for row in rows])
         if sources is None:
-            survivors = [process for process in rendezvous.alive if process in known.trainers]
-            if any(row.trained for row in rows) or (known.entered and not survivors):
+            numbers = [process.number for process in rendezvous.alive]
+            # A spare that is still in the first rendezvous does not know yet that others train.
+            before = tuple(each.number for each in known.trainers) or max(row.first for row in rows)
+            are_lost = bool(before) and not set(before) & set(numbers)
+            if are_lost or any(row.trained for row in rows):
                 raise self._fatal(
                     RankFailed(
                         f"no snapshot of the state is left; dead: {describe_dead(self._dead)}; start again, "

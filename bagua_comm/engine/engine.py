@@ -115,7 +115,7 @@ class Engine(Live):
         self._comm: Communicator = self._lane.comm
         self._exchanges = Exchanges(self._lane, self._tracer)
         self._closed = False
-        self._differ = False
+        self._weights_differ = False
         """Whether the weights may differ between ranks; see `_make_equal`."""
         prepare_codecs(algorithm, self._buckets)
         self._begin_phase(began=0)
@@ -195,8 +195,8 @@ class Engine(Live):
         if point is Point.STEP:
             self._exchanges.set_step(self.step + 1)
             if self._drifts or self.stopped:
-                self._differ = True
-            if self._differ and not self.stopped:
+                self._weights_differ = True
+            if self._weights_differ and not self.stopped:
                 self._make_equal()
 
     def complete_step(self) -> None:
@@ -264,12 +264,12 @@ class Engine(Live):
         if not self.stopped:
             return
         # The lane is idle, so that its communicator can be used here.
-        table = self._comm.allgather(np.array([self.step, self._differ, self._in_step]))
+        table = self._comm.allgather(np.array([self.step, self._weights_differ, self._in_step]))
         self._exchanges.resume()
-        self._differ = bool(table[:, 1].any())
+        self._weights_differ = bool(table[:, 1].any())
         if not runs_in_rounds(self._phase):
             self._exchanges.set_step(int(table[:, 0].max()))
-        if self._differ and not table[:, 2].any():  # else when the step ends
+        if self._weights_differ and not table[:, 2].any():  # else when the step ends
             self._make_equal()
         self._schedule.resume()
 
@@ -340,7 +340,7 @@ class Engine(Live):
             self._weights = list(storage["weight"])
         buckets = buckets_over(plan, allocate(plan, self._buckets) if storage is None else storage, algorithm)
         if not continues:
-            self._differ = bool(self._comm.allreduce(np.array(self._differ, np.uint8), op="max"))
+            self._weights_differ = bool(self._comm.allreduce(np.array(self._weights_differ, np.uint8), op="max"))
             self._make_equal(phase)
         for payload, new in buckets.items():
             copy_tensors(self._buckets[payload], new)
@@ -402,7 +402,7 @@ class Engine(Live):
         self._training = loaded.training
         self._exchanges.set_step(loaded.header.step)
         self._begin_phase(loaded.header.phase_began, loaded.states)
-        self._differ = self._drifts and loaded.continues
+        self._weights_differ = self._drifts and loaded.continues
         if loaded.continues:
             self._load(saved["tensors"])
 
@@ -439,7 +439,7 @@ class Engine(Live):
         self._closed = True
         self._exchanges.stop()
         self._callbacks.detach()
-        self._lane.give_up()
+        self._lane.abort()
 
     def give_up(self) -> None:
         """Deprecated name of `abort`."""
@@ -462,7 +462,7 @@ class Engine(Live):
 
     def _change_phase(self) -> None:
         """Finish the algorithm of the steps so far, and begin that of this step. Collective."""
-        if self._differ or not self._drifts:  # else it was finished before weights became equal
+        if self._weights_differ or not self._drifts:  # else it was finished before weights became equal
             self._schedule.finish()
         self._make_equal()
         self._begin_phase(self.step)
@@ -476,7 +476,7 @@ class Engine(Live):
         Args:
             following: The algorithm of the next step, if it begins then; by default that of the current step.
         """
-        if not self._differ:
+        if not self._weights_differ:
             return
         begins = following is not None
         if following is None:
@@ -492,7 +492,7 @@ class Engine(Live):
         else:
             moved = [bucket.flat for bucket in self._buckets.get("weight", ())]
             average_in_place(self._comm, moved or self._weights)
-        self._differ = False
+        self._weights_differ = False
 
     def _begin_phase(self, began: int, states: list[State] | None = None) -> None:
         """Set up the algorithm of step `began`, with new states unless some are given."""

@@ -1,13 +1,12 @@
 """The flight recorder: the last calls of every rank, written to a folder when a call fails, and explained.
 
-    recorder     the ring in which each rank keeps its last calls, and the file that it writes of it
-    entries      what such a file holds
-    diagnosis    what went wrong, in words, from the files of all ranks
+    recorder     the ring of each rank's last calls, and its file
+    entries      the contents of such a file
+    diagnosis    an explanation of the failure, from the files of all ranks
     pytorch      the same files in the format of PyTorch's flight recorder
 
-`trace` keeps spans: what took how long, and only once it has ended. The flight recorder keeps calls, from the
-moment in which they begin, with what ranks must have in common. Both share what a call says of itself, and its
-times, so a call pays for them once.
+`trace` records finished spans. The flight recorder records calls from their begin, with the arguments that must
+be equal on all ranks. Both share the description and the times of a call, so a call computes them once.
 """
 
 from .diagnosis import Diagnosis, Finding, diagnose, explain

@@ -1,10 +1,9 @@
-"""What went wrong, in words: a pure function of the records of all ranks.
+"""Diagnosis of a failure in words: a pure function of the records of all ranks.
 
-The ranks of a communicator make the same collective calls in the same order, so call number n of one rank
-belongs to call number n of every other. The first number at which they differ, or at which a rank is missing, is
-where the trouble begins; what comes later follows from it. The stories are told in the order of what is certain:
-calls that differ, ranks that died or left, ranks that wait for each other in different communicators, ranks that
-are missing, and ranks that came late.
+The ranks of a communicator make the same collective calls in the same order, so call number n of one rank belongs
+to call number n of every other. The first number at which calls differ, or at which a rank is missing, is the
+cause; later problems follow from it. Findings are in the order of their certainty: calls that differ, ranks that
+died or left, ranks that wait for each other in different communicators, missing ranks, and late ranks.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from .recorder import FlightRecorder
 Kind: TypeAlias = Literal[
     "skipped", "swapped", "different", "unlike", "died", "left", "crossed", "behind", "slow"
 ]
-"""skipped: a rank left a call out. swapped: it made two in another order. different: it made another call.
-unlike: sizes, dtypes or arguments differ. died, left: a rank is gone. crossed: ranks wait for each other in
-different communicators. behind: a rank did not come. slow: it came late."""
+"""skipped: a rank omitted a call. swapped: it made two calls in the other order. different: it made another call.
+unlike: sizes, dtypes or arguments differ. died, left: a rank has ended. crossed: ranks wait for each other in
+different communicators. behind: a rank did not make a call. slow: it made a call late."""
 
 LATE_SHARE = 0.5
 LATE_S = 0.5
-"""A rank is late if all others waited for it for this part of the longest wait at least, and for this long."""
+"""A rank is late if all others waited at least this long, and this part of the longest wait, for it."""
 
-TOLD = 8
-"""Of how many ranks a short text says what they were in."""
+SHOWN_RANKS = 8
+"""The number of ranks that a short text describes."""
 
 AROUND = 8
-"""How many common calls say how far the clocks of two ranks are apart."""
+"""The number of common calls from which the offset of two ranks' clocks is estimated."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that went wrong.
+    """One problem.
 
     Attributes:
-        kind: Which story it is.
-        ranks: The ranks that it is about, as ranks of the world.
-        text: The story.
-        group, number: The communicator and the collective call where it happened; 0 if no call is known.
+        kind: The kind of problem.
+        ranks: The ranks concerned, as ranks of the world.
+        text: The description.
+        group, number: The communicator and the number of the collective call; 0 if unknown.
     """
 
     kind: Kind
@@ -58,10 +57,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What went wrong, and what each rank was in.
+    """The problems found, and the state of each rank.
 
     Attributes:
-        findings: The likeliest cause first; empty if nothing wrong was found.
+        findings: The problems, the likeliest cause first.
         ranks: A line for each rank of the world.
     """
 
@@ -73,18 +72,18 @@ class Diagnosis:
         return "\n".join([*found, "", *self.ranks])
 
     def brief(self) -> str:
-        """The likeliest cause, and what the first ranks were in."""
+        """The likeliest cause, and the state of the first ranks."""
         found = [f"* {finding.text}" for finding in self.findings[:1]]
-        more = [f"and {len(self.ranks) - TOLD} more ranks"] if len(self.ranks) > TOLD else []
-        return "\n".join([*found, *self.ranks[:TOLD], *more])
+        more = [f"and {len(self.ranks) - SHOWN_RANKS} more ranks"] if len(self.ranks) > SHOWN_RANKS else []
+        return "\n".join([*found, *self.ranks[:SHOWN_RANKS], *more])
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The diagnosis for JSON."""
         return {"findings": [asdict(finding) for finding in self.findings], "ranks": list(self.ranks)}
 
 
 def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
-    """Explain the records of all ranks, or of those that left one.
+    """Explain the records of the ranks that have one.
 
     >>> calls = [Entry("world", 1, True, "barrier", start_ns=0, end_ns=None)]
     >>> def record(rank, entries):
@@ -100,16 +99,16 @@ def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
     groups: dict[str, tuple[int, ...]] = {}
     for record in records:
         groups.update(record.groups)
-    story = _Story(ranks, size, groups)
-    return Diagnosis(tuple(story.findings()), tuple(story.place_of(rank) for rank in range(size)))
+    analysis = _Analysis(ranks, size, groups)
+    return Diagnosis(tuple(analysis.findings()), tuple(analysis.place_of(rank) for rank in range(size)))
 
 
 def explain(flight: FlightRecorder, wait_s: float) -> str:
-    """What happened to this job, from the records of its ranks; empty if there are none here. Never raises.
+    """Explain the failure of this job from the records of its ranks; "" without records. Never raises.
 
     Args:
-        flight: That of this rank, which has written its record.
-        wait_s: How long to wait, at most, for the records of the other ranks.
+        flight: The recorder of this rank, which has written its record.
+        wait_s: The longest wait for the records of the other ranks.
     """
     if flight.folder is None:
         return ""
@@ -128,28 +127,28 @@ class _Rank:
     def __init__(self, record: RankRecord) -> None:
         self.record = record
         self.calls: defaultdict[str, dict[int, Entry]] = defaultdict(dict)
-        """Its collective calls, by communicator and number."""
+        """The collective calls of the rank, by communicator and number."""
         for entry in record.entries:
             if entry.collective:
                 self.calls[entry.group][entry.number] = entry
 
     @cached_property
     def last(self) -> Entry | None:
-        """The last call that it began."""
+        """The last call that the rank began."""
         return self.record.entries[-1] if self.record.entries else None
 
     @cached_property
     def open(self) -> list[Entry]:
-        """The calls that it has begun, and not ended well."""
+        """The calls that are in progress or have failed."""
         return [entry for entry in self.record.entries if not entry.is_over]
 
     def reached(self, group: str) -> int:
-        """The number of its last collective call in a communicator; 0 if it made none."""
+        """The number of the rank's last collective call in a communicator; 0 without calls."""
         return max(self.calls[group], default=0)
 
 
-class _Story:
-    """All records together.
+class _Analysis:
+    """Analysis of all records.
 
     Args:
         ranks: The ranks that left a record.
@@ -166,7 +165,7 @@ class _Story:
         """The ranks without a record."""
 
     def findings(self) -> Iterator[Finding]:
-        """All that went wrong, the certain before the likely."""
+        """All problems, in the order of their certainty."""
         differing = {group: self._first_difference(group) for group in self.groups}
         for group, number in differing.items():
             if number is not None:
@@ -198,7 +197,7 @@ class _Story:
         return None
 
     def _differ(self, group: str, number: int) -> Finding:
-        """The story of the first difference."""
+        """The finding for the first difference."""
         calls = self._calls_at(group, number)
         sides: defaultdict[Signature, list[int]] = defaultdict(list)
         kind: Kind
@@ -212,7 +211,7 @@ class _Story:
         many, some = sides[usual], sides[others[0]]
         odd = tuple(sorted(rank for side in others for rank in sides[side]))
         if len(many) == len(odd) and usual != expected_here:
-            odd = tuple(sorted((*many, *odd)))  # nobody knows who is right
+            odd = tuple(sorted((*many, *odd)))  # it is unknown which is right
         right, wrong = calls[many[0]], calls[some[0]]
         one = _named(some)
         text = f"in collective call {_place(right)}, {_named(many)} called {right.call}, "
@@ -231,13 +230,13 @@ class _Story:
         return Finding(kind, odd, text, group, number)
 
     def _expected(self, group: str, number: int) -> Signature | None:
-        """What came in all earlier steps after a call like the one before `number`; None if that is not known."""
+        """The usual call after the one before `number`, from earlier steps; None if unknown."""
         before = self._calls_at(group, number - 1)
         last = next((entry.signature for entry in before.values()), None)
         return None if last is None else self._usual_after(last, group, number)
 
     def _usual_after(self, signature: Signature, group: str, until: int) -> Signature | None:
-        """What always came after such a call, among the calls before `until`; None if that is not known."""
+        """The call that always followed such a call, among the calls before `until`; None if unknown."""
         after = {
             each.calls[group][number + 1].signature
             for each in self.ranks.values()
@@ -247,7 +246,7 @@ class _Story:
         return after.pop() if len(after) == 1 else None
 
     def _next(self, ranks: Sequence[int], group: str, number: int) -> Signature | None:
-        """What these ranks called after call `number`, as far as one of them has recorded it."""
+        """The call of these ranks after call `number`; None if none of them has recorded it."""
         found = (self.ranks[rank].calls[group].get(number + 1) for rank in ranks)
         return next((entry.signature for entry in found if entry is not None), None)
 
@@ -262,7 +261,7 @@ class _Story:
                 yield Finding("left", (rank,), text)
 
     def _last_seen(self, rank: int) -> str:
-        """Words about the last call in which a rank took part, by its own record or those of its peers."""
+        """A phrase on the last call of a rank, from its record or those of its peers."""
         if rank in self.ranks:
             last = self.ranks[rank].last
             return f"; its last call was {last}" if last is not None else "; it has made no call"
@@ -299,7 +298,7 @@ class _Story:
     # Ranks that are missing, or late ----------------------------------------------------------------
 
     def _held_up(self, group: str) -> Iterator[Finding]:
-        """Why ranks wait in a communicator: the first call that is not over everywhere, and can be explained."""
+        """Why ranks wait in a communicator: the first unfinished call with an explanation."""
         members = [self.ranks[rank] for rank in self.groups[group] if rank in self.ranks]
         unfinished = {entry.number for each in members for entry in each.open if entry.group == group}
         for number in sorted(unfinished & set(self._numbers(group))):
@@ -310,14 +309,14 @@ class _Story:
                 return
 
     def _behind(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
-        """The members that have not come to a call that others wait in."""
+        """The members that have not made a call in which others wait."""
         waiting = sorted(rank for rank, entry in calls.items() if not entry.is_over)
         missing = [rank for rank in self.groups[group] if rank not in calls and rank not in self.dead]
         for rank in missing:
             if rank in self.silent:
                 fate = f"it left no record: it died, or hangs outside of any call{self._last_seen(rank)}"
             elif self.ranks[rank].record.left is not None:
-                continue  # that is told already
+                continue  # already reported
             else:
                 fate = _doing(self.ranks[rank])
             wait = "waits" if len(waiting) == 1 else "wait"
@@ -325,7 +324,7 @@ class _Story:
             yield Finding("behind", (rank,), text, group, number)
 
     def _slow(self, group: str, number: int, calls: Mapping[int, Entry]) -> Iterator[Finding]:
-        """The rank that came last to a call, if all others waited long for it."""
+        """The last rank to make a call, if all others waited long for it."""
         if len(calls) < max(2, len(self.groups[group])):
             return
         clocks = self._clocks(group)
@@ -341,7 +340,7 @@ class _Story:
         yield Finding("slow", (rank,), text, group, number)
 
     def _clocks(self, group: str) -> dict[int, float]:
-        """How far the clock of each member is ahead: ranks leave a call at about the same time."""
+        """The offset of each member's clock, since ranks leave a call at about the same time."""
         members = [rank for rank in self.groups[group] if rank in self.ranks]
         ended = {
             rank: {n: e for n, e in self.ranks[rank].calls[group].items() if e.state == "ended"}
@@ -357,7 +356,7 @@ class _Story:
     # What each rank was in --------------------------------------------------------------------------
 
     def place_of(self, rank: int) -> str:
-        """A line about what a rank was in when it wrote its record."""
+        """A line on the state of a rank when it wrote its record."""
         if rank in self.dead:
             return f"rank {rank}: dead"
         if rank not in self.ranks:
@@ -375,7 +374,7 @@ class _Story:
 
 
 def _doing(each: _Rank) -> str:
-    """Words about what a rank did last."""
+    """A phrase on the last activity of a rank."""
     last = each.last
     if last is None:
         return "it has made no call"
@@ -392,7 +391,7 @@ def _state(entry: Entry, record: RankRecord) -> str:
 
 
 def _unlike(expected: Entry, found: Entry) -> str:
-    """In which way two calls of one name differ."""
+    """The differences between two calls of one name."""
     ways = []
     if expected.dtype != found.dtype:
         ways.append(f"dtypes differ ({expected.dtype} and {found.dtype})")

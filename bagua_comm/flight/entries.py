@@ -1,4 +1,4 @@
-"""What the flight recorder of a rank holds, and the file in which it lies."""
+"""The records of the flight recorder, and their files."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ WORLD = "world"
 """The name of the communicator of all ranks."""
 
 State: TypeAlias = Literal["queued", "started", "enqueued", "ended", "failed"]
-"""queued: it waits on a lane. started: the rank is in it. enqueued: the host has left it, and a device works on
-it. ended, failed: it is over."""
+"""queued: it waits on a lane. started: in progress. enqueued: the host has left it, and a device works on it.
+ended, failed: it is over."""
 
 Signature: TypeAlias = tuple[object, ...]
-"""What calls that belong together have in common."""
+"""The properties that matching calls have in common."""
 
 _UNLIKE = frozenset({"gatherv", "scatterv", "alltoallv"})
-"""Collective calls whose arrays differ among ranks."""
+"""Collective calls whose arrays may differ between ranks."""
 
 _COMPARED = ("codec", "op", "root")
 """The arguments that all ranks must have in common."""
 
 
 class FlightError(BaguaError):
-    """A folder holds no records of ranks, or one cannot be read."""
+    """A folder has no records of ranks, or a record cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class Entry:
 
     Attributes:
         group: The name of the communicator, the same on all its ranks.
-        number: Which collective call of this communicator it is, counted from 1, or which of the other calls; 0
-            if it is queued.
+        number: The number of the collective call in this communicator, from 1, or of the other call; 0 if
+            queued.
         collective: Whether all ranks of the communicator make it.
         name: The method.
-        dtype, shape: Of the array that was handed in; empty for calls without an array.
+        dtype, shape: Those of the array argument; empty without an array.
         detail: Further arguments: op, root, codec, and the like.
-        bucket, step: Which bucket of an engine, in which training step; None outside of an engine.
-        start_ns, end_ns: When it began and ended, in nanoseconds since the epoch; None if it has not.
+        bucket, step: The bucket of an engine and the training step; None outside of an engine.
+        start_ns, end_ns: Its begin and end, in nanoseconds since the epoch; None before.
         enqueued: Whether the work is only enqueued on a device when the call ends.
-        error: Why it failed; None if it has not.
+        error: The error; None if it has not failed.
     """
 
     group: str
@@ -70,7 +70,7 @@ class Entry:
 
     @property
     def state(self) -> State:
-        """How far the call has come."""
+        """The state of the call."""
         if self.error is not None:
             return "failed"
         if self.start_ns is None:
@@ -81,17 +81,17 @@ class Entry:
 
     @property
     def is_over(self) -> bool:
-        """Whether the rank has left the call, and did not fail in it."""
+        """Whether the call has ended without an error."""
         return self.state in ("ended", "enqueued")
 
     @property
     def size(self) -> int:
-        """How many elements its array has."""
+        """The number of elements of its array."""
         return math.prod(self.shape)
 
     @property
     def signature(self) -> Signature:
-        """What is the same on all ranks, if they make the same call."""
+        """The properties that are equal on all ranks that make the same call."""
         array = (self.dtype, None if self.name in _UNLIKE else self.size) if self.dtype else ()
         return (self.name, *array, *(str(self.detail[key]) for key in _COMPARED if key in self.detail))
 
@@ -111,29 +111,29 @@ class Entry:
 
 @dataclass(frozen=True)
 class RecordedFailure:
-    """An error that a rank met."""
+    """An error on a rank."""
 
     kind: str
     """The class of the error."""
     message: str
     ranks: tuple[int, ...] = ()
-    """The ranks that are dead, as far as the error says."""
+    """The dead ranks that the error names."""
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank did last.
+    """The record of one rank.
 
     Attributes:
         job: The name of the job, the same on all ranks.
-        rank, size: Its place in the world, and the number of ranks.
-        host, pid: Its process.
-        written_ns: When this was written, in nanoseconds since the epoch.
+        rank, size: The rank in the world, and the number of ranks.
+        host, pid: The process of the rank.
+        written_ns: The time of this record, in nanoseconds since the epoch.
         groups: The members of each communicator that it belongs to, as ranks of the world.
         entries: Its last calls, in the order in which they began.
-        queued: What waits on its lanes.
-        failures: The first errors that it met, in their order.
-        left: Why it left the world; None if it has not.
+        queued: The calls that wait on its lanes.
+        failures: Its first errors, in order.
+        left: The reason for leaving the world; None if it has not left.
     """
 
     job: str
@@ -150,7 +150,7 @@ class RankRecord:
 
     @property
     def who(self) -> str:
-        """The rank, as messages call it."""
+        """The name of the rank in messages."""
         return f"rank {self.rank}"
 
     def to_json(self) -> str:
@@ -160,7 +160,7 @@ class RankRecord:
 
     @classmethod
     def from_json(cls, text: str) -> RankRecord:
-        """What `to_json` wrote.
+        """The record that `to_json` wrote.
 
         Raises:
             FlightError: It was not written by `to_json`, or by another version.
@@ -197,7 +197,7 @@ def read_folder(folder: Path) -> list[RankRecord]:
     """The records of all ranks in a folder, in rank order.
 
     Args:
-        folder: Where the files of a job lie, or the folder above: then those of the latest job are read.
+        folder: The folder of a job, or its parent: then the records of the latest job are read.
 
     Raises:
         FlightError: There is no such folder, it has no record, or a record cannot be read.

@@ -1,9 +1,9 @@
-"""The records of ranks in the format of PyTorch's flight recorder, for its analyser, `torchfrtrace`.
+"""Records of ranks in the format of PyTorch's flight recorder, for its analyser, `torchfrtrace`.
 
-A file for each rank, a pickle of dictionaries, numbers and strings, as ProcessGroupNCCL writes it (version 2.10
-of the format). PyTorch is not needed to write it. The analyser knows PyTorch's own operations: `NAMES` says which
-one stands for a call of ours. The name of ours, its bucket and its step stand in the frames, which the analyser
-prints with what it finds.
+There is a file for each rank, a pickle of dictionaries, numbers and strings, as ProcessGroupNCCL writes it
+(version 2.10 of the format), which needs no PyTorch. The analyser knows only PyTorch's operations: `NAMES` maps
+our calls to them. The name of our call, its bucket and its step are in the frames, which the analyser prints
+with its findings.
 
 Source: torch/distributed/flight_recorder and torch/csrc/distributed/c10d/FlightRecorder.hpp.
 """
@@ -21,7 +21,7 @@ from .entries import WORLD, Entry, RankRecord
 VERSION = "2.10"
 
 PREFIX = "bagua_comm_rank_"
-"""The files are called by this and the rank."""
+"""The prefix of the file names, before the rank."""
 
 NAMES = {
     "allreduce": "all_reduce",
@@ -49,14 +49,14 @@ NAMES = {
     "split": "barrier",
     "dup": "barrier",
 }
-"""PyTorch's names. `allgatherv` records the whole result, the same on all ranks. Of pickled objects the sizes are
-not known when a call begins, so they are barriers; so is any call that is not named here."""
+"""PyTorch's operations. `allgatherv` records the whole result, equal on all ranks. Calls on pickled objects are
+barriers, since their sizes are unknown at the begin; so is any other call."""
 
 _STATES = {"started": "started", "enqueued": "started", "ended": "completed", "failed": "started"}
 
 
 def write_dumps(records: Sequence[RankRecord], folder: Path) -> list[Path]:
-    """Write a file for each rank; returns their paths.
+    """Write a file for each rank; return the paths.
 
     Raises:
         OSError: The folder cannot be made, or a file cannot be written.
@@ -70,7 +70,7 @@ def write_dumps(records: Sequence[RankRecord], folder: Path) -> list[Path]:
 
 
 def _first_known(records: Sequence[RankRecord]) -> dict[str, int]:
-    """By communicator, the number of the first collective call that no rank has forgotten."""
+    """For each communicator, the number of the first collective call that all ranks still have."""
     first: dict[str, int] = {}
     for record in records:
         known: dict[str, int] = {}
@@ -83,9 +83,9 @@ def _first_known(records: Sequence[RankRecord]) -> dict[str, int]:
 
 
 def dump(record: RankRecord, first: Mapping[str, int]) -> dict[str, Any]:
-    """What PyTorch's flight recorder would write for this rank.
+    """The dump of PyTorch's flight recorder for this rank.
 
-    Messages between two ranks are left out, and so are calls before number first[group] of each communicator.
+    It omits messages between two ranks, and calls before number first[group] of each communicator.
     """
     calls = [entry for entry in record.entries if entry.collective and entry.number >= first[entry.group]]
     return {
@@ -103,7 +103,7 @@ def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, Any]:
     taken, given = _sizes(entry, len(members))
     dtypes = [entry.dtype or "uint8"]
     return {
-        # By this the analyser cuts off what another rank has forgotten; that is done already, so all begin at 0.
+        # The analyser drops calls by this that other ranks no longer have. That is done here: all begin at 0.
         "record_id": place,
         "pg_id": 0,
         "process_group": (entry.group, _described(entry.group)),
@@ -128,7 +128,7 @@ def _entry(place: int, entry: Entry, members: Sequence[int]) -> dict[str, Any]:
 
 
 def _sizes(entry: Entry, size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The sizes of what goes in and what comes out, as the analyser compares them."""
+    """The sizes of inputs and outputs that the analyser compares."""
     count = entry.size if entry.dtype else 0
     name = NAMES.get(entry.name, "barrier")
     if name == "barrier":

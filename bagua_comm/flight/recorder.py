@@ -1,7 +1,7 @@
-"""The ring in which a rank keeps its last calls, and the file that it writes of them when one fails.
+"""The ring of a rank's last calls, and the file of them that it writes when one fails.
 
-A call costs one short list in a ring, made when it begins, and an assignment when it ends. Texts are made when
-the ring is written.
+A call adds a short list to the ring at its begin, and an assignment at its end. Texts are made when the ring is
+written.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..files import make_own_folder, write_at_once
 from .entries import WORLD, Entry, RankRecord, RecordedFailure, file_name
 
 CAPACITY = 1000
-"""How many calls a rank keeps."""
+"""The number of calls that a rank keeps."""
 
 WRITES = 32
-"""How often a rank writes its record, at most: a program that goes on after errors must not write for ever."""
+"""The largest number of records that a rank writes, for programs that continue after errors."""
 
 FAILURES = 8
-"""How many errors a rank keeps; the first say more than those that follow from them."""
+"""The number of errors that a rank keeps; the first ones are the causes of later ones."""
 
 JOBS = 16
-"""How many jobs leave their records in the folder that is used by default."""
+"""The number of jobs whose records stay in the default folder."""
 
 Head: TypeAlias = tuple[str, bool, str, Any, tuple[int, ...], Mapping[str, Any], bool]
-"""What calls of one kind have in common: group, whether they are collective, name, dtype (None for a call without
-an array), shape, detail, and whether the work is only enqueued on a device when the call ends."""
+"""The common part of equal calls: group, whether they are collective, name, dtype (None for a call without an
+array), shape, detail, and whether the work is only enqueued on a device when the call ends."""
 
 Record: TypeAlias = list[Any]
 """A call in the ring; its fields are those of `Entry`, in another form."""
@@ -49,21 +49,21 @@ HEAD, NUMBER, WITHIN, START, END, ERROR = range(6)
 
 
 class Queue(Protocol):
-    """A lane, to the flight recorder."""
+    """The part of a lane that the flight recorder uses."""
 
     def queued(self) -> Sequence[Entry]:
-        """What waits on it."""
+        """The calls that wait on the lane."""
 
 
 class FlightRecorder:
-    """The last calls of this rank, on a communicator and on all that were made from it.
+    """Recorder of this rank's last calls, on a communicator and on all made from it.
 
     Args:
         rank: The rank in the world; it names the file.
         size: The number of ranks.
-        folder: Where the record is written when a call fails; nothing is written if None.
+        folder: The folder for the record of a failure; None to write none.
         job: The name of the job, the same on all ranks.
-        capacity: How many calls to keep.
+        capacity: The number of calls to keep.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class FlightRecorder:
     ) -> None:
         self.rank, self.size, self.folder, self.job = rank, size, folder, job
         self.ring: deque[Record] = deque(maxlen=capacity)
-        """Calls append themselves."""
+        """The last calls, which append themselves."""
         self.groups: dict[str, tuple[int, ...]] = {WORLD: tuple(range(size))}
         """The members of each communicator, as ranks of the world."""
         self.lanes: WeakSet[Queue] = WeakSet()
         self.later = False
-        """Whether the record of a call that failed is written by `settle`: all who recover would wait for it."""
+        """Whether `settle` writes the record of a failed call, so that no rank waits for it during recovery."""
         self._owed = False
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._failures: list[RecordedFailure] = []
@@ -94,7 +94,7 @@ class FlightRecorder:
         return [self._entry(record) for record in tuple(self.ring)]
 
     def record(self, left: str | None = None) -> RankRecord:
-        """What is known now; `left` says why this rank has left the world."""
+        """The record at this moment; `left` is the reason why this rank has left the world."""
         return RankRecord(
             self.job,
             self.rank,
@@ -110,10 +110,10 @@ class FlightRecorder:
         )
 
     def failed(self, error: BaseException) -> Path | None:
-        """A call has failed: write the record, unless that is for `later`. Never raises.
+        """Note the failure of a call, and write the record unless `later` is set. Never raises.
 
         Returns:
-            The folder with the record, if it is worth a word in the message of the error.
+            The folder with the record, if the message of the error should name it.
         """
         repeated = isinstance(error, CommAborted) and bool(self._failures)
         if not repeated and len(self._failures) < FAILURES:
@@ -127,16 +127,16 @@ class FlightRecorder:
         return self.write()
 
     def settle(self) -> None:
-        """Write the record if a call has failed and it was left for `later`. Never raises."""
+        """Write the record if a call has failed while `later` was set. Never raises."""
         if self._owed:
             self._owed = False
             self.write()
 
     def write(self, left: str | None = None) -> Path | None:
-        """Write the record to this rank's file, atomically; returns the folder. Never raises.
+        """Write the record to this rank's file, atomically; return the folder. Never raises.
 
         Returns:
-            None if there is no folder, or it could not be written to, or this rank has written too often.
+            None without a folder, or if it cannot be written to, or if this rank has written too often.
         """
         if self.folder is None or self._writes >= WRITES or not self._is_free_soon():
             return None
@@ -150,7 +150,7 @@ class FlightRecorder:
         return self.folder
 
     def _is_free_soon(self) -> bool:
-        """Whether no thread writes, at the latest in a second: a disk may hang."""
+        """Wait up to a second for a thread that writes; return whether none does. A disk may hang."""
         until = time.monotonic() + 1
         while self._writing.locked() and time.monotonic() < until:
             time.sleep(0.001)
@@ -168,7 +168,7 @@ class FlightRecorder:
             name,
             _dtype_name(dtype),
             () if dtype is None else tuple(shape),
-            _told(detail),
+            _json_detail(detail),
             bucket,
             step,
             start + self._epoch_ns,
@@ -180,12 +180,12 @@ class FlightRecorder:
 
 @functools.lru_cache(maxsize=64)
 def _dtype_name(dtype: object) -> str:
-    """The name of a dtype, remembered, since NumPy makes it anew each time; "" for None."""
+    """The name of a dtype, cached, since NumPy makes it each time; "" for None."""
     return "" if dtype is None else str(dtype)
 
 
-def _told(detail: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call in a form that JSON holds."""
+def _json_detail(detail: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call as JSON values."""
     return {
         key: value if isinstance(value, (int, str, list, type(None))) else str(value)
         for key, value in dict(detail).items()
@@ -193,9 +193,9 @@ def _told(detail: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_folder() -> Path | None:
-    """A folder of this user's alone, under that of temporary files; it outlives the process.
+    """This user's private folder of records, in the folder of temporary files; it outlives the process.
 
-    The records of the latest `JOBS` jobs lie there. None if there is no folder that only this user can write to.
+    It holds the records of the latest `JOBS` jobs. None if no private folder can be made.
     """
     with suppress(OSError):
         folder = Path(tempfile.gettempdir()) / f"bagua_comm-flights-{os.geteuid()}"
@@ -205,7 +205,7 @@ def default_folder() -> Path | None:
 
 
 def forget_old_jobs(folder: Path) -> None:
-    """Remove the records of all jobs but the latest `JOBS` from the default folder."""
+    """Remove all but the records of the latest `JOBS` jobs from the default folder."""
     with suppress(OSError):
         jobs = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
         for job in jobs[: max(len(jobs) - JOBS, 0)]:

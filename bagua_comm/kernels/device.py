@@ -1,8 +1,8 @@
 """Kernels on a CUDA device: the .cu files beside this one, through CuPy. `host` specifies what each computes.
 
-A call enqueues its kernel on CuPy's current stream and returns. It takes contiguous arrays, waits for nothing,
-and allocates nothing after the first call of its size. NVRTC compiles a file once for each dtype. The result is
-kept in ~/.cache/bagua_comm if only its owner can write there, else until the process ends.
+A call enqueues its kernel on CuPy's current stream and returns without waiting. Arrays are contiguous. Only the
+first call of a size allocates memory. NVRTC compiles a file once for each dtype; the binary is kept in
+~/.cache/bagua_comm if only its owner can write there, else until the process ends.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..files import cache_folder, is_own_file, private_folder, write_at_once
 _THREADS = 256
 _ACCESS_BYTES = 16
 _HELD = 16
-"""How many elements a thread of minmax.cu keeps in registers."""
+"""The number of elements that a thread of minmax.cu keeps in registers."""
 
 _WARP, _MOST_ROWS, _MOST_CTAS = 32, 65535, 2**31 - 1
 
 LARGEST_CTA = 512
-"""The most threads of a CTA; twice as many would need more registers than a multiprocessor has."""
+"""The largest number of threads in a CTA; twice that would need more registers than a multiprocessor has."""
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -199,20 +199,20 @@ _LAYOUT = np.dtype(
 
 
 class _Partition(NamedTuple):
-    """How minmax.cu deals rows of elements, which are cut into blocks, to threads."""
+    """The division of rows of elements, cut into blocks, among the threads of minmax.cu."""
 
     grid: tuple[int, int]
     cta: tuple[int, int]
     """Threads in a team, teams in a CTA."""
 
     segments: int
-    """How many segments a block has."""
+    """The number of segments in a block."""
 
     ranges: int
-    """How many ranges of segments there are in all."""
+    """The number of ranges of segments in all."""
 
     layout: np.ndarray[Any, Any]
-    """An array of one `_LAYOUT`, which CuPy passes to a kernel by value: one argument in place of nine."""
+    """An array of one `_LAYOUT`, passed to a kernel by value: one argument instead of nine."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -255,7 +255,7 @@ def minmax_decode(wire: Array, out: Array, start: int, block: int, eps: float) -
 
 
 def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partition, dtype: DType) -> None:
-    """Encode what kernel `name` reads from `source`, in two passes if a block is longer than a CTA holds."""
+    """Encode the `source` of kernel `name`, in two passes if a block is too long for a CTA."""
     grid, cta, layout, element = partition.grid, partition.cta, partition.layout, dtype_name(dtype)
     if partition.segments == 1:
         _kernel("minmax.cu", name, element)(grid, cta, (*source, wire, layout))
@@ -270,11 +270,11 @@ def _encode(name: str, source: tuple[Any, ...], wire: Array, partition: _Partiti
 
 @functools.cache
 def _scratch(device: int, stream: int, thread: int) -> Scratch:
-    """Memory between kernels of a stream; each thread has its own, since their launches may interleave.
+    """Scratch memory between kernels of a stream; one for each thread, since their launches may interleave.
 
     It is never freed, since a CUDA graph may have captured it. It takes 8 bytes for each 8192 elements of the
-    longest array, for each address of a stream and number of a thread. Both are given again when their owner is
-    gone, so there are no more than were ever in use at a time.
+    longest array, for each stream address and thread id. Both are reused after their owner ends, so there are no
+    more of them than were in use at one time.
     """
     return Scratch()
 
@@ -285,12 +285,12 @@ def _scratch(device: int, stream: int, thread: int) -> Scratch:
 
 
 @contextlib.contextmanager
-def before_launch(see: Callable[[str], object]) -> Iterator[None]:
-    """In the body of `with`, call `see` with the name of each kernel just before this thread launches it.
+def before_launch(observer: Callable[[str], object]) -> Iterator[None]:
+    """In the body of `with`, call `observer` with the name of each kernel just before this thread launches it.
 
-    Threads that start in the body are not observed. Observers may be nested; the outer one is called first.
+    Threads started in the body are not observed. Observers may be nested; the outer one is called first.
     """
-    token = _observers.set((*_observers.get(), see))
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
@@ -307,7 +307,7 @@ def _elementwise(name: str, like: Array, *args: Any) -> None:
 def _flat(
     file: str, name: str, args: Sequence[Any], count: int, dtype: DType, defines: Sequence[str] = ()
 ) -> None:
-    """Launch a kernel whose threads each take 16 bytes' worth of `count` elements."""
+    """Launch a kernel with one thread for each 16 bytes of `count` elements."""
     if count:
         _kernel(file, name, dtype_name(dtype), *defines)((_ctas(count, dtype),), (_THREADS,), (*args, count))
 
@@ -318,8 +318,8 @@ def _ctas(count: int, dtype: DType) -> int:
 
 def _kernel(file: str, name: str, element: str, *defines: str) -> Any:
     """A kernel for the current device, which the caller launches at once."""
-    for see in _observers.get():
-        see(name)
+    for observer in _observers.get():
+        observer(name)
     return _loaded(cupy.cuda.runtime.getDevice(), file, name, element, *defines)
 
 
@@ -347,7 +347,7 @@ def _compiled(architecture: str, file: str, options: tuple[str, ...]) -> Path:
         binary += b"\0"  # CuPy cuts off the last byte
         try:
             write_at_once(path, binary, mode=0o600)
-        except OSError:  # for instance the disk is full
+        except OSError:  # such as a full disk
             path = private_folder() / name
             write_at_once(path, binary, mode=0o600)
     return path
@@ -359,7 +359,7 @@ def _cache_folder() -> Path:
 
 
 def source(file: str) -> str:
-    """The text of a .cu file, with what it includes."""
+    """The text of a .cu file and of the header it includes."""
     folder = files(__package__)
     header = folder.joinpath("numbers.cuh").read_text()
     return folder.joinpath(file).read_text().replace('#include "numbers.cuh"', header)

@@ -1,8 +1,8 @@
-"""A network plugin for NCCL that cuts messages over many TCP flows: building it, finding it, trying it.
+"""A network plugin for NCCL that divides messages among many TCP flows.
 
-`plugin.c` is the plugin. `build` compiles it once into the user's cache; NCCL loads what `path` returns when
-NCCL_NET_PLUGIN names it, and NCCL_NET=`NAME` makes it an error when that fails. `check` moves data through it
-without NCCL. It counts between hosts only: on one host NCCL uses shared memory.
+`plugin.c` is the plugin. `build` compiles it once into the user's cache; NCCL loads it if NCCL_NET_PLUGIN is
+its `path`, and NCCL_NET=`NAME` makes a failure to load it an error. `check` sends data through it without NCCL.
+NCCL uses it between hosts; inside a host it uses shared memory.
 """
 
 from .binding import Plugin, PluginError, counters

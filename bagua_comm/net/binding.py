@@ -1,6 +1,6 @@
-"""The table of functions by which NCCL calls a network plugin, versions 10 to 12, for Python.
+"""Python binding of NCCL's table of network plugin functions, versions 10 to 12.
 
-The names are those of NCCL's header `net.h`. What the plugin does wrong here, it does wrong in NCCL.
+The names are those of NCCL's header `net.h`. The plugin is called exactly as NCCL calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSIONS = (10, 11, 12)
 """The versions of the table that the plugin exports."""
 
 HANDLE_BYTES = 128
-"""What `listen` fills in and `connect` is given."""
+"""The size of a handle, which `listen` fills in and `connect` takes."""
 
 PTR_HOST, PTR_CUDA = 1, 2
 
@@ -47,19 +47,19 @@ _PROPERTIES: list[tuple[str, Any]] = [
 
 
 class Properties10(ctypes.Structure):
-    """What version 10 tells of a device: 104 bytes."""
+    """Properties of a device, version 10: 104 bytes."""
 
     _fields_ = (*_PROPERTIES, ("devs", c_int * 4), *_LIMITS)
 
 
 class Properties11(ctypes.Structure):
-    """What version 11 tells of a device: 112 bytes."""
+    """Properties of a device, version 11: 112 bytes."""
 
     _fields_ = (*Properties10._fields_, ("maxMultiRequestSize", c_int))
 
 
 class Properties12(ctypes.Structure):
-    """What version 12 tells of a device: 128 bytes."""
+    """Properties of a device, version 12: 128 bytes."""
 
     _fields_ = (
         *_PROPERTIES,
@@ -75,22 +75,22 @@ PROPERTIES = {10: Properties10, 11: Properties11, 12: Properties12}
 
 
 class Config(ctypes.Structure):
-    """How a communicator is set up."""
+    """Configuration of a communicator."""
 
     _fields_ = (("trafficClass", c_int),)
 
 
 class Attributes(ctypes.Structure):
-    """What NCCL tells of the traffic to come, from version 11 on."""
+    """NCCL's hints on the traffic, from version 11 on."""
 
     _fields_ = (("send", c_int32 * 4), ("recv", c_int32 * 4), ("op", ctypes.c_uint32 * 3))
 
 
 LOG = ctypes.CFUNCTYPE(None, c_int, ctypes.c_ulong, c_char_p, c_int, c_char_p)
-"""NCCL's log function: level, flags, file, line, format; what follows the format is not seen here."""
+"""NCCL's log function: level, flags, file, line, format; its variable arguments are not accessible here."""
 
 _SILENT = LOG(lambda *_: None)
-"""Lives as long as any library that was given it."""
+"""A log function without output, which lives as long as the library that uses it."""
 
 _ANY = POINTER(c_void_p)
 _OWN: dict[int, dict[str, Any]] = {
@@ -128,7 +128,7 @@ _OPTIONAL = {"getDeviceMr", "irecvConsumed", "makeVDevice", "setNetAttr"}
 
 @functools.cache
 def table_type(version: int) -> type[ctypes.Structure]:
-    """The structure that the symbol ncclNetPlugin_v10, _v11 or _v12 is."""
+    """The structure of the symbol ncclNetPlugin_v10, _v11 or _v12."""
     own = _OWN[version]
     functions: dict[str, tuple[Any, ...]] = {
         "init": own["init"],
@@ -145,7 +145,7 @@ def table_type(version: int) -> type[ctypes.Structure]:
 
 
 class PluginError(CommError):
-    """A function of the plugin has failed; `code` is NCCL's ncclResult_t."""
+    """A function of the plugin failed; `code` is NCCL's ncclResult_t."""
 
     def __init__(self, function: str, code: int) -> None:
         super().__init__(f"{function} of the network plugin failed: {code} ({RESULTS.get(code, 'unknown')})")
@@ -154,19 +154,19 @@ class PluginError(CommError):
 
 @dataclass
 class Request:
-    """A message on its way; it must be tested until it is done, and its buffer kept until then."""
+    """A message in transfer; it must be tested until it is done, and its buffer kept until then."""
 
     pointer: c_void_p
     buffer: object
 
 
 class Plugin:
-    """A compiled plugin, called as NCCL calls it. Not closed: what it loads stays until the process ends.
+    """A compiled plugin, called as NCCL calls it. The library stays loaded until the process ends.
 
     Args:
         library: The compiled plugin.
-        version: Which of its tables: 10, 11 or 12.
-        symbol: The beginning of the table's name, for a library that is no plugin of NCCL's.
+        version: The version of its table: 10, 11 or 12.
+        symbol: The prefix of the table's name, for a library that is not an NCCL plugin.
 
     Raises:
         OSError: The library cannot be loaded.
@@ -179,7 +179,7 @@ class Plugin:
         self.table: Any = table_type(version).in_dll(self.library, f"{symbol}{version}")
 
     def __getattr__(self, function: str) -> Any:
-        """The function of the table by this name, which raises where it fails."""
+        """The function of the table by this name, which raises an error if it fails."""
         called = getattr(self.table, function)
 
         def checked(*arguments: Any) -> None:
@@ -193,7 +193,7 @@ class Plugin:
         return bool(getattr(self.table, function, None))
 
     def start(self) -> c_void_p:
-        """Call init; returns the context."""
+        """Call init; return the context."""
         context = c_void_p()
         if self.version == 10:
             self.init(_SILENT, None)
@@ -202,24 +202,24 @@ class Plugin:
         return context
 
     def stop(self, context: c_void_p) -> None:
-        """Call finalize, where there is one."""
+        """Call finalize, if it exists."""
         if self.version > 10:
             self.finalize(context)
 
     def count(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         number = c_int()
         self.devices(ctypes.byref(number))
         return number.value
 
     def properties(self, device: int) -> Any:
-        """What the plugin tells of a device."""
+        """The properties of a device."""
         properties = PROPERTIES[self.version]()
         self.getProperties(device, ctypes.byref(properties))
         return properties
 
     def listener(self, context: c_void_p, device: int) -> tuple[Any, c_void_p]:
-        """Listen on a device; returns the handle, whose copy the peer connects to, and the listener."""
+        """Listen on a device; return the handle for the peer, and the listener."""
         handle, listener = ctypes.create_string_buffer(HANDLE_BYTES), c_void_p()
         if self.version == 10:
             self.listen(device, handle, ctypes.byref(listener))
@@ -228,7 +228,7 @@ class Plugin:
         return handle, listener
 
     def connected(self, context: c_void_p, device: int, handle: Any) -> c_void_p | None:
-        """One attempt to connect to a handle, this end's own copy of it; None if it is not yet done."""
+        """Attempt to connect to this end's copy of a handle; None if it is not done yet."""
         comm, no_device = c_void_p(), c_void_p()
         to = (ctypes.byref(comm), ctypes.byref(no_device))
         if self.version == 10:
@@ -238,7 +238,7 @@ class Plugin:
         return comm if comm.value else None
 
     def accepted(self, listener: c_void_p) -> c_void_p | None:
-        """One attempt to accept a connection; None if none has come."""
+        """Attempt to accept a connection; None if there is none yet."""
         comm, no_device = c_void_p(), c_void_p()
         self.accept(listener, ctypes.byref(comm), ctypes.byref(no_device))
         return comm if comm.value else None
@@ -258,7 +258,7 @@ class Plugin:
         return Request(request, buffer) if request.value else None
 
     def finished(self, request: Request) -> int | None:
-        """The size of a request's message when it is there or on its way; None before."""
+        """The size of the message of a finished request; None before."""
         done, size = c_int(-1), c_int(-1)
         self.test(request.pointer, ctypes.byref(done), ctypes.byref(size))
         return size.value if done.value else None

@@ -1,4 +1,4 @@
-"""Compile the plugin: once, into a folder that only its user can write to, and never a part of a file."""
+"""Compilation of the plugin: once, atomically, into a private folder."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from ..errors import BootstrapError
 from ..files import cache_folder, is_own_file
 
 NAME = "bagua"
-"""The plugin's name: NCCL_NET takes it."""
+"""The plugin's name, for NCCL_NET."""
 
 SOURCE = Path(__file__).with_name("plugin.c")
 
 FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra")
 
 COMPILERS = ("cc", "gcc", "clang")
-"""Tried in this order; then PyPI's ziglang, which brings a compiler and headers of its own."""
+"""Compilers in the order of attempts, before PyPI's ziglang, which contains a compiler and headers."""
 
 OLDEST_LIBC = "2.17"
-"""What ziglang compiles for, so that the library runs wherever NCCL does."""
+"""The glibc version for ziglang, so that the library runs wherever NCCL does."""
 
 COMPILE_TIMEOUT_S = 300.0
 
 
 def source_hash() -> str:
-    """A hash of the plugin's source, in hexadecimal: ranks whose hashes differ must not talk to each other."""
+    """A hash of the plugin's source, in hexadecimal, which must be equal on all ranks."""
     return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile the plugin, unless it lies there compiled; returns where. Processes may call at the same time.
+    """Compile the plugin unless it exists; return its path. Processes may call at the same time.
 
     Args:
-        folder: Where; by default bagua_comm/net in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+        folder: The folder of the plugin; by default bagua_comm/net in the user's cache (XDG_CACHE_HOME, or
+            ~/.cache).
 
     Raises:
-        BootstrapError: There is no compiler, or none that works; the message says what each one said.
+        BootstrapError: No compiler works; the message has the output of each.
     """
     folder = default_folder() if folder is None else folder
     commands = [*compilers()]
@@ -71,7 +72,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def path(folder: Path | None = None) -> Path | None:
-    """Where the compiled plugin is, or None if this version of it has not been built here.
+    """The path of the compiled plugin, or None if this version has not been built here.
 
     Args:
         folder: As for `build`.
@@ -82,14 +83,14 @@ def path(folder: Path | None = None) -> Path | None:
 
 
 def default_folder() -> Path:
-    """Where the plugin is kept: net in the cache folder of this library."""
+    """The folder net in the cache folder of this library."""
     folder = cache_folder("bagua_comm", os.environ.get("XDG_CACHE_HOME")) / "net"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def compilers() -> Iterator[tuple[str, ...]]:
-    """The commands of the C compilers that are here, in the order in which they are tried."""
+    """The commands of the installed C compilers, in the order of attempts."""
     for name in COMPILERS:
         if (found := shutil.which(name)) is not None:
             yield (found,)
@@ -99,7 +100,7 @@ def compilers() -> Iterator[tuple[str, ...]]:
 
 
 def compile_to(command: Sequence[str], library: Path, flags: Sequence[str] = (), source: Path = SOURCE) -> Path:
-    """Compile a C file with further flags: for tests and benchmarks.
+    """Compile a C file with further flags, for tests and benchmarks.
 
     Raises:
         OSError: The compiler cannot be run, or the library cannot be written.
@@ -114,7 +115,7 @@ def compile_to(command: Sequence[str], library: Path, flags: Sequence[str] = (),
             text=True,
             timeout=COMPILE_TIMEOUT_S,
         )
-        unfinished.chmod(0o700)  # whatever the umask is: what others can write to is not loaded
+        unfinished.chmod(0o700)  # for any umask: a file that others can write to is not loaded
         unfinished.replace(library)
     finally:
         with contextlib.suppress(OSError):
@@ -128,14 +129,14 @@ def _compile(command: Sequence[str], library: Path) -> Path:
 
 
 def _file_name(command: tuple[str, ...]) -> str:
-    """NCCL finds a plugin by a name of this form; what else the file depends on is in the hash."""
+    """The file name, in the form by which NCCL finds a plugin, with a hash of the build."""
     parts = [source_hash(), *FLAGS, *command, _version(command), *platform.libc_ver(), platform.machine()]
     return f"libnccl-net-{NAME}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str:
-    """What a compiler says of its version; its error where it fails."""
+    """The version text of a compiler; its error if it fails."""
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as exc:

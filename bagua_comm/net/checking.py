@@ -1,4 +1,4 @@
-"""Whether the compiled plugin works on this machine: messages between two of its endpoints in this process."""
+"""Check of the compiled plugin: messages between two of its endpoints in this process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SIZES = (0, 1, 8, 4096, 65_536, 1 << 20, 4 << 20)
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` has found."""
+    """Result of `check`."""
 
     library: str
     version: int
-    """Of the table of functions."""
+    """The version of the table of functions."""
     interface: str
-    """The network interface that the plugin has chosen first."""
+    """The first network interface of the plugin."""
     interfaces: tuple[str, ...]
     speed_mbit: int
     messages: int
@@ -38,13 +38,13 @@ def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s
     """Send messages through the plugin from this process to itself, and compare every byte.
 
     Args:
-        library: The compiled plugin; by default it is built where it is not there.
-        version: Of the table: 10, 11 or 12.
-        timeout_s: When to give up, in seconds.
+        library: The compiled plugin; by default it is built if missing.
+        version: The version of the table: 10, 11 or 12.
+        timeout_s: The time limit, in seconds.
 
     Raises:
         BootstrapError: The plugin cannot be built or loaded, or finds no interface.
-        CommError: It fails, or what arrived is not what was sent; `CommTimeout` if that takes too long.
+        CommError: It fails, or changes a message; `CommTimeout` if it takes too long.
     """
     library = build() if library is None else library
     try:
@@ -73,7 +73,7 @@ def check(library: Path | None = None, *, version: int = VERSIONS[-1], timeout_s
 
 @dataclass
 class ConnectedPair:
-    """Two ends of a connection in this process."""
+    """The two ends of a connection in this process."""
 
     plugin: Plugin
     sender: c_void_p

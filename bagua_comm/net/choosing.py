@@ -1,8 +1,8 @@
-"""Which network NCCL uses: this library's plugin, or its own; the same on all ranks, before NCCL starts.
+"""Choice of NCCL's network, this library's plugin or NCCL's own, before NCCL starts.
 
-NCCL reads its variables when its first communicator is made. Where a plugin cannot be loaded it takes sockets
-without a word, and where only some ranks have one it hangs. So ranks tell each other what they have (`look`), and
-each comes to the same decision (`decide`). NCCL_NET=bagua then makes the silent way an error.
+NCCL reads its variables when its first communicator is made. If a plugin cannot be loaded, NCCL silently uses
+sockets; if only some ranks have one, it hangs. So ranks exchange what they have (`look`), and each makes the same
+decision (`decide`). NCCL_NET=bagua then turns the silent fallback into an error.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from ..errors import BootstrapError
 from .building import NAME, build, source_hash
 
 Net: TypeAlias = Literal["bagua", "auto", "nccl"]
-"""What NCCL sends with between hosts; see `connect`."""
+"""The network of NCCL between hosts; see `connect`."""
 
 VARIABLE = "BAGUA_NET"
-"""Where `run --net` tells ranks what to use."""
+"""The variable by which `run --net` passes the choice to ranks."""
 
 PLUGIN, NETWORK = "NCCL_NET_PLUGIN", "NCCL_NET"
-"""By which NCCL is told what to load, and what it must use of that."""
+"""NCCL's variables: the plugin to load, and the network that must be used."""
 
 ALIKE = ("BAGUA_NET_FLOWS", "BAGUA_NET_CHUNK", "BAGUA_NET_TIMEOUT_S")
-"""Settings of the plugin that must be the same on all ranks."""
+"""Settings of the plugin that must be equal on all ranks."""
 
 NO_PLUGIN = "none"
-"""What NCCL_NET_PLUGIN is where NCCL is to load none."""
+"""The value of NCCL_NET_PLUGIN for no plugin."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 class Facts(NamedTuple):
-    """What a rank tells the others."""
+    """The facts that a rank sends to the others."""
 
     host: str
-    """The machine's name for NCCL."""
+    """The host name for NCCL."""
     source: str = ""
-    """The hash of the plugin's source; empty if it is not wanted here."""
+    """The hash of the plugin's source; empty if the plugin is not wanted."""
     library: str = ""
-    """Where the plugin is; empty if it could not be built."""
+    """The path of the plugin; empty if it could not be built."""
     problem: str = ""
-    """Why not."""
+    """Why it could not be built."""
     variables: Mapping[str, str] = {}
-    """NCCL's and the plugin's, as far as they are set."""
+    """The variables of NCCL and of the plugin that are set."""
     started: Mapping[str, str | None] | None = None
-    """NCCL's, with which it was started in this process; None if it was not."""
+    """The variables with which NCCL was started in this process; None before."""
     infiniband: bool = False
 
 
 class Decision(NamedTuple):
-    """What a rank does."""
+    """The decision for a rank."""
 
     variables: dict[str, str | None]
-    """What is set, or for None, removed."""
+    """The variables to set, or to remove for None."""
     why: str
 
 
 def asked_for(given: str | None) -> str | None:
-    """What the program asks for, or `run --net`; None if nobody asks."""
+    """The choice of the program, or of `run --net`; None without one."""
     return given or os.environ.get(VARIABLE) or None
 
 
@@ -68,7 +68,7 @@ def agree(choices: Sequence[str | None]) -> str | None:
     """The choice of all ranks.
 
     Raises:
-        BootstrapError: They differ, or it is none that is known.
+        BootstrapError: They differ, or the choice is unknown.
     """
     if len(set(choices)) > 1:
         which = ", ".join(f"{choice!r} on rank {choices.index(choice)}" for choice in dict.fromkeys(choices))
@@ -80,9 +80,9 @@ def agree(choices: Sequence[str | None]) -> str | None:
 
 
 def look(choice: str, host: str, started: Mapping[str, str | None] | None, *, several_hosts: bool) -> Facts:
-    """What this rank tells the others. Builds the plugin where it may be needed, which takes seconds once.
+    """Collect the facts of this rank. Builds the plugin if it may be needed, which takes seconds once.
 
-    Raises nothing: what is wrong is told, and `decide` raises on all ranks.
+    Never raises: a problem is part of the facts, and `decide` raises it on all ranks.
     """
     names = (PLUGIN, NETWORK, *ALIKE)
     variables = {name: os.environ[name] for name in names if name in os.environ}
@@ -92,15 +92,15 @@ def look(choice: str, host: str, started: Mapping[str, str | None] | None, *, se
     try:
         infiniband = INFINIBAND.is_dir() and any(INFINIBAND.iterdir())
         return facts._replace(infiniband=infiniband, source=source_hash(), library=str(build()))
-    except Exception as exc:  # whatever it is: the other ranks wait for an answer
+    except Exception as exc:  # any error: the other ranks wait for an answer
         return facts._replace(problem=str(exc) or type(exc).__name__)
 
 
 def decide(choice: str, everyone: Sequence[Facts], rank: int) -> Decision:
-    """What this rank does; the same on all ranks, but for where the plugin is.
+    """The decision for this rank; the same on all ranks, except for the path of the plugin.
 
     Raises:
-        BootstrapError: The ranks cannot do what was asked for; on all ranks alike; it names who cannot.
+        BootstrapError: The ranks cannot use the chosen network; raised on all ranks; it names the rank at fault.
     """
     several_hosts = len({facts.host for facts in everyone}) > 1
     if choice == "auto":
@@ -127,7 +127,7 @@ def decide(choice: str, everyone: Sequence[Facts], rank: int) -> Decision:
 
 
 def apply(decision: Decision) -> None:
-    """Set the variables."""
+    """Set the variables of a decision."""
     for name, value in decision.variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -136,12 +136,12 @@ def apply(decision: Decision) -> None:
 
 
 def current() -> dict[str, str | None]:
-    """NCCL's variables, as they are now."""
+    """The current values of NCCL's variables."""
     return {name: os.environ.get(name) for name in (PLUGIN, NETWORK)}
 
 
 def breaks(variables: Mapping[str, str]) -> list[str]:
-    """What in these variables keeps NCCL from using the plugin, or makes it fall back without a word."""
+    """The setting among these variables that keeps NCCL from using the plugin, or makes it fall back silently."""
     found = [f"{PLUGIN}={variables[PLUGIN]} names another plugin"] if _is_foreign(variables, PLUGIN) else []
     if variables.get(PLUGIN) == NO_PLUGIN:
         found = [f"{PLUGIN}={NO_PLUGIN}: NCCL loads no plugin"]
@@ -153,7 +153,7 @@ def breaks(variables: Mapping[str, str]) -> list[str]:
 
 
 def _why_not(everyone: Sequence[Facts]) -> str | None:
-    """Why "auto" does not take the plugin; None if it does."""
+    """Why "auto" does not use the plugin; None if it does."""
     for rank, facts in enumerate(everyone):
         if not facts.library:
             return f"rank {rank} on {facts.host} cannot build the plugin: {facts.problem}"
@@ -171,7 +171,7 @@ def _why_not(everyone: Sequence[Facts]) -> str | None:
 
 
 def _check_same(everyone: Sequence[Facts]) -> None:
-    """Raise unless all ranks have the plugin, of the same source, with the same settings."""
+    """Check that all ranks have the plugin, of the same source, with the same settings."""
     for rank, facts in enumerate(everyone):
         if not facts.library:
             raise BootstrapError(f"connect: net: rank {rank} on {facts.host} has no plugin: {facts.problem}")
@@ -192,7 +192,7 @@ def _check_same(everyone: Sequence[Facts]) -> None:
 
 
 def _check_free(who: str, facts: Facts, wanted: Mapping[str, str | None]) -> None:
-    """Raise if the user has set something else, or NCCL was started with something else."""
+    """Check that the user has set nothing else, and that NCCL was not started with other values."""
     for name in (PLUGIN, NETWORK):
         found = facts.variables.get(name)
         if found not in (None, wanted[name]) and _is_foreign(facts.variables, name):
@@ -205,7 +205,7 @@ def _check_free(who: str, facts: Facts, wanted: Mapping[str, str | None]) -> Non
 
 
 def _is_foreign(variables: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set, and not as `apply` sets it."""
+    """Whether a variable is set to a value that `apply` does not set."""
     value = variables.get(name)
     if value is None:
         return False

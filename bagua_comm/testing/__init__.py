@@ -1,7 +1,7 @@
 """Tools for tests, ours and yours: worlds of threads, fleets of threads that die, a recording transport, kits.
 
-`check_transport`, `check_codec` and `check_algorithm` are the contracts made executable: what passes
-them can be used wherever the library uses its own.
+`check_transport`, `check_codec` and `check_algorithm` test the contracts: an implementation that passes can
+replace the library's own anywhere.
 """
 
 from .algorithms import check_algorithm

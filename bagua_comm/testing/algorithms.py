@@ -1,4 +1,4 @@
-"""What every algorithm must do, as an executable contract."""
+"""The contract of an algorithm, as a test."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from .worlds import run_ranks
 def check_algorithm(
     algorithm: Algorithm, *, comm: Communicator | None = None, sizes: Sequence[int] = (1, 2, 3, 4)
 ) -> None:
-    """Check that an algorithm keeps its contract: settings, window, same bytes, a restart that changes nothing.
+    """Check the contract of an algorithm: settings, window, equal bytes on all ranks, and exact restarts.
 
     Trains with it in an `Engine` for several steps.
 
     Args:
-        algorithm: What to check; its `repr` must evaluate to it.
+        algorithm: The algorithm; its `repr` must evaluate to it.
         comm: The ranks to train on; then the call is collective. If None, worlds of threads.
         sizes: The numbers of ranks of these worlds.
 
     Raises:
-        AssertionError: It does not keep its contract.
+        AssertionError: It breaks the contract.
         CommMismatch: Ranks hold different averages.
 
     >>> from bagua_comm import ByteGrad
@@ -77,7 +77,7 @@ def _check_training(comm: Communicator, algorithm: Algorithm) -> None:
         expected = engine.plan.cut([bucket.flat.copy() for bucket in engine.buckets])
 
     if runs_in_rounds(algorithm):
-        return  # each rank trains at its own pace, so that a restart does not repeat the same rounds
+        return  # ranks train at different speeds, so a restart does not repeat the same rounds
     with make() as engine:
         engine.load_state_dict(saved)
         for bucket, flat in zip(engine.buckets, flats, strict=True):
@@ -110,10 +110,10 @@ def _train(comm: Communicator, engine: Engine, step: int) -> None:
 
 
 def _assert_averaged(comm: Communicator, gradient: Array, state: Any) -> None:
-    """Raise unless all ranks hold the same gradient, or the same array that is averaged in its place.
+    """Check that all ranks hold the same gradient, or the same array averaged in its place.
 
     Raises:
-        CommMismatch: They do not.
+        CommMismatch: They hold different ones.
     """
     if isinstance(state, Interval):
         if state.due:

@@ -1,4 +1,4 @@
-"""What every codec must do, as an executable contract."""
+"""The contract of a codec, as a test."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .values import assert_raises, evaluated, sample
 
 
 def check_codec(codec: Codec, *, error: float = 1 / 64) -> None:
-    """Check that a codec keeps the contract of `codecs.base`.
+    """Check that a codec meets the contract of `codecs.base`.
 
     Args:
-        codec: What to check; its `repr` must evaluate to it.
-        error: The largest error that decoding may leave, as a fraction of the range of the values and zero: 1/64
-            is generous for eight bits, 1/16 for four. Sums, which are coded twice, may be off by twice as much.
+        codec: The codec; its `repr` must evaluate to it.
+        error: The largest error of decoding, as a fraction of the range of the values and zero: 1/64 is generous
+            for eight bits, 1/16 for four. Sums, which are coded twice, may have twice this error.
             Rounding to the dtype of the elements is allowed as well.
 
     Raises:
-        AssertionError: It does not.
+        AssertionError: It breaks the contract.
 
     >>> check_codec(bagua_comm.MinMaxUInt8(block=64))
     """
@@ -58,7 +58,7 @@ def check_codec(codec: Codec, *, error: float = 1 / 64) -> None:
                 if name == "float32":
                     assert combined.tobytes() == codec.encode(total).tobytes()
                 elif m:
-                    # A codec may add what it decodes before it rounds to the element dtype; `total` is rounded.
+                    # A codec may add decoded values before it rounds to the element dtype; `total` is rounded.
                     _assert_close(
                         codec.decode(combined, np.empty_like(total)), total, 2 * error, f"{op} of {name}"
                     )
@@ -78,7 +78,7 @@ def check_codec(codec: Codec, *, error: float = 1 / 64) -> None:
 
 
 def _assert_close(actual: Array, expected: Array, error: float, what: str) -> None:
-    """Fail if something is off by more than `error` of the range of `expected` and zero, and rounding."""
+    """Fail if an error exceeds `error` times the range of `expected` and zero, plus rounding."""
     actual, wide = actual.astype(np.float64), expected.astype(np.float64)
     spread = max(wide.max(), 0.0) - min(wide.min(), 0.0)
     rounding = 4 * np.abs(wide).max() * 2.0 ** -_DIGITS[expected.dtype.name]
@@ -91,7 +91,7 @@ _DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
 
 
 def _combined(codec: Codec, wire: Array, op: str, count: int, dtype: np.dtype[Any]) -> Array:
-    """What `combine` should encode: the sum or the mean of what the rows decode to."""
+    """The expected input of `combine`'s encoding: the sum or the mean of the decoded rows."""
     n = len(wire)
     wide = codec.decode(wire, np.empty((n, count), dtype)).astype(np.float32)
     total = wide[0].copy()

@@ -12,14 +12,14 @@ from ..transports.base import POINT_TO_POINT, Message
 
 
 class Call(NamedTuple):
-    """One call that a `Recording` saw."""
+    """A call recorded by `Recording`."""
 
     name: str
     nbytes: int
 
 
 class Recording(Transport):
-    """A transport that passes everything on to another, and records the calls in `calls`.
+    """A transport that forwards calls to another one, and records them in `calls`.
 
     >>> import numpy as np
     >>> from bagua_comm.testing import run_ranks

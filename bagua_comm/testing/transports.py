@@ -1,4 +1,4 @@
-"""What every transport must do, as an executable contract."""
+"""The contract of a transport, as a test."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def check_transport(
 
     Collective. Covers all dtypes and reductions over the whole range of each dtype, in and out of place, 0-d,
     empty, multi-dimensional, uneven, strided, unaligned, read-only and mapped arrays, sizes, point-to-point
-    messages, groups, lanes and wrong arguments. Results must have the bits that NumPy gives in rank order; sums
-    and products of floats may be rounded otherwise if the transport says `adds_in_rank_order = False`.
+    messages, groups, lanes and wrong arguments. Results must have the bits of NumPy's in rank order; sums
+    and products of floats may be rounded differently if the transport has `adds_in_rank_order = False`.
 
     Args:
-        transport: What to check. If it takes device arrays only, give a communicator with it behind a transport
+        transport: The transport. If it takes only device arrays, pass a communicator with it after a transport
             that takes host arrays.
-        asarray: Copies a NumPy array to where this transport takes it: `cupy.asarray` for device arrays.
+        asarray: Copies a NumPy array to memory that this transport takes: `cupy.asarray` for device arrays.
         sizes: Array sizes in bytes at which this transport switches to another method. Arrays of this size, of
             one element less and of one element more are checked, and p times smaller ones.
 
@@ -129,7 +129,7 @@ def _exact(comm: Communicator, x: Array) -> bool:
 
 
 def _values(dtype: str, op: str, exact: bool) -> Callable[..., Array]:
-    """The function that draws operands: small ones, if the results may be rounded differently."""
+    """The function that draws operands: small ones if results may be rounded differently."""
     rounded = dtype in FLOATS and op not in ("min", "max")
     return sample if rounded and not exact else whole_range
 
@@ -204,7 +204,7 @@ def _check_sizes(comm: Communicator, put: Callable[[Array], Array], sizes: Seque
                 comm.reduce_scatter(x[:even]), total[:even][chunk], "sum", exact, f"reduce_scatter {what}"
             )
             if dtype != "int8":
-                continue  # what only moves goes as bytes
+                continue  # data that only move are sent as bytes
             _assert_same(comm.allgather(x), np.stack(xs), f"allgather {what}")
             _assert_same(
                 comm.alltoall(x[:even]), np.concatenate([x[:even][chunk] for x in xs]), f"alltoall {what}"
@@ -457,7 +457,7 @@ def _check_lane(comm: Communicator, put: Callable[[Array], Array]) -> None:
 
 
 def _any(x: Any) -> Any:
-    """`x`, of which a type checker knows nothing: for arguments that are refused."""
+    """`x` without a type, for arguments that are refused."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""Arrays to send, and what their reductions must be."""
+"""Arrays to send, and their expected reductions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Arra
 
 
 _PERIOD = 8191
-"""How many values are drawn; larger arrays repeat them. A prime, so that pieces of arrays begin differently."""
+"""The number of values drawn; larger arrays repeat them. A prime, so that pieces of arrays begin differently."""
 
 
 def whole_range(rank: int, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Array:
@@ -99,10 +99,9 @@ def assert_raises(error: type[BaseException], call: Callable[[], object]) -> Non
 
 
 def evaluated(value: T) -> T:
-    """What the `repr` of `value` evaluates to, also for classes that a function or another class defines.
+    """Evaluate the `repr` of `value`, also with classes that a function or another class defines.
 
-    The names in it are ours, and those of the modules that define its classes: its own class, and the classes of
-    the values that it is made of.
+    The names are those of this library, and of the modules that define the classes of `value` and of its parts.
     """
     text, names = repr(value), dict(vars(bagua_comm))
     classes = list(_classes_of(value))

@@ -24,16 +24,16 @@ def run_ranks(
     timeout_s: float = 30.0,
     check: bool = False,
 ) -> list[T]:
-    """Run `body(comm)` on each rank, a thread with a communicator over the local transport; return the results.
+    """Run `body(comm)` on ranks that are threads with the local transport; return their results.
 
-    An exception in one rank wakes the others, and is raised here with the rank in a note.
+    An exception in one rank aborts the others, and is raised here with the rank in a note.
 
     Args:
         size: Number of ranks.
-        body: What each rank does.
-        nodes: A label for every rank's node; None if all share one.
+        body: The function of each rank.
+        nodes: A label for every rank's node; None for one node.
         wrap: Called with every rank's transport; returns the transport to use, for example `Recording`.
-        timeout_s: How long one call may wait for its peers.
+        timeout_s: The longest wait of a call for its peers, in seconds.
         check: See `Communicator`.
 
     >>> run_ranks(3, lambda comm: comm.rank * 10)
@@ -65,7 +65,7 @@ def run_ranks(
         if failures and any(thread.is_alive() for thread in threads):
             _give_up_waiting(threads, timeout_s)
     if failures:
-        # Other ranks raise CommAborted because one failed; the error to show is that of the one.
+        # Other ranks raise CommAborted because one failed; raise the error of that one.
         first = next((f for f in failures if not isinstance(f[1], CommAborted)), failures[0])
         rank, error = first
         if hasattr(error, "add_note"):

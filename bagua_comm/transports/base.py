@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class Transport(CallState, Live, ABC):
         super().__init_subclass__(**settings)
         for former, name in _FORMER.items():
             if former in vars(cls):
-                warnings.warn(f"Transport.{former} is now Transport.{name}", DeprecationWarning, 2)
+                _warn(former)
                 setattr(cls, name, vars(cls)[former])
 
     # Required ---------------------------------------------------------------------------------------
@@ -304,10 +304,23 @@ class Transport(CallState, Live, ABC):
         """`x`, or a copy if it overlaps `out`."""
         return derived.apart(x, out, self._scratch)
 
-    if not TYPE_CHECKING:
+    # Methods, since a `__getattr__` would slow down each access to an attribute of a transport.
 
-        def __getattr__(self, name):
-            if name in _FORMER:
-                warnings.warn(f"Transport.{name} is now Transport.{_FORMER[name]}", DeprecationWarning, 2)
-                return getattr(self, _FORMER[name])
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    def tell(self, group: str, error: CommError) -> None:
+        """Former name of `notify_failure`."""
+        _warn("tell")
+        self.notify_failure(group, error)
+
+    def heard(self, groups: Collection[str]) -> CommError | None:
+        """Former name of `poll_failures`."""
+        _warn("heard")
+        return self.poll_failures(groups)
+
+    def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
+        """Former name of `fast_path`."""
+        _warn("shortcut")
+        return self.fast_path(name, x, op, root)
+
+
+def _warn(former: str) -> None:
+    warnings.warn(f"Transport.{former} is now Transport.{_FORMER[former]}", DeprecationWarning, 3)

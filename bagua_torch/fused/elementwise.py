@@ -1,4 +1,4 @@
-"""Whether an optimizer works element by element: found by running it on two shapes of the same numbers."""
+"""A test whether an optimizer works element by element: it runs on two shapes of the same numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bagua_comm import UnsupportedError
 from .. import rng
 
 STEPS = 4
-"""How many steps an optimizer makes on trial."""
+"""Steps of an optimizer in a trial."""
 RATE = 1e-3
-"""The learning rate on trial of an optimizer that has 0."""
+"""The learning rate in a trial of an optimizer whose rate is 0."""
 EVEN = (8 * 64, 4 * 64, 16 * 64)
-"""Sizes without a rest that PyTorch would compute one by one, after the vectors of the processor."""
+"""Sizes that are multiples of the vector size, so that PyTorch computes no element in scalar code."""
 UNEVEN = (1, 3, 6, 7, 9, 13, 15, 16, 21, 30, 33, 63, 65, 120, 129, 205, 257, 99)
-"""Sizes with such a rest."""
+"""Sizes with a remainder in scalar code."""
 
 
 def bare(optimizer: Optimizer, kind: type[Optimizer], parameters: Mapping[int, Tensor]) -> Optimizer:
@@ -31,7 +31,7 @@ def bare(optimizer: Optimizer, kind: type[Optimizer], parameters: Mapping[int, T
     Args:
         optimizer: What to copy.
         kind: The class of the copy.
-        parameters: What stands in the copy for each parameter, by `id`.
+        parameters: The replacement of each parameter in the copy, by `id`.
 
     Raises:
         UnsupportedError: An attribute of the optimizer cannot be copied.
@@ -51,7 +51,7 @@ def bare(optimizer: Optimizer, kind: type[Optimizer], parameters: Mapping[int, T
 
 
 def step_of(kind: type[Optimizer]) -> Any:
-    """The method `step` of a class without the hooks that PyTorch puts around it."""
+    """The method `step` of a class without PyTorch's wrapper for hooks."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -65,13 +65,13 @@ def check_group(
         optimizer: The optimizer; it is not changed.
         kind: Its class.
         group: A group of parameters with its settings.
-        exact: Whether results that differ only in their rounding are refused as well.
+        exact: Whether to refuse results that differ only in rounding.
 
     Returns:
-        The names of what it keeps for each element.
+        The names of states that have one value for each element.
 
     Raises:
-        UnsupportedError: Results differ, or the optimizer cannot be run so.
+        UnsupportedError: Results differ, or the optimizer cannot run on flat tensors.
     """
     name = kind.__name__
     if group.get("differentiable"):
@@ -98,7 +98,7 @@ def check_group(
 
 
 class _Outcome:
-    """What a trial has ended with: values of all elements, and what there is once for each tensor."""
+    """The result of a trial: the values of all elements, and the values that exist once for each tensor."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         states = [optimizer.state.get(p, {}) for p in parameters]
@@ -151,7 +151,7 @@ def _run(
     other = bare(optimizer, kind, dict.fromkeys(map(id, everyone), parameters[0]))
     settings = copy.deepcopy({key: value for key, value in group.items() if key != "params"})
     rate = settings.get("lr")
-    if isinstance(rate, (int, float, Tensor)) and rate == 0:  # a warm-up may begin so; then nothing would be seen
+    if isinstance(rate, (int, float, Tensor)) and rate == 0:  # as at the beginning of a warm-up
         settings["lr"] = rate + RATE
     other.param_groups.append({**settings, "params": parameters})
     step = step_of(kind)
@@ -173,7 +173,7 @@ def _per_element(value: Any, parameter: Tensor) -> bool:
 
 
 def _same(several: _Outcome, flat: _Outcome) -> bool:
-    """Whether both are equal to the byte, and whatever exists once a tensor is equal for all tensors."""
+    """Whether elements are equal to the byte, and values for each tensor are equal for all tensors."""
     if several.kept != flat.kept or len(several.elements) != len(flat.elements):
         return False
     if not all(map(_equal, several.elements, flat.elements)):
@@ -199,6 +199,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def same_rest(one: Iterable[tuple[str, Any]], other: Iterable[tuple[str, Any]]) -> bool:
-    """Whether two parameters keep, once for each tensor, the same things under the same names."""
+    """Whether two parameters have equal states, apart from elementwise ones."""
     a, b = dict(one), dict(other)
     return a.keys() == b.keys() and all(a[key] is b[key] or _equal(a[key], b[key]) for key in a)

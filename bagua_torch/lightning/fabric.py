@@ -25,20 +25,20 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
 
     Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`. Set the module up together
     with its optimizers, `model, optimizer = fabric.setup(model, optimizer)`. `fabric.no_backward_sync`,
-    `fabric.save` and `fabric.load` work as with Fabric's own strategies. For BatchNorm over all ranks, call
+    `fabric.save` and `fabric.load` work as with Fabric's strategies. For BatchNorm over all ranks, call
     `bagua_torch.sync_batchnorm.convert(model, fabric.strategy.comm)` before.
 
     Where an algorithm exchanges weights, call `fabric.strategy.average_weights(model)` before evaluation;
-    `fabric.save` does it itself.
+    `fabric.save` does so.
 
     Args:
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; if None, those that `bagua_torch.connect` found, which is called if it was not yet.
-        package: The distribution whose Fabric gets this strategy; it need be given only if the program imports
-            both `lightning` and `lightning_fabric`.
-        checkpoint_io: As for Fabric's own strategies.
-        precision: As for Fabric's own strategies.
-        options: Further arguments of `bagua_torch.DistributedDataParallel`, by name.
+        comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
+        package: The distribution of Fabric. Needed only if the program imports both `lightning` and
+            `lightning_fabric`.
+        checkpoint_io: As for Fabric's strategies.
+        precision: As for Fabric's strategies.
+        options: Other arguments of `bagua_torch.DistributedDataParallel`, by name.
 
     Raises:
         UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
@@ -62,21 +62,21 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         self._backward_sync_control = NoBackwardSync()
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's loggers which rank this is."""
+        """Set the rank in Lightning's loggers."""
         self._set_world_ranks()
 
     def setup_environment(self) -> None:
-        """Set up the device, and torch.distributed for those that use it. Collective."""
+        """Set up the device and torch.distributed. Collective."""
         self._set_world_ranks()
         super().setup_environment()
         provide_group(self.comm)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> Any:
-        """Wrap the module, with the optimizers that step it. Collective."""
+        """Wrap the module with its optimizers. Collective."""
         return self._wrap(module, optimizers), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Wrap the module; algorithms that depend on steps need its optimizers as well. Collective."""
+        """Wrap the module without optimizers; algorithms that depend on steps refuse this. Collective."""
         try:
             return self._wrap(module, [])
         except ArrayError as exc:
@@ -87,21 +87,21 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
         module.to(self.root_device)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in place; anything else is returned as it is. Collective."""
+        """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
         return self._reduce(tensor, group, reduce_op)
 
     def average_weights(self, module: nn.Module) -> None:
-        """Average weights that differ between ranks, before evaluation; `module` is what `fabric.setup` gave.
+        """Average weights that differ between ranks, before evaluation; `module` is the result of `fabric.setup`.
 
         Collective. Buffers become rank 0's.
 
         Raises:
-            ArrayError: `fabric.setup` did not give this module.
+            ArrayError: `module` is not a result of `fabric.setup`.
         """
         wrapper = next((part for part in module.modules() if isinstance(part, DistributedDataParallel)), None)
         if wrapper is None:
             raise ArrayError(
-                f"average_weights: this {type(module).__name__} was not set up here; give what fabric.setup gave"
+                f"average_weights: this {type(module).__name__} was not set up here; give fabric.setup's result"
             )
         make_equal(wrapper)
         wrapper.resume()
@@ -123,7 +123,7 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, **options: Any
     ) -> None:
-        """Write a checkpoint on rank 0, with what the algorithm keeps on every rank. Collective."""
+        """Write a checkpoint on rank 0, with the algorithm's state of every rank. Collective."""
         wrappers = {name: part for name, part in state.items() if isinstance(part, DistributedDataParallel)}
         for wrapper in wrappers.values():
             self.average_weights(wrapper)  # before its state is taken
@@ -136,7 +136,7 @@ class BaguaFabricStrategy(RankStrategy, _FabricBase):  # type: ignore[misc]
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, **options: Any
     ) -> dict[str, Any]:
-        """Load a checkpoint, and what the algorithm keeps; returns what `state` did not ask for. Collective."""
+        """Load a checkpoint and the algorithm's state; return the entries that are not in `state`. Collective."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, **options)
         if isinstance(state, dict) and state:
             kept = rest.pop(KEY, {})
@@ -155,7 +155,7 @@ class NoBackwardSync:
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
             raise ArrayError(
-                f"no_backward_sync: the {type(module).__name__} was not set up with this strategy; give what "
-                "fabric.setup returned"
+                f"no_backward_sync: the {type(module).__name__} was not set up with this strategy; give the "
+                "result of fabric.setup"
             )
         return module.no_sync()

@@ -1,4 +1,4 @@
-"""What Lightning's Trainer calls a LayerSync: `Trainer(sync_batchnorm=True)` over our ranks, on the CPU too."""
+"""Lightning's LayerSync for `Trainer(sync_batchnorm=True)`, on the CPU as well."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ..sync_batchnorm import SyncBatchNorm, convert, revert
 
 
 class BatchNormOverRanks:
-    """Makes each BatchNorm of a model one over all ranks while `fit` runs.
+    """Converts each BatchNorm of a model to one over all ranks while `fit` runs.
 
-    A `bagua_torch.SyncBatchNorm` that the model has already keeps its own ranks.
+    A `bagua_torch.SyncBatchNorm` of the model keeps its ranks.
 
     Args:
         comm: The ranks.
@@ -28,5 +28,5 @@ class BatchNormOverRanks:
         return convert(model, self._comm, keep=self._there)
 
     def revert(self, model: nn.Module) -> nn.Module:
-        """Put back what `apply` has replaced."""
+        """Undo `apply`."""
         return revert(model, keep=self._there)

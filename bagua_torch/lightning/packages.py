@@ -20,11 +20,11 @@ Package: TypeAlias = Literal["lightning", "pytorch_lightning"]
 
 TRAINERS = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 FABRICS = {"lightning": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
-"""Where a distribution keeps its Trainer, and its Fabric."""
+"""The packages of Trainer and of Fabric, by distribution."""
 
 
 def new_strategy(cls: type, module: str, homes: Mapping[str, str], package: str | None) -> Any:
-    """A new object of `cls` on the ParallelStrategy of a distribution."""
+    """A new object of `cls`, derived from the ParallelStrategy of a distribution."""
     if package is not None and package not in homes:
         raise UnsupportedError(f"{cls.__name__}: package is {package!r}, expected one of {', '.join(homes)}")
     package = package if package is not None else _imported(cls.__name__, homes)
@@ -38,12 +38,12 @@ def new_strategy(cls: type, module: str, homes: Mapping[str, str], package: str 
 
 
 def _imported(name: str, homes: Mapping[str, str]) -> str:
-    """The distribution that the program has imported; if none, one that is installed."""
+    """The distribution that the program has imported, or else one that is installed."""
     imported = [package for package, home in homes.items() if home in sys.modules]
     if len(imported) > 1:
         raise UnsupportedError(
-            f"{name}: this program has imported both {' and '.join(homes.values())}; say whose the Trainer "
-            f"or the Fabric is: {name}(..., package={imported[0]!r}) or package={imported[1]!r}"
+            f"{name}: this program has imported both {' and '.join(homes.values())}; name that of the "
+            f"Trainer or the Fabric: {name}(..., package={imported[0]!r}) or package={imported[1]!r}"
         )
     return next(iter(imported or filter(_is_installed, homes)), "lightning")
 
@@ -53,14 +53,14 @@ def _is_installed(package: str) -> bool:
 
 
 def package_of(cls: type, homes: Mapping[str, str]) -> str:
-    """The distribution that `with_base` has put behind a strategy."""
+    """The distribution of the base class of a strategy."""
     modules = {base.__module__ for base in cls.__mro__}
     return next(package for package, home in homes.items() if any(m.startswith(home + ".") for m in modules))
 
 
 @functools.cache
 def with_base(cls: type, base: type) -> type:
-    """The class `cls`, with `base` behind it."""
+    """The class `cls`, derived from `base` as well."""
     if issubclass(cls, base):
         return cls
     made = type(cls.__name__, (cls, base), {"__doc__": cls.__doc__, "__module__": cls.__module__})

@@ -20,11 +20,11 @@ from ..process_group import default
 from .packages import FABRICS, package_of, with_base
 
 KEY = "bagua"
-"""Under this key, checkpoints hold what the algorithm keeps."""
+"""The key of the algorithm's state in checkpoints."""
 
 
 class RankStrategy:
-    """What the strategies of Trainer and Fabric have in common: the ranks, and what they tell each other."""
+    """Base of the strategies for Trainer and Fabric: the ranks, and collectives over them."""
 
     comm: Communicator
     algorithm: Algorithm | None
@@ -32,7 +32,7 @@ class RankStrategy:
     def _join(
         self, homes: Mapping[str, str], algorithm: Algorithm | None, comm: Communicator | None, options: Any
     ) -> dict[str, Any]:
-        """Find the ranks; returns what Lightning's base class wants to know of them. Collective."""
+        """Find the ranks; return the arguments of Lightning's base class. Collective."""
         self.algorithm, self._options = algorithm, options
         self.comm = comm if comm is not None else default()
         self._num_nodes = len(set(self.comm.allgather_object(self.comm.node)))
@@ -47,11 +47,11 @@ class RankStrategy:
         }
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> DistributedDataParallel:
-        """The module, exchanged by the algorithm. Collective."""
+        """Wrap the module. Collective."""
         stepping = [optimizer for optimizer in optimizers if optimizer.param_groups]  # Lightning has an empty one
         return DistributedDataParallel(module, stepping, self.algorithm, comm=self.comm, **self._options)
 
-    # What Lightning asks for ------------------------------------------------------------------------------
+    # Lightning's interface --------------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -60,12 +60,12 @@ class RankStrategy:
 
     @property
     def is_distributed(self) -> bool:
-        """True: every rank gets its own share of the data."""
+        """True: every rank gets a different share of the data."""
         return True
 
     @property
     def num_nodes(self) -> int:
-        """How many hosts the ranks are on."""
+        """Number of hosts."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -78,7 +78,7 @@ class RankStrategy:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How a DistributedSampler divides the data."""
+        """The arguments of a DistributedSampler."""
         return {"num_replicas": self.comm.size, "rank": self.comm.rank}
 
     def _set_world_ranks(self) -> None:
@@ -94,7 +94,7 @@ class RankStrategy:
         return self.comm.broadcast_object(obj, root=src)
 
     def _reduce(self, tensor: Any, group: Any, reduce_op: Any) -> Any:
-        """Reduce a tensor over all ranks, in place; anything else is returned as it is. Collective."""
+        """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         _check_group(group)
@@ -107,7 +107,7 @@ class RankStrategy:
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, stacked: (ranks, ...). Collective.
 
-        With `sync_grads`, gradients flow back to the ranks that they came from.
+        With `sync_grads`, the result is differentiable.
         """
         if sync_grads:
             return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
@@ -119,7 +119,7 @@ class RankStrategy:
 
 
 class _Ranks:
-    """Lightning's ClusterEnvironment: which rank this is, as the communicator says."""
+    """Lightning's ClusterEnvironment for a communicator."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -134,7 +134,7 @@ class _Ranks:
 
     @property
     def main_port(self) -> int:
-        raise UnsupportedError("BaguaStrategy: ranks meet by their communicator, which has no port")
+        raise UnsupportedError("BaguaStrategy: ranks are connected by their communicator, which has no port")
 
     @staticmethod
     def detect() -> bool:
@@ -144,13 +144,13 @@ class _Ranks:
         return self._comm.size
 
     def set_world_size(self, size: int) -> None:
-        """The communicator knows it."""
+        """Do nothing: the communicator has it."""
 
     def global_rank(self) -> int:
         return self._comm.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """The communicator knows it."""
+        """Do nothing: the communicator has it."""
 
     def local_rank(self) -> int:
         return self._comm.local_rank
@@ -163,13 +163,13 @@ def _check_group(group: Any) -> None:
     world = torch.distributed.group.WORLD if torch.distributed.is_initialized() else None
     if group is not None and group is not world:
         raise UnsupportedError(
-            f"BaguaStrategy: group is {group}, expected None: it reduces over all ranks; for some of them call "
+            f"BaguaStrategy: group is {group}, expected None: it reduces over all ranks; for a subset call "
             "torch.distributed.all_reduce(tensor, group=group)"
         )
 
 
 def _op_of(given: Any) -> Any:
-    """Our name of a reduction: of Lightning's names, and of torch.distributed's ReduceOp."""
+    """The operation for a name of Lightning, or a ReduceOp of torch.distributed."""
     name = given if isinstance(given, str) else getattr(given, "name", None) or str(given).rpartition(".")[2]
     op = {"mean": "avg", "product": "prod"}.get(name.lower(), name.lower())
     if op not in ("sum", "avg", "min", "max", "prod"):
@@ -177,11 +177,11 @@ def _op_of(given: Any) -> Any:
     return op
 
 
-# States of algorithms in checkpoints ----
+# States of algorithms in checkpoints ------------------------------------------------------------------------
 
 
 def make_equal(wrapper: DistributedDataParallel) -> None:
-    """Average the weights, where ranks' differ, and copy rank 0's buffers; exchange nothing more. Collective."""
+    """Average weights that differ between ranks, copy rank 0's buffers, and stop exchanges. Collective."""
     if exchanges_weights(wrapper.algorithm):
         wrapper.stop()
         wrapper.average_weights()
@@ -190,7 +190,7 @@ def make_equal(wrapper: DistributedDataParallel) -> None:
 
 
 def gather_states(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
-    """On rank 0 what every rank's algorithm keeps, and its optimizers if they differ; else empty. Collective."""
+    """Gather the states of all algorithms, and of optimizers that differ, on rank 0. Collective."""
     if not wrapper.keeps_state():
         return []
     mine: dict[str, Any] = {"algorithm": wrapper.get_extra_state()}
@@ -201,7 +201,7 @@ def gather_states(wrapper: DistributedDataParallel) -> list[dict[str, Any]]:
 
 
 def load_states(wrapper: DistributedDataParallel, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Go on from what `gather_states` gave; on another number of ranks, from what rank 0 had. Collective."""
+    """Load the result of `gather_states`; rank 0's on another number of ranks. Collective."""
     comm = wrapper.comm
     mine = ranks[comm.rank if len(ranks) == comm.size else 0]
     for optimizer, state in zip(wrapper.optimizers, mine.get("optimizers", ()), strict=False):

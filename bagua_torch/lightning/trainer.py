@@ -29,25 +29,24 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
 
     Collective. Start the program by mpirun, torchrun or `python -m bagua_comm run`, and pass
     `Trainer(strategy=BaguaStrategy(...))`. The Trainer's checkpoints, metrics with `sync_dist`, early stopping,
-    clipping, accumulation, mixed precision and manual optimization work as with Lightning's own DDPStrategy; with
+    clipping, accumulation, mixed precision and manual optimization work as with Lightning's DDPStrategy; with
     `GradientAllReduce()` the results are the same. In manual optimization every `manual_backward` is averaged.
     `Trainer(sync_batchnorm=True)` makes each BatchNorm a `bagua_torch.SyncBatchNorm` while `fit` runs.
 
-    Where an algorithm exchanges weights, ranks' weights differ while they train. They are averaged, and training
-    goes on from the average, whenever they are looked at: before validation, and in a checkpoint, and at the end
-    of `fit`. Meanwhile asynchronous averaging is stopped.
+    Where an algorithm exchanges weights, ranks' weights differ during training. They are averaged, and training
+    continues from the average, before validation, in a checkpoint, and at the end of `fit`. Meanwhile
+    asynchronous averaging is stopped.
 
-    The strategy also sets up torch.distributed (gloo, and NCCL for CUDA tensors) where nobody has, since
-    torchmetrics and some callbacks use it. Gradients do not go there.
+    The strategy also initializes torch.distributed (gloo, and NCCL for CUDA tensors) if needed, since
+    torchmetrics and some callbacks use it. Gradients are not sent by it.
 
     Args:
         algorithm: What to exchange and when; `GradientAllReduce()` if None.
-        comm: The ranks; if None, those that `bagua_torch.connect` found, which is called if it was not yet.
-        package: The distribution whose Trainer gets this strategy. It need be given only if the program imports
-            both.
-        checkpoint_io: As for Lightning's own strategies.
-        precision_plugin: As for Lightning's own strategies.
-        options: Further arguments of `bagua_torch.DistributedDataParallel`, by name.
+        comm: The ranks; if None, the default communicator, for which `bagua_torch.connect` is called if needed.
+        package: The distribution of the Trainer. Needed only if the program imports both.
+        checkpoint_io: As for Lightning's strategies.
+        precision_plugin: As for Lightning's strategies.
+        options: Other arguments of `bagua_torch.DistributedDataParallel`, by name.
 
     Raises:
         UnsupportedError: Neither distribution is installed; or both are imported, and `package` is not given.
@@ -68,33 +67,33 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
     ) -> None:
         found = self._join(TRAINERS, algorithm, comm, options)
         super().__init__(checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, **found)
-        self._resting = self._failed = False
+        self._paused = self._failed = False
 
     @property
     def wrapper(self) -> DistributedDataParallel | None:
-        """The wrapped module, while `fit` runs; None at other times."""
+        """The wrapped module while `fit` runs, otherwise None."""
         return self.model if isinstance(self.model, DistributedDataParallel) else None
 
-    # The beginning and the end ----------------------------------------------------------------------------
+    # Setup and teardown -----------------------------------------------------------------------------------
 
     def set_world_ranks(self) -> None:
-        """Tell Lightning's loggers which rank this is."""
+        """Set the rank in Lightning's loggers."""
         self._set_world_ranks()
 
     def setup_environment(self) -> None:
-        """Set up the device, and torch.distributed for those that use it. Collective."""
+        """Set up the device and torch.distributed. Collective."""
         super().setup_environment()
         provide_group(self.comm)
         home = FABRICS[package_of(type(self), TRAINERS)]
-        importlib.import_module(f"{home}.utilities.seed").reset_seed()  # as Lightning's own strategies do
+        importlib.import_module(f"{home}.utilities.seed").reset_seed()  # as Lightning's strategies do
 
     def setup(self, trainer: Any) -> None:
-        """Move the module to its device, make its optimizers and wrap it. Collective."""
-        self._resting = self._failed = False
+        """Move the module to its device, construct its optimizers and wrap it. Collective."""
+        self._paused = self._failed = False
         fitting = trainer.state.fn == "fit"
         sync: Any = getattr(self, "_layer_sync", None)
         if fitting and sync is not None:
-            if type(sync).__name__ == "TorchSyncBatchNorm":  # what sync_batchnorm=True stands for
+            if type(sync).__name__ == "TorchSyncBatchNorm":  # the value of sync_batchnorm=True
                 sync = with_base(BatchNormOverRanks, type(sync).__base__)(self.comm)
             self._layer_sync, self.model = sync, sync.apply(self.lightning_module)
         super().setup(trainer)
@@ -109,12 +108,12 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
         self.model.to(self.root_device)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Note that this rank leaves by an error, so that `teardown` waits for no other."""
+        """Record the failure of this rank, so that `teardown` does not wait for others."""
         self._failed = True
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """End the wrapper, and leave the module to itself. Collective, except after an error."""
+        """Close the wrapper and restore the module. Collective, except after an error."""
         wrapper = self.wrapper
         if wrapper is not None:
             self.model = self.lightning_module
@@ -133,7 +132,7 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
             yield
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """See to it that every backward pass of manual optimization is averaged. Collective."""
+        """Average every backward pass of manual optimization. Collective."""
         if self.wrapper is not None and not self.lightning_module.automatic_optimization:
             self.wrapper.expect_backward()
 
@@ -143,47 +142,47 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
             self.wrapper.end_backward()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over all ranks, in place; anything else is returned as it is. Collective."""
+        """Reduce a tensor over all ranks, in place; return other values unchanged. Collective."""
         return self._reduce(tensor, group, reduce_op)
 
-    # Where weights differ between ranks ---------------------------------------------------------------------
+    # Weights that differ between ranks --------------------------------------------------------------------
 
-    def _rest(self) -> None:
-        """Make weights and buffers the same on all ranks, and exchange nothing. Collective."""
-        if self.wrapper is not None and not self._resting:
+    def _pause(self) -> None:
+        """Equalize weights and buffers of all ranks, and stop exchanges. Collective."""
+        if self.wrapper is not None and not self._paused:
             make_equal(self.wrapper)
-            self._resting = True
+            self._paused = True
 
-    def _go_on(self) -> None:
-        if self.wrapper is not None and self._resting:
+    def _resume(self) -> None:
+        if self.wrapper is not None and self._paused:
             self.wrapper.resume()
-            self._resting = False
+            self._paused = False
 
     def on_validation_start(self) -> None:
-        """Make weights and buffers the same on all ranks. Collective."""
-        self._rest()
+        """Equalize weights and buffers of all ranks. Collective."""
+        self._pause()
 
     def on_validation_end(self) -> None:
-        """Go on exchanging. Collective."""
-        self._go_on()
+        """Resume exchanges. Collective."""
+        self._resume()
 
     def on_train_end(self) -> None:
-        """Make weights and buffers the same on all ranks. Collective."""
-        self._rest()
+        """Equalize weights and buffers of all ranks. Collective."""
+        self._pause()
 
     # Checkpoints ------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the plain module; weights that differ between ranks are averaged first. Collective."""
-        resting = self._resting
-        self._rest()
+        paused = self._paused
+        self._pause()
         state: dict[str, Any] = super().lightning_module_state_dict()
-        if not resting:
-            self._go_on()
+        if not paused:
+            self._resume()
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint on rank 0, with what the algorithm keeps on every rank. Collective."""
+        """Write a checkpoint on rank 0, with the algorithm's state of every rank. Collective."""
         if self.wrapper is not None and "optimizer_states" in checkpoint:
             kept = gather_states(self.wrapper)
             if kept:
@@ -191,7 +190,7 @@ class BaguaStrategy(RankStrategy, _TrainerBase):  # type: ignore[misc]
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers, and what the algorithm keeps. Collective."""
+        """Load the optimizers and the algorithm's state. Collective."""
         super().load_optimizer_state_dict(checkpoint)
         if self.wrapper is not None and KEY in checkpoint:
             load_states(self.wrapper, checkpoint[KEY])

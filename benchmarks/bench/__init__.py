@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, records, checks, times, tables, reports.
+"""Shared parts of the benchmarks: arguments, records, checks, times, tables, reports.
 
 The form is that of NVIDIA's nccl-tests: a line that begins with `#` says what ran and where; every other line is
 a row of columns. Calls that are compared are timed in turn, so that a slow moment of the machine falls on all of

@@ -52,7 +52,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def one_of(known: Collection[str], what: str) -> Callable[[str], str]:
-    """The type of an argument that is a name among `known`; `what` says what is named.
+    """The type of an argument that is a name among `known`; `what` is its noun in messages.
 
     >>> one_of(["exact", "bytegrad"], "algorithm")("exakt")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""How results are compared with what they should be."""
+"""Comparison of results with the expected ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bagua_comm.arrays import Array
 
 
 def count_wrong(actual: Array | None, expected: Array) -> int:
-    """How many elements differ; all of them, where the result is missing or of another size.
+    """Number of elements that differ; all of them, if the result is missing or has another size.
 
     >>> count_wrong(np.array([1.0, 2.0, np.nan]), np.array([1.0, 3.0, 4.0]))
     2
@@ -30,19 +30,19 @@ def relative_error(actual: Array | None, expected: Array) -> float:
     """
     if actual is None or actual.size != expected.size:
         return float("inf")
-    # Not through BLAS: its threads go on spinning for a while, beside the call that is timed next.
+    # Not through BLAS: its threads spin for a while, beside the next timed call.
     distance = np.square(np.subtract(actual, expected.reshape(actual.shape), dtype=np.float64)).sum()
     return float(np.sqrt(distance / np.square(expected).sum())) if distance else 0.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """How results are judged.
+    """A check of results.
 
     Args:
         title: The column of its numbers.
-        judge: From the result and what was expected: one number for a call on a rank, 0 if all is well.
-        over_ranks: How the numbers of all ranks become one.
+        judge: From the result and the expected one: a number for a call on a rank, 0 if the result is right.
+        over_ranks: Reduction of the numbers of all ranks.
     """
 
     title: str
@@ -59,5 +59,5 @@ ERROR = Check("error", relative_error, np.max)
 
 
 def poison(x: Array) -> None:
-    """Fill a contiguous array with bytes 0xFF (NaN, -1), so that no call finds a former result there."""
+    """Fill a contiguous array with bytes 0xFF (NaN, -1), so that no former result is left there."""
     x.reshape(-1).view(np.uint8).fill(0xFF)

@@ -26,12 +26,12 @@ def begin_record(
     comm: Communicator | None = None,
     packages: Sequence[str] = (),
 ) -> Record:
-    """What a record says before its `results`: the benchmark, machine, versions, ranks and arguments.
+    """The head of a record, before its `results`: the benchmark, machine, versions, ranks and arguments.
 
     Args:
         benchmark: Its name.
-        options: The arguments; where results go is left out.
-        comm: The ranks; without it there is one.
+        options: The arguments; output paths are left out.
+        comm: The ranks; one rank if None.
         packages: Further packages whose versions matter.
     """
     return {
@@ -51,7 +51,7 @@ def collect_machine() -> Record:
 
 
 def collect_versions(comm: Communicator | None = None) -> dict[str, str]:
-    """Versions of Python, this library and NumPy; where ranks talk through MPI, of mpi4py and MPI too."""
+    """Versions of Python, this library and NumPy; of mpi4py and MPI too, if ranks communicate by MPI."""
     versions = {
         "python": platform.python_version(),
         "bagua_comm": bagua_comm.__version__,
@@ -76,7 +76,7 @@ def _cpu() -> str:
 
 
 def header_lines(record: Record) -> list[str]:
-    """What a record says before its results, as lines above the first table."""
+    """The head of a record, as lines above the first table."""
     machine = record["machine"]
     lines = [
         f"# {record['benchmark']}",
@@ -101,7 +101,7 @@ def listed(entries: dict[str, Any]) -> str:
 
 
 def write_json(path: Path, record: Record) -> None:
-    """Write a record in one step, so that an interrupted program leaves the former file."""
+    """Replace a record at once, so that an interrupted program leaves the former file."""
     text = json.dumps(record, indent=1) + "\n"
     if path.exists() and not path.is_file():  # /dev/null, say
         path.write_text(text)

@@ -50,7 +50,7 @@ def write_report(
     """Write STEM.png and STEM.md, and return the text.
 
     Args:
-        stem: Where, without an ending.
+        stem: The path without an ending.
         markdown: Makes the text, from the name of the figure; from None if there is no figure.
         draw: Makes the figure. Without Matplotlib there is none.
     """

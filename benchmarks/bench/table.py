@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what stands above it, and the group that it belongs to."""
+    """A column: its title and unit, and its group."""
 
     title: str
     unit: str = ""

@@ -1,4 +1,4 @@
-"""Times: how calls are timed in turn, what their samples spread over, and the bandwidths they amount to."""
+"""Times: calls timed in turn, the spread of their samples, and bandwidths."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Call:
     """A call to time.
 
     Args:
-        run: What is timed; returns the result.
+        run: The timed function; returns the result.
         prepare: Called before each `run`: writes the input, and poisons the output.
-        expected: What the result should be; None if this rank gets none.
-        check: How the two are compared.
-        within: Gives a context manager in which `run` is called; entering and leaving it are not timed.
+        expected: The expected result; None if this rank gets none.
+        check: The comparison of the two.
+        within: Returns a context manager in which `run` is called; entering and leaving it are not timed.
     """
 
     run: Callable[[], Array | None]
@@ -76,12 +76,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What `measure` has found out about one call."""
+    """The times of one call, and whether its result is right."""
 
     seconds: Array
     """(iterations,): the slowest rank's time of every call."""
     fault: float
-    """What the check says of the worst call; 0 if all is well."""
+    """The result of the check for the worst call; 0 if all results are right."""
     wire_bytes: int
     """Bytes that rank 0 sent in the last call, from the communicator's counters."""
 
@@ -130,22 +130,22 @@ def measure(
 
 @dataclass(frozen=True)
 class Processors:
-    """What the processors of this machine have done since it started, for whatever process; in clock ticks."""
+    """Clock ticks that the processors of this machine have spent since it started, for all processes."""
 
     worked: int
     idle: int
 
     @classmethod
     def now(cls, stat: Path = Path("/proc/stat")) -> Processors | None:
-        """What they have done so far; None without Linux's /proc.
+        """The ticks so far; None without Linux's /proc.
 
-        Time that a hypervisor gave to other machines is neither work nor idleness.
+        Time that a hypervisor gave to other machines counts neither as work nor as idle.
         """
         user, nice, system, idle, waiting, irq, softirq, _ = ticks = processor_ticks(stat)
         return cls(user + nice + system + irq + softirq, idle + waiting) if any(ticks) else None
 
     def busy_since(self, before: Processors) -> float | None:
-        """The share of the time since then in which they worked: 0 to 1; None if no tick has passed.
+        """The fraction of the time since then in which they worked, 0 to 1; None if no tick has passed.
 
         >>> Processors(worked=130, idle=70).busy_since(Processors(100, 60))
         0.75
@@ -161,7 +161,7 @@ class Processors:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How exchanges and backward passes lie in time; sums over some steps, in nanoseconds."""
+    """The overlap of exchanges and backward passes: sums over some steps, in nanoseconds."""
 
     exchanges: int
     exchange_ns: int
@@ -192,7 +192,7 @@ class Overlap:
 
     @property
     def fraction(self) -> float:
-        """The time of both, as a share of the shorter of the two, which is all that can be hidden: 0 to 1."""
+        """The time of both at once, as a fraction of the shorter of the two, which bounds it: 0 to 1."""
         possible = min(self.exchange_ns, self.backward_ns)
         return self.both_ns / possible if possible else 0.0
 

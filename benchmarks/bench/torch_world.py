@@ -1,4 +1,4 @@
-"""PyTorch's own process group beside bagua_comm's world, over the same processes."""
+"""PyTorch's process group beside bagua_comm's world, over the same processes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from bagua_comm.processes import this_host
 def gloo(comm: Communicator) -> Iterator[None]:
     """In the body of `with`, torch.distributed has a gloo group of the ranks of `comm`.
 
-    Collective. They meet at MASTER_ADDR and MASTER_PORT, or without these at a free port of rank 0.
+    Collective. The rendezvous is at MASTER_ADDR and MASTER_PORT, or without these at a free port of rank 0.
     """
-    one_node = len({*comm.allgather_object(this_host())}) == 1  # whatever its nodes are labelled
+    one_node = len({*comm.allgather_object(this_host())}) == 1  # the labels of nodes may differ from hosts
     if one_node and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mine = "127.0.0.1" if one_node else socket.getfqdn()

@@ -1,5 +1,5 @@
 """Collectives, timed and checked beside other implementations.
 
-The program is `run`; `cases` says what each collective takes and gives, `rivals` has the others, and `report`
-makes tables and a plot of several records.
+The program is `run`; `cases` has the inputs and outputs of each collective, `rivals` the other implementations,
+and `report` makes tables and a plot of several records.
 """

@@ -1,4 +1,4 @@
-"""What each collective takes and gives, and how we call it: one `Case` for each."""
+"""The inputs, outputs and call of each collective: one `Case` each."""
 
 from __future__ import annotations
 
@@ -87,21 +87,21 @@ FORMS = (OUT_OF_PLACE, IN_PLACE)
 
 @dataclass(frozen=True)
 class Case:
-    """One collective: what goes in, what must come out, how it is called, its bus bandwidth.
+    """A collective: its input, its expected output, its call, and its bus bandwidth.
 
     Args:
         name: The operation.
         given: This rank's input.
         expected: This rank's result; None if it gets none.
-        in_place: The arguments `x` and `out` of an in-place call, made from those of the other form.
+        in_place: The arguments `x` and `out` of an in-place call, made from those of the out-of-place form.
         ours: Our call; returns the result.
         bus_factor: Bus bandwidth / algorithm bandwidth, from the number of ranks.
         chunks: Whether the size is that of p chunks, of which `count` is one.
         reduces: Whether there is an `op`.
         rooted: Whether there is a `root`.
         forms: Out of place, in place, or both.
-        check: How a result is judged.
-        codec: Codes the elements that travel; None if they travel as they are.
+        check: The check of a result.
+        codec: The codec on the wire; None if elements are sent as they are.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
     python -m benchmarks.collectives.report benchmarks/results/network-*.json
 
-One of the forms is shown, the first that a record has.
+Only the first form of a record is shown.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 LINES = {"1gbit": 0.125 * 1448 / 1514}
-"""Bytes of data that a link carries in a second, in 10**9, by label: what TCP and Ethernet leave of its rate. At
-10 Gbit/s two cores carry less than the links of four hosts, so gloo is the only measure."""
+"""Bytes of data that a link carries in a second, in 10**9, by label: its rate without the overhead of TCP and
+Ethernet. At 10 Gbit/s two cores carry less than the links of four hosts, so gloo is the only measure."""
 
 EXACT_SHARE = 0.97
-"""What ours should reach of the better of the line and gloo, exactly."""
+"""Target for exact collectives, relative to the better of the line and gloo."""
 
 QUANTIZED_TIMES = {1 << 20: 2.5, 8 << 20: 3.6, 32 << 20: 3.6}
-"""How many times gloo's bandwidth a quantized allreduce should reach, by bytes."""
+"""Target for a quantized allreduce, relative to gloo's bandwidth, by bytes."""
 
 
 def goal(operation: str, nbytes: int, label: str, gloo: float) -> float | None:
-    """The bus bandwidth that ours should reach beside gloo's; None where nothing is asked.
+    """The bus bandwidth that ours should reach beside gloo's; None if there is no target.
 
     >>> goal("alltoall", 1 << 20, "1gbit", 0.2), goal("quantized_allreduce", 1 << 20, "1gbit", 0.1)
     (0.194, 0.25)
@@ -142,11 +142,11 @@ def cells(record: Record) -> dict[tuple[str, int], dict[str, list[float]]]:
 
 
 Row = tuple[str, int, str, float, bool]
-"""Operation, bytes, who was timed, bus bandwidth, and whether the results were right."""
+"""Operation, bytes, implementation, bus bandwidth, and whether the results were right."""
 
 
 def rows_of(record: Record) -> Iterator[Row]:
-    """The rows of a record of benchmarks.collectives, round after round."""
+    """The rows of a record of benchmarks.collectives, in the order of rounds."""
     for result in record["results"]:
         form = next(iter(result["forms"].values()))
         for name, side in {"ours": form, **form["beside"]}.items():

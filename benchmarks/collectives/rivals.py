@@ -1,4 +1,4 @@
-"""What our collectives are timed beside: mpi4py's calls, PyTorch's gloo, and two textbook algorithms.
+"""The competitors of our collectives: mpi4py's calls, PyTorch's gloo, and two textbook algorithms.
 
 The textbook algorithms are the alternatives to those that transports/mpi uses.
 """
@@ -20,10 +20,10 @@ RIVALS = ("mpi4py", "gloo", "ring", "halving_doubling")
 
 
 class Rival:
-    """Another implementation: one method for each operation that it has, of the same name.
+    """Another implementation: one method for each operation that it has, with the same name.
 
     A method takes the setting, `x` and `out` of a call, and returns the result. In place, `x` is the part of
-    `out` that our own in-place call takes.
+    `out` that our in-place call takes.
     """
 
     dtypes = INTEGERS | {"float32", "float64"}
@@ -44,7 +44,7 @@ class Rival:
 
 @contextlib.contextmanager
 def gathered(names: Sequence[str], comm: Communicator) -> Iterator[dict[str, Rival]]:
-    """Those of the named rivals that can run here, ready to be called in the body of `with`.
+    """The named rivals that can run here, ready to be called in the body of `with`.
 
     Collective. All but gloo need MPI, and halving_doubling a number of ranks that is a power of two.
     """
@@ -148,10 +148,10 @@ class Mpi4py(OverMpi):
 
 
 class Ring(OverMpi):
-    """Each rank talks to its two neighbours alone: p - 1 steps round the ring for each half of an allreduce."""
+    """Each rank exchanges with its neighbours only: p - 1 steps round the ring for each half of an allreduce."""
 
     def allreduce(self, s: Setting, x: Array, out: Array) -> Array:
-        """The chunks are added up on their way round, and then go round once more."""
+        """The chunks are added up on their way round the ring, and then sent round once more."""
         if not s.in_place:
             out[...] = x
         chunks, p = np.array_split(out, s.size), s.size
@@ -165,7 +165,7 @@ class Ring(OverMpi):
         return averaged(s, out)
 
     def allgather(self, s: Setting, x: Array, out: Array) -> Array:
-        """Each rank's chunk goes round."""
+        """Each rank's chunk is sent round the ring."""
         if not s.in_place:
             s.chunk(out)[...] = x
         self._go_round(s, np.split(self.movable(s, out), s.size), s.rank)
@@ -181,7 +181,7 @@ class Ring(OverMpi):
 
 
 class HalvingDoubling(OverMpi):
-    """Halve the part that is added up, each time with a partner twice as near; double it back.
+    """Halve the part that is added up, each time with a partner at half the distance; then double it.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """

@@ -8,17 +8,17 @@
     python -m benchmarks.netlab run --hosts 4 --rate 1gbit -m benchmarks.collectives --beside gloo,ring -b 1M
 
 Our calls and those of the others (`--beside`, see rivals.py) take turns, on the same NumPy arrays: ours, theirs,
-ours, theirs. mpi4py has a duplicate of the world to itself. Before every call the input is put back and the
-output is poisoned, and after it every element is compared with NumPy's result.
+ours, theirs. mpi4py uses a duplicate of the world. Before every call the input is restored and the output is
+poisoned, and after it every element is compared with NumPy's result.
 
-Columns are those of nccl-tests. On their right, for each of the others and each form, stand the time of its call
-and `ratio`, the median over the pairs of calls of ours / theirs. Instead of `#wrong`, quantized_allreduce has
-`error`, the L2 distance from the float64 result relative to it; its bandwidths count the bytes of the array, not
-those on the wire, which stand in `wire`: what rank 0 sent in one call. Our exact allreduce stands beside it too.
+Columns are those of nccl-tests. They are followed, for each other implementation and each form, by the time of
+its call and `ratio`, the median over the pairs of calls of ours / theirs. Instead of `#wrong`,
+quantized_allreduce has `error`, the L2 distance from the float64 result relative to it; its bandwidths count the
+bytes of the array, and `wire` the bytes that rank 0 sent in one call. Our exact allreduce is timed beside it.
 `overhead` compares the fixed cost of a call with mpi4py's: 8 bytes, in alternating batches.
 
 A dash is a call that does not exist: broadcast is always in place, MPI does not add float16, and without mpirun
-there is no MPI. Ranks of gloo meet at MASTER_ADDR where it is set, as by benchmarks.netlab.
+there is no MPI. Gloo's rendezvous is at MASTER_ADDR if it is set, as by benchmarks.netlab.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class World:
 
     @property
     def mpi4py(self) -> Mpi4py | None:
-        """mpi4py's calls, where they are wanted and ranks talk through MPI."""
+        """mpi4py's calls, if they are wanted and ranks communicate by MPI."""
         rival = self.rivals.get("mpi4py")
         return rival if isinstance(rival, Mpi4py) else None
 
@@ -228,7 +228,7 @@ def _table(case: Case, options: argparse.Namespace) -> Table:
 
 
 def _beside(case: Case, options: argparse.Namespace) -> list[str]:
-    """Whose columns stand on the right."""
+    """Rivals whose columns come last."""
     return [*options.beside, *(["exact"] if case.codec else [])]
 
 
@@ -264,7 +264,7 @@ def trailer(wrong: int, bandwidths: Sequence[float]) -> list[str]:
 
 
 def out_of_bounds(wrong: int) -> str:
-    """The line that says whether everything was right."""
+    """The line with the number of wrong results."""
     return f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
 
 

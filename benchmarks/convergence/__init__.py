@@ -1,5 +1,5 @@
-"""How good the models are that each algorithm ends with, on two real tasks.
+"""The quality of the models that each algorithm trains, on two real tasks.
 
-The program is `run`; `methods` says what is compared, `tasks` what is trained, and `report` makes tables and a
+The program is `run`; `methods` has the algorithms, `tasks` the models and data, and `report` makes tables and a
 figure of the record.
 """

@@ -1,4 +1,4 @@
-"""What the benchmark of convergence compares: algorithms of the library, and PyTorch's own."""
+"""The methods of the convergence benchmark: algorithms of the library, and PyTorch's own."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Method:
         title: Its name in the table.
         make: Makes the algorithm for a run of this many steps; None stands for PyTorch's DistributedDataParallel.
         family: The methods that share its colour in the figure.
-        exact: Whether it should end where exact averaging does.
-        optimizer: The optimizer that it needs; the task's own if empty.
+        exact: Whether its result should equal that of exact averaging.
+        optimizer: The optimizer that it needs; that of the task if empty.
         baseline: The method that it is compared with, if the task has that.
-        note: A remark for below the table.
+        note: A remark below the table.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Method:
     note: str = ""
 
     def object_name(self, steps: int) -> str:
-        """What was used, in Python."""
+        """The method as a Python expression."""
         algorithm = self.make(steps)
         return "torch.nn.parallel.DistributedDataParallel" if algorithm is None else repr(algorithm)
 
@@ -101,4 +101,4 @@ METHODS = {
         "with 0.5, 1.4 times.",
     ),
 }
-"""What is compared: algorithms of the library, with settings for short runs, and PyTorch's own."""
+"""The methods: algorithms of the library, with settings for short runs, and PyTorch's own."""

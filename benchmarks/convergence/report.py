@@ -129,7 +129,7 @@ def markdown(record: dict[str, Any], picture: str | None) -> str:
 
 
 def _section(record: dict[str, Any], name: str) -> list[str]:
-    """A task: what was done, the table, and remarks."""
+    """A task: its settings, the table, and remarks."""
     task, said = TASKS[name], record["tasks"][name]
     rates = ", ".join(f"{lr:g} for {OPTIMIZERS[kind]}" for kind, lr in said["lr"].items())
     lines = [
@@ -197,7 +197,7 @@ def notes(record: dict[str, Any], name: str) -> list[str]:
 
 
 def _added(record: dict[str, Any], name: str) -> list[str]:
-    """Which rows were trained later, with which versions, and where the baseline ended beside them."""
+    """Rows that were trained later, their versions, and the result of the baseline beside them."""
     task, found = TASKS[name], []
     for added in record.get("added", ()):
         titles = ", ".join(METHODS[algorithm].title for algorithm in added["algorithms"])
@@ -214,7 +214,7 @@ def _added(record: dict[str, Any], name: str) -> list[str]:
 
 
 def verdicts(record: dict[str, Any], name: str) -> list[str]:
-    """Whether all that should end where exact averaging does, does."""
+    """Whether all methods that should equal exact averaging do."""
     task = TASKS[name]
     judged = [row for row in rows_of(record, name) if row["within"] is not None]
     outside = [row for row in judged if not row["within"]]
@@ -228,7 +228,7 @@ def verdicts(record: dict[str, Any], name: str) -> list[str]:
 
 
 def _across_nodes(record: dict[str, Any], name: str) -> list[str]:
-    """How many of the hierarchical average's bytes cross from node to node."""
+    """Bytes of the hierarchical average that travel between nodes."""
     found = [row["per_step"] for row in rows_of(record, name) if row["algorithm"] == "hierarchical"]
     local_size, rest = divmod(record["ranks"], NODES)
     if not found or rest:

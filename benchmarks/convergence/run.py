@@ -1,4 +1,4 @@
-"""Where every algorithm ends on two real tasks, beside PyTorch's own DistributedDataParallel, and what it sends.
+"""Results of every algorithm on two real tasks, beside PyTorch's DistributedDataParallel, and the bytes sent.
 
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task all
     python -m bagua_comm run -n 4 -m benchmarks.convergence --task digits --algorithms torch,bytegrad --seeds 0
@@ -10,8 +10,7 @@ library. For one seed, all algorithms begin with the same weights and see the sa
 with the same optimizer and learning rates. All run in turn in the same processes; so does PyTorch's, on gloo.
 
 The record goes to `--out` with the ending .json, the report with .md, and its figure with .png. The record is
-written after every run; `--resume` makes the runs that it lacks, and `--report` makes only the report of it,
-without MPI.
+written after every run; `--resume` makes the missing runs, and `--report` only writes the report, without MPI.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ def run_once(comm: Communicator, task: Task, method: Method, seed: int, steps: i
 
 
 def torch_sends(comm: Communicator, model: nn.Module) -> dict[str, float | None]:
-    """What a ring allreduce of the gradients sends: computed, not measured."""
+    """Bytes that a ring allreduce of the gradients sends: computed, not measured."""
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"payload_bytes": nbytes, "wire_bytes": allreduce_factor(comm.size) * nbytes, "exchanges": None}
 
@@ -200,7 +199,7 @@ def resume(record: dict[str, Any], former: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing(record: dict[str, Any], options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """Task, algorithm and seed of the runs that are asked for and that the record lacks."""
+    """Task, algorithm and seed of the requested runs that the record lacks."""
     there = {(result["task"], result["algorithm"], result["seed"]) for result in record["results"]}
     wanted = [
         (task, name, seed)
@@ -213,7 +212,7 @@ def missing(record: dict[str, Any], options: argparse.Namespace) -> list[tuple[s
 
 
 def json_file(options: argparse.Namespace) -> Path:
-    """Where the record is."""
+    """Path of the record."""
     out: Path = options.out
     return out.with_name(f"{out.name}.json")
 
@@ -288,7 +287,7 @@ def run_missing(comm: Communicator, options: argparse.Namespace) -> int:
             try:
                 record = resume(record, json.loads(former.read_text()))
             except ValueError as exc:
-                refusal = f"--resume: {former.name} cannot go on: {exc}"
+                refusal = f"--resume: {former.name} cannot continue: {exc}"
     refusal, runs = comm.broadcast_object((refusal, record and missing(record, options)), root=0)
     if refusal:
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""The two tasks that models are trained on: what each trains, how, and how the result is judged."""
+"""The two tasks: their models, data, optimizers, and scores."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Data(NamedTuple):
     """The data of a task: batches of all ranks together, and what is held out."""
 
     batches: Callable[[int, int], Iterator[Batch]]
-    """From a seed and the size of a batch: inputs and targets, without end."""
+    """An endless iterator over inputs and targets, from a seed and a batch size."""
     held_out: Batch
     digest: str
-    """The same for two runs with the same data."""
+    """A fingerprint of the data."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, how, and how the result is judged.
+    """A training task: the model, its data, its optimizer, and the score of the result.
 
     Args:
         title: Its heading.
@@ -41,10 +41,10 @@ class Task:
         model: Describes the model.
         load: Loads the data.
         make_model: Makes the model.
-        metric: What is judged, with its unit.
+        metric: The name of the metric, with its unit.
         score: From logits and targets: one number for each target, whose mean is the metric.
         better: "higher" or "lower", whichever metric is better.
-        decimals: Those of the metric in the table.
+        decimals: Decimals of the metric in the table.
         relative: Whether differences are in per cent of the baseline; otherwise they are absolute, in points.
         tolerance: The largest difference to the baseline that still counts as the same.
         optimizer: Its optimizer, unless the method needs another.
@@ -70,7 +70,7 @@ class Task:
     batch_size: int
 
     def difference(self, metric: float, baseline: float) -> float:
-        """How far from the baseline, in the unit of differences."""
+        """The difference to the baseline, in the unit of differences."""
         return 100 * (metric / baseline - 1) if self.relative else metric - baseline
 
     @property
@@ -87,7 +87,7 @@ class Task:
         return {k: m for k, m in METHODS.items() if k != TORCH_ADAM or self.optimizer != "adam"}
 
     def baseline_of(self, method: Method) -> str:
-        """What a method is compared with here."""
+        """The method that the others are compared with."""
         return method.baseline if method.baseline in self.methods() else TORCH
 
 

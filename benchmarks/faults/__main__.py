@@ -1,4 +1,4 @@
-"""Kill ranks of trainings at random moments, again and again: do they go on, and with the right weights?
+"""Kill ranks of trainings at random moments, again and again: do they continue, with the right weights?
 
     python -m benchmarks.faults --trials 200 --seed 1 --out benchmarks/results/faults
     python -m benchmarks.faults --trials 200 --seed 1 --out benchmarks/results/faults --continue
@@ -97,7 +97,7 @@ def planned(options: argparse.Namespace) -> list[Trial]:
 
 
 def _record(options: argparse.Namespace) -> dict[str, Any]:
-    """The record to go on with, or a new one."""
+    """The record to continue, or a new one."""
     file = None if options.out is None else options.out.with_suffix(".json")
     if options.go_on and file is not None and file.exists():
         record: dict[str, Any] = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""What committing a state in every step costs: under `run`, on this machine or on emulated hosts.
+"""The cost of committing a state in every step: under `run`, on this machine or on emulated hosts.
 
     python -m bagua_comm run -n 2 --restarts 0 -m benchmarks.faults.commits --megabytes 100 --step-s 1
 
@@ -25,7 +25,7 @@ from ..bench import ROOT
 from ..bench.arguments import at_least
 from ..bench.timing import Spread
 from ..netlab import build
-from .leftovers import Place
+from .leftovers import TrialFolder
 
 SAYS = "commits: "
 
@@ -89,24 +89,26 @@ def measured(hosts: int, rate: str, *arguments: str) -> dict[str, Any]:
         LabError: This machine cannot emulate hosts.
     """
     program = ["--restarts", "0", "-m", "benchmarks.faults.commits", *arguments]
-    with Place("commits") as place:
+    with TrialFolder("commits") as folder:
         if hosts == 1:
-            said = _output(place, place.inside([sys.executable, "-m", "bagua_comm", "run", "-n", "2", *program]))
+            said = _output(
+                folder, folder.inside([sys.executable, "-m", "bagua_comm", "run", "-n", "2", *program])
+            )
         else:
             with build(hosts, rate) as lab:
-                said = _output(place, lab.inside(0, *lab.run_command(), *program))
+                said = _output(folder, lab.inside(0, *lab.run_command(), *program))
     (line,) = [line for line in said.splitlines() if line.startswith(SAYS)]
     where = "one host" if hosts == 1 else f"{hosts} hosts at {rate}"
     return {"where": where, **json.loads(line.removeprefix(SAYS))}
 
 
-def _output(place: Place, command: list[str]) -> str:
-    """What a command prints.
+def _output(folder: TrialFolder, command: list[str]) -> str:
+    """Run a command and return its output.
 
     Raises:
         subprocess.CalledProcessError: It fails.
     """
-    environment = {**place.environment(), "PYTHONPATH": str(ROOT)}
+    environment = {**folder.environment(), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return result.stdout
 

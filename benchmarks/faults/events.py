@@ -1,4 +1,4 @@
-"""What the processes of a trial tell the harness while they run: lines of JSON through a named pipe.
+"""Events that the processes of a trial send to the harness: lines of JSON through a named pipe.
 
 A line that was written is in the pipe even if its writer is killed directly after it. All times are of one clock,
 CLOCK_MONOTONIC, which the processes of a machine share.
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class Event(NamedTuple):
-    """Something that a process said."""
+    """An event of a process."""
 
     t: float
     """Seconds."""
@@ -26,8 +26,8 @@ class Event(NamedTuple):
     facts: dict[str, Any]
 
 
-class Teller:
-    """The end of a process: tells events.
+class EventWriter:
+    """Sends the events of this process.
 
     Args:
         pipe: The named pipe.
@@ -38,16 +38,16 @@ class Teller:
         self._pid = os.getpid()
 
     def __call__(self, what: str, **facts: Any) -> None:
-        """Tell an event. A line of up to 4096 bytes is never mixed with others."""
+        """Send an event. A line of up to 4096 bytes is never mixed with others."""
         line = json.dumps([time.monotonic(), self._pid, what, facts]) + "\n"
         os.write(self._fd, line.encode()[: select.PIPE_BUF])
 
 
-class Listener:
-    """The end of the harness: makes the pipe, and reads from it.
+class EventReader:
+    """Makes the pipe and reads events from it.
 
     Args:
-        pipe: Where to make it.
+        pipe: Path of the pipe.
     """
 
     def __init__(self, pipe: Path) -> None:
@@ -55,7 +55,7 @@ class Listener:
         self._fd = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)  # also for writing, so that it never ends
         self._rest = b""
 
-    def __enter__(self) -> Listener:
+    def __enter__(self) -> EventReader:
         return self
 
     def __exit__(
@@ -67,7 +67,7 @@ class Listener:
         os.close(self._fd)
 
     def listen(self, timeout_s: float) -> Iterator[Event]:
-        """What was told, after a wait of at most this long for the first of it."""
+        """Return the events received, after waiting at most this long for the first."""
         if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
             return
         *lines, self._rest = (self._rest + os.read(self._fd, 1 << 16)).split(b"\n")

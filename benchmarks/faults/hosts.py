@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..netlab import Lab, build
-from .leftovers import Place
+from .leftovers import TrialFolder
 from .plans import CASES, STEPS, Blow, Trial
 from .trial import Seen, run_trial, training_of
 
@@ -42,10 +42,10 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
     """
     with build(HOSTS, RATE) as lab:
 
-        def command(trial: Trial, place: Place, data: Path) -> list[str]:
-            place.own_memory = False  # each host has its own
+        def command(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
+            folder.own_memory = False  # each host has its own
             run = [*lab.run_command(), "--restarts", "2", *trial.flags(), "--env", "TMPDIR"]
-            return lab.inside(0, *run, *training_of(trial, place, data))
+            return lab.inside(0, *run, *training_of(trial, folder, data))
 
         def fail(blow: Blow, seen: Seen) -> list[int]:
             host = 1 + int(blow.choices[0] * (HOSTS - 1))
@@ -64,7 +64,7 @@ def run_on_hosts(trial: Trial, data: Path) -> Seen:
 
 
 def left_on(lab: Lab) -> list[str]:
-    """What the hosts that live have in memory."""
+    """Files in memory on the hosts that are alive."""
     dead = {path.name.removeprefix("dead-") for path in lab.memory.glob("dead-*")}
     hosts = [f"h{i}" for i in range(lab.hosts) if f"h{i}" not in dead]
     return [f"/dev/shm/{path.name} on {host}" for host in hosts for path in (lab.memory / host).iterdir()]

@@ -1,8 +1,8 @@
-"""What a trial leaves behind: processes, files in memory, temporary files.
+"""Leftovers of a trial: processes, files in memory, temporary files.
 
-Every process of a trial inherits a variable of its environment, and is known by it. As root, a trial has a folder
-of its own in the place of /dev/shm, and what lies in it afterwards was left; without root, files in /dev/shm are
-compared by name. A port is open as long as a process holds it, so no process means no port.
+Every process of a trial inherits an environment variable by which it is found. As root, a trial has its own
+folder mounted at /dev/shm, whose files are left over; without root, files in /dev/shm are compared by name. A
+port is open as long as a process holds it, so no process means no port.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MARK = "BENCHMARK_FAULTS_TRIAL"
 
 SHARED_MEMORY = Path("/dev/shm")
 GRACE_S = 3.0
-"""How long processes may take to end after the one that started them."""
+"""Seconds that processes may take to end after their parent."""
 
 
-class Place:
-    """Where a trial runs: a folder for its files, which is removed at the end.
+class TrialFolder:
+    """The folder of a trial, which is removed at the end.
 
     Args:
-        name: Of the trial; no other trial that runs meanwhile has it.
+        name: The name of the trial, unique among those that run at the same time.
     """
 
     def __init__(self, name: str) -> None:
         self.name = f"{name}-{os.getpid()}"
-        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))  # short: sockets lie in it
-        self.temporary = self.folder / "tmp"
+        self.path = Path(tempfile.mkdtemp(prefix="faults-"))  # short: sockets lie in it
+        self.temporary = self.path / "tmp"
         self.temporary.mkdir()
         self.own_memory = os.geteuid() == 0 and shutil.which("unshare") is not None
         self._before = set(os.listdir(SHARED_MEMORY))
@@ -45,7 +45,7 @@ class Place:
         if self.own_memory:
             self.memory = Path(tempfile.mkdtemp(prefix="faults-", dir=SHARED_MEMORY))
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> TrialFolder:
         return self
 
     def __exit__(
@@ -57,31 +57,31 @@ class Place:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
         if self.memory != SHARED_MEMORY:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def environment(self) -> dict[str, str]:
         """The environment of the trial's processes."""
-        kept = {  # for later runs, by PyTorch; and for who wants to know what went wrong
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
-            "BAGUA_FLIGHT_FOLDER": str(self.folder / "flights"),
+        kept = {  # a cache of PyTorch for later runs, and the flight records of failures
+            "TORCHINDUCTOR_CACHE_DIR": str(self.path / "inductor"),
+            "BAGUA_FLIGHT_FOLDER": str(self.path / "flights"),
         }
         return {**os.environ, **kept, MARK: self.name, "TMPDIR": str(self.temporary)}
 
     def inside(self, command: list[str]) -> list[str]:
-        """The command that runs `command` here."""
+        """The command that runs `command` with this folder."""
         if not self.own_memory:
             return command
         mount = f"mount --bind {shlex.quote(str(self.memory))} {SHARED_MEMORY} && exec {shlex.join(command)}"
         return ["unshare", "--mount", "--propagation", "private", "sh", "-c", mount]
 
     def processes(self) -> list[int]:
-        """The ids of the trial's processes that live."""
+        """The ids of the trial's processes that are alive."""
         return list(started_with(MARK, self.name))
 
     def left(self) -> list[str]:
-        """What is there after the trial, when processes had time to end."""
+        """The leftovers after the trial, once processes had time to end."""
         end = time.monotonic() + GRACE_S
         while (pids := self.processes()) and time.monotonic() < end:
             time.sleep(0.05)

@@ -34,12 +34,12 @@ class Data:
 
 
 class Model(ABC):
-    """Weights, and what the optimizer keeps.
+    """Weights, and the state of the optimizer.
 
     Args:
-        data: What it learns.
-        algorithm: How ranks exchange.
-        alike: Whether that leaves all ranks with the same weights after each step.
+        data: The training data.
+        algorithm: The algorithm by which ranks exchange.
+        alike: Whether all ranks have the same weights after each step of it.
     """
 
     def __init__(self, data: Data, algorithm: Any, *, alike: bool) -> None:
@@ -53,25 +53,25 @@ class Model(ABC):
 
     @abstractmethod
     def parts(self) -> dict[str, Any]:
-        """What a `State` takes, by name."""
+        """The parts of a `State`, by name."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """All that must come back after a failure."""
+        """The state that must be restored after a failure."""
 
     @abstractmethod
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Load the result of `state_dict`."""
 
     @abstractmethod
     def connect(self, comm: Any, *, init_sync: bool = True) -> Steps:
-        """Make what takes steps on these ranks; with `init_sync`, all begin with rank 0's, unless a state has it.
+        """Make the `Steps` on these ranks; with `init_sync`, all begin with rank 0's weights, unless restored.
 
         Collective.
         """
 
     def digest(self) -> str:
-        """A short name of the weights' bytes."""
+        """A short hash of the weights."""
         joined = hashlib.sha256()
         for weight in self.weights():
             joined.update(np.ascontiguousarray(weight).data)
@@ -82,14 +82,14 @@ class Model(ABC):
         return float(sum(np.sum(weight, dtype=np.float64) for weight in self.weights()))
 
     def average(self, comm: Any) -> None:
-        """Give all ranks the same weights, where an algorithm leaves them with different ones. Collective."""
+        """Average the weights if they differ between ranks under this algorithm. Collective."""
         if not self.alike:
             for weight in (each for each in self.weights() if each.dtype.kind == "f"):
                 weight[...] = comm.allreduce(weight, op="avg")
 
 
 class Steps(ABC):
-    """What takes steps on the ranks of a communicator."""
+    """Training steps on the ranks of a communicator."""
 
     engine: Any
 

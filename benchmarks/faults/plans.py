@@ -1,6 +1,6 @@
-"""Which trials there are: drawn from a seed, so that each can be run again alone.
+"""The trials: drawn from a seed, so that each can be repeated alone.
 
-A trial is a training and the blows it gets. Trials take the algorithms in turn; everything else is drawn.
+A trial is a training and its blows. Trials use the algorithms in turn; everything else is random.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal["spare", "fewer", "spawn", "too few", "host"]
-"""What must come after a death: a spare takes the place; fewer go on; fewer go on until a new process has come;
-all end; all are started again on the hosts that live."""
+"""The expected result of a death: a spare replaces the rank; fewer ranks continue; fewer continue until a new
+process is admitted; all end; all are started again on the hosts that are alive."""
 
 Phase = Literal["construct", "step", "commit", "recover", "regrow", "leave", "dead host", "cut host"]
-"""Where a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
-in the place of a dead one, after the last step; or in a step on all processes of a host, or on its link."""
+"""When a blow falls: while an engine is made, in a step, in a commit, in a recovery, while a process is started
+to replace a dead one, after the last step; or in a step on all processes of a host, or on its link."""
 
 RANKS = 3
 SIGKILL, SIGSTOP = int(signal.SIGKILL), int(signal.SIGSTOP)
@@ -28,14 +28,14 @@ class Case:
     """An algorithm.
 
     Args:
-        text: It, in Python.
+        text: The Python expression.
         alike: Whether all ranks have the same weights after each step.
-        repeats: Whether a step depends on nothing but the state before it, so that it can be taken again.
-        reproducible: Whether the bytes are those of a training that nobody disturbed.
-        framework: What it is tried in.
+        repeats: Whether a step depends on nothing but the state before it, so that it can be repeated.
+        reproducible: Whether the bytes equal those of an undisturbed training.
+        framework: The framework of the training.
         optimizer: In PyTorch, one of `torch_model.OPTIMIZERS`.
-        extras: In PyTorch, what the training has besides: "batchnorm" (statistics of each rank's own), "syncbn",
-            "scaler" (a GradScaler), "sampler" (batches come from one, and depend on how many ranks there are).
+        extras: In PyTorch, further parts: "batchnorm" (with statistics of each rank), "syncbn", "scaler" (a
+            GradScaler), "sampler" (batches come from a sampler, and depend on the number of ranks).
     """
 
     text: str
@@ -48,7 +48,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """It in a table."""
+        """Its name in tables."""
         if self.framework == "numpy":
             return self.text
         return ", ".join([self.text, *([self.optimizer] if self.optimizer != "sgd" else []), *self.extras])
@@ -107,13 +107,13 @@ class Blow:
     """One or two processes are killed or stopped.
 
     Args:
-        phase: Where the training must be.
-        step: Not before this step has begun.
-        delay_s: How long after the process that was chosen has come there.
-        whom: "rank" of those that train, "spare", "newcomer", or all on a "host".
-        choices: One number from 0 to 1 for each victim, which picks it among those that there are.
-        signal: What is sent: SIGKILL or SIGSTOP.
-        resume_s: Where it is stopped, after how long it goes on; None if it does not.
+        phase: The phase of training in which it falls.
+        step: The first step in which it may fall.
+        delay_s: Seconds after a process has reported the phase.
+        whom: The victim: a training "rank", a "spare", a "newcomer", or all processes of a "host".
+        choices: A number from 0 to 1 for each victim, which selects it among the candidates.
+        signal: SIGKILL or SIGSTOP.
+        resume_s: After SIGSTOP, seconds until SIGCONT; None for never.
     """
 
     phase: Phase
@@ -127,7 +127,7 @@ class Blow:
 
 @dataclass(frozen=True)
 class Trial:
-    """A training, and the blows it gets."""
+    """A training and its blows."""
 
     name: str
     kind: Kind
@@ -152,7 +152,7 @@ class Trial:
 STEPS = 60
 TWO_AT_ONCE = 0.05
 _DELAYS = {"construct": 0.02, "step": 0.02, "commit": 0.004, "recover": 0.03, "regrow": 1.2, "leave": 0.05}
-"""How long a phase may take: delays are drawn from 0 to this."""
+"""Longest duration of a phase: delays are drawn from 0 to this."""
 
 
 def kills(count: int, seed: int) -> Iterator[Trial]:

@@ -93,7 +93,7 @@ def markdown(record: dict[str, Any], figure: str | None = None) -> str:
 
 
 def commit_line(row: dict[str, Any]) -> str:
-    """What commits cost, in one line."""
+    """The cost of commits, in one line."""
     ms = row["ms"]
     return (
         f"commit of {row['bytes'] / 1e6:.0f} MB on {row['where']}, {row['ranks']} ranks: {ms['median']:.1f} ms "

@@ -16,7 +16,7 @@ from bagua_torch import DistributedDataParallel, QAdamOptimizer, fuse, sync_batc
 from .model import ADAM_LR, IMAGES, LR, MICROBATCHES, MOMENTUM, Data, Model, Steps
 
 WARMUP_STEPS = 20
-"""Of QAdam's optimizer; those of the algorithm."""
+"""Warm-up steps of QAdam's optimizer; those of the algorithm."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM),
@@ -33,9 +33,9 @@ class TorchModel(Model):
     """See `Model`.
 
     Args:
-        data: What it learns.
-        algorithm: How ranks exchange.
-        alike: Whether that leaves all ranks with the same weights after each step.
+        data: The training data.
+        algorithm: The algorithm by which ranks exchange.
+        alike: Whether all ranks have the same weights after each step of it.
         optimizer: One of `OPTIMIZERS`.
         extras: See `plans.Case`.
     """

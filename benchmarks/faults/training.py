@@ -1,11 +1,11 @@
-"""The training that is disturbed, on one process: a small network on scikit-learn's digits.
+"""The program that is disturbed, on one process: it trains a small network on scikit-learn's digits.
 
-`trial` starts it. A step takes the same images whoever is alive: its microbatches are shared out among the ranks.
-The process tells the harness where it is: before and after a commit, before and after an engine is made, after a
-step, and when a call fails.
+`trial` starts it. A step uses the same images on any number of ranks, among which its microbatches are divided.
+The process reports its progress to the harness: before and after a commit, before and after an engine is made,
+after a step, and when a call fails.
 
-After the last step every rank trains once more, from what it found when it came in last, on an engine of its own
-and without commits. If a step depends on nothing but what was restored, it ends with the same bytes.
+After the last step every rank repeats the steps since its last entry, from the state that it had then, on another
+engine and without commits. If a step depends on nothing but the restored state, it ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -22,51 +22,51 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .events import Teller
+from .events import EventWriter
 from .model import Data, Model, Steps
 
 LAST_STEPS, HOLD_S = 10, 20.0
-"""Steps for which a training that starts processes waits until there are as many as before, and how long."""
+"""A training that starts processes waits before its last steps until all ranks are back, at most this long."""
 
 
 # Steps and commits --------------------------------------------------------------------------------------------
 
 
-def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, tell: Teller) -> dict[str, Any]:
-    """Train to the last step; what this rank ended with."""
+def train(comm: Any, model: Model, state: Any, options: argparse.Namespace, send: EventWriter) -> dict[str, Any]:
+    """Train to the last step, and return the result of this rank."""
     began = state.step
-    tell("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
+    send("enter", rank=comm.rank, size=comm.size, step=began, digest=model.digest(), total=model.total())
     steps = model.connect(comm)
-    tell("constructed")
+    send("constructed")
     restored = {"model": copy.deepcopy(model.state_dict()), "engine": steps.engine.state_dict()}
     for step in range(began, options.steps):
         if comm.size < options.ranks and step >= options.steps - LAST_STEPS:
-            hold(comm, lambda: commit(steps, model, state, tell))
-            options.ranks = 0  # nobody came: end without them
+            hold(comm, lambda: commit(steps, model, state, send))
+            options.ranks = 0  # no process was admitted: end without
         steps.take(step)
         state.step += 1
-        tell("step", step=state.step)
+        send("step", step=state.step)
         if state.step % options.commit_every == 0:
-            commit(steps, model, state, tell)
+            commit(steps, model, state, send)
     steps.close()
     model.average(comm)
     ended = {"rank": comm.rank, "size": comm.size, "began": began, "digest": model.digest()}
-    tell("trained", **ended)
+    send("trained", **ended)
     if options.replay:
         ended["replayed"] = replay(comm, model, restored, range(began, options.steps))
     return ended
 
 
-def commit(steps: Steps, model: Model, state: Any, tell: Teller) -> None:
-    """Commit, and tell so. Collective."""
+def commit(steps: Steps, model: Model, state: Any, send: EventWriter) -> None:
+    """Commit, and report it. Collective."""
     steps.engine.settle()
-    tell("commit", step=state.step, digest=model.digest(), total=model.total())
+    send("commit", step=state.step, digest=model.digest(), total=model.total())
     state.commit()
-    tell("committed", step=state.step)
+    send("committed", step=state.step)
 
 
 def hold(comm: Any, commit: Callable[[], None]) -> None:
-    """Commit without steps, which lets newcomers in, for `HOLD_S` at most. Collective."""
+    """Commit without steps, so that new processes are admitted, for `HOLD_S` at most. Collective."""
     until = time.monotonic() + HOLD_S
     while comm.broadcast_object(time.monotonic() < until, root=0):
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def hold(comm: Any, commit: Callable[[], None]) -> None:
 
 
 def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> str:
-    """Take these steps again, from what was restored; the digest of the weights. Collective."""
+    """Repeat these steps from the restored state; return the digest of the weights. Collective."""
     model.load_state_dict(restored["model"])
     with comm.dup() as again:
         taken = model.connect(again, init_sync=False)
@@ -90,10 +90,10 @@ def replay(comm: Any, model: Model, restored: dict[str, Any], steps: range) -> s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Take part in a training; 0 if it came to its end."""
+    """Take part in a training; 0 if it finished."""
     options = parse_arguments(argv)
-    tell = Teller(options.pipe)
-    tell("hello", host=socket.gethostname())
+    send = EventWriter(options.pipe)
+    send("hello", host=socket.gethostname())
     stacks = open(options.pipe.with_name(f"stacks-{os.getpid()}"), "w")  # noqa: SIM115 - open until the end
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
@@ -109,26 +109,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body(comm: Any) -> dict[str, Any]:
         faulthandler.cancel_dump_traceback_later()
         try:
-            return train(comm, model, state, options, tell)
+            return train(comm, model, state, options, send)
         except bagua_comm.CommError as exc:
-            tell("failed", error=type(exc).__name__, message=str(exc)[:500])
+            send("failed", error=type(exc).__name__, message=str(exc)[:500])
             # Where it hangs, if it does. Not while it recovers: writing a stack that changes may end the process.
             faulthandler.dump_traceback_later(5 * options.timeout_s, file=stacks)
             raise
 
     run = elastic.run(state, min_ranks=options.min_ranks, regrow=options.regrow, timeout_s=options.timeout_s)
-    tell("run")
+    send("run")
     try:
         ended = run(body)
     except bagua_comm.BaguaError as exc:
-        tell("ended", error=type(exc).__name__, message=str(exc)[:2000])
+        send("ended", error=type(exc).__name__, message=str(exc)[:2000])
         raise
-    tell("stood by" if ended is None else "done", **(ended or {}))
+    send("stood by" if ended is None else "done", **(ended or {}))
     return 0
 
 
 def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
-    """The model of the framework that was asked for."""
+    """The model of the chosen framework."""
     data = Data(options.data)
     if options.framework == "torch":
         from .torch_model import TorchModel
@@ -141,7 +141,7 @@ def make_model(options: argparse.Namespace, algorithm: Any) -> Model:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, which `trial` gives."""
+    """Parse the arguments, which `trial` makes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pipe", type=Path, required=True, help="where events go")
     parser.add_argument("--data", type=Path, required=True, help="an npz file with images and labels")

@@ -1,4 +1,4 @@
-"""Runs a trial: starts the training, listens to it, and strikes where the plan says."""
+"""Runs a trial: starts the training, reads its events, and strikes when the plan says so."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..bench import ROOT
-from .events import Event, Listener
-from .leftovers import Place
+from .events import Event, EventReader
+from .leftovers import TrialFolder
 from .plans import Blow, Trial
 
 LIMIT_S = 60.0
-"""How long a trial may take once training has begun."""
+"""Time limit of a trial once training has begun."""
 
 START_S = 180.0
-"""How long it may take before that: to import PyTorch lasts, on a busy machine."""
+"""Time limit before that: importing PyTorch is slow on a busy machine."""
 
 BEGINS = {"construct": "enter", "step": "step", "commit": "commit", "recover": "failed", "leave": "trained"}
 BEGINS |= {"dead host": "step", "cut host": "step"}
-"""What a process says when it comes to a phase."""
+"""Events by which a process reports a phase."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Stroke:
     t: float
     pid: int
     blow: int
-    """Which one of the trial's blows it was."""
+    """The index of the blow."""
     rank: int | None
-    """Its rank then; None if it stood by, or had just come."""
+    """Its rank then; None for a spare or a new process."""
     signal: int
 
 
 @dataclass
 class Seen:
-    """What happened in a trial."""
+    """The outcome of a trial."""
 
     began: float
     events: list[Event] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Seen:
     seconds: float = 0.0
     output: str = ""
     stacks: str = ""
-    """Where processes were that crashed, or did not end in time."""
+    """Stacks of processes that crashed or did not end in time."""
     left: list[str] = field(default_factory=list)
 
     def of(self, what: str, pid: int | None = None) -> list[Event]:
@@ -62,30 +62,30 @@ class Seen:
         return [e for e in self.events if e.what == what and pid in (None, e.pid)]
 
     def pids(self) -> list[int]:
-        """All processes that ever began, in that order."""
+        """All processes that have started, in that order."""
         return [e.pid for e in self.of("hello")]
 
     def gone(self) -> set[int]:
-        """Those that were killed, or were stopped and did not come back in time to be let in again."""
+        """Processes that were killed, or were stopped and not admitted again in time."""
         back = {e.pid for e in self.events if e.what in ("done", "stood by")}
         return {
             stroke.pid for stroke in self.strokes if stroke.signal != signal.SIGSTOP or stroke.pid not in back
         }
 
     def ranks(self) -> dict[int, int]:
-        """The rank of each process that trains, or did last."""
+        """The current or last rank of each process that has trained."""
         return {e.pid: e.facts["rank"] for e in self.of("enter")}
 
 
-def command_of(trial: Trial, place: Place, data: Path) -> list[str]:
+def command_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     """The command that starts the training."""
     run = [sys.executable, "-m", "bagua_comm", "run", "-n", str(trial.ranks), *trial.flags()]
-    return [*run, *training_of(trial, place, data)]
+    return [*run, *training_of(trial, folder, data)]
 
 
-def training_of(trial: Trial, place: Place, data: Path) -> list[str]:
+def training_of(trial: Trial, folder: TrialFolder, data: Path) -> list[str]:
     """The module that trains, and its arguments, as `run` takes them."""
-    arguments = ["--pipe", place.folder / "events", "--data", data, "--algorithm", trial.case.text]
+    arguments = ["--pipe", folder.path / "events", "--data", data, "--algorithm", trial.case.text]
     arguments += ["--framework", trial.case.framework, "--steps", trial.steps]
     arguments += ["--optimizer", trial.case.optimizer, "--extras", ",".join(trial.case.extras)]
     arguments += ["--commit-every", trial.commit_every, "--min-ranks", trial.min_ranks]
@@ -99,39 +99,39 @@ def training_of(trial: Trial, place: Place, data: Path) -> list[str]:
 def run_trial(
     trial: Trial,
     data: Path,
-    command: Callable[[Trial, Place, Path], list[str]] = command_of,
+    command: Callable[[Trial, TrialFolder, Path], list[str]] = command_of,
     fail: Callable[[Blow, Seen], list[int]] | None = None,
 ) -> Seen:
     """Run a trial to its end, and clean up.
 
     Args:
-        trial: It.
+        trial: The trial.
         data: The npz file that the training reads.
         command: Makes the command that starts the training.
-        fail: Strikes in place of a signal, and returns which processes that hit.
+        fail: Strikes instead of a signal, and returns the processes that it hit.
     """
     with (
-        Place(trial.name) as place,
-        Listener(place.folder / "events") as listener,
-        open(place.folder / "output", "w+b") as output,
+        TrialFolder(trial.name) as folder,
+        EventReader(folder.path / "events") as listener,
+        open(folder.path / "output", "w+b") as output,
     ):
         process = subprocess.Popen(
-            place.inside(command(trial, place, data)),
+            folder.inside(command(trial, folder, data)),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=place.environment(),
+            env=folder.environment(),
             start_new_session=True,
         )
         try:
             seen = _watch(trial, process, listener, fail)
             if seen.exit_code is None:
-                _ask_for_stacks(place)
+                _ask_for_stacks(folder)
         finally:
             _end(process)
-        seen.left = [] if seen.exit_code is None else place.left()
-        files = [file for file in sorted(place.folder.glob("stacks-*")) if file.stat().st_size]
+        seen.left = [] if seen.exit_code is None else folder.left()
+        files = [file for file in sorted(folder.path.glob("stacks-*")) if file.stat().st_size]
         seen.stacks = "\n".join(f"{file.name}\n{file.read_text()}" for file in files)
         output.seek(0)
         seen.output = output.read().decode(errors="replace")
@@ -141,10 +141,10 @@ def run_trial(
 def _watch(
     trial: Trial,
     process: subprocess.Popen[bytes],
-    listener: Listener,
+    listener: EventReader,
     fail: Callable[[Blow, Seen], list[int]] | None,
 ) -> Seen:
-    """Listen and strike until the training has ended."""
+    """Read events and strike until the training has ended."""
     seen = Seen(time.monotonic())
     due: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when, which, what
     waiting = list(enumerate(trial.blows))
@@ -154,7 +154,7 @@ def _watch(
         if now > until:
             seen.seconds = now - seen.began
             return seen
-        ended = process.poll() is not None  # before listening, so that nothing it said last is missed
+        ended = process.poll() is not None  # before listening, so that its last events are not missed
         for event in listener.listen(0.0 if ended else min(0.05, due[0][0] - now if due else 0.05)):
             if event.what == "enter" and not seen.of("enter"):
                 until = event.t + LIMIT_S
@@ -170,7 +170,7 @@ def _watch(
 
 
 def _comes(event: Event, blow: Blow, seen: Seen) -> bool:
-    """Whether a process has come to where the blow falls."""
+    """Whether an event reports the phase in which the blow falls."""
     if seen.strokes and event.t < seen.strokes[-1].t:
         return False
     if blow.phase == "regrow":
@@ -185,7 +185,7 @@ def _striker(
     due: list[tuple[float, int, Callable[[], None]]],
     fail: Callable[[Blow, Seen], list[int]] | None,
 ) -> Callable[[], None]:
-    """What strikes a blow when it is due."""
+    """Return the function that strikes this blow."""
 
     def strike() -> None:
         if fail is not None:
@@ -214,7 +214,7 @@ def _resume(pid: int) -> None:
 
 
 def _targets(blow: Blow, seen: Seen) -> list[int]:
-    """Whom the blow may hit, in a fixed order."""
+    """The processes that the blow may hit, in a fixed order."""
     over = {e.pid for e in seen.events if e.what in ("done", "ended", "stood by")}
     living = [pid for pid in seen.pids() if pid not in seen.gone() | over]
     ranks = seen.ranks()
@@ -226,7 +226,7 @@ def _targets(blow: Blow, seen: Seen) -> list[int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End `run`, which cleans up if it can."""
+    """End `run`, with SIGTERM first so that it can clean up."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -234,10 +234,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 process.wait(5)
 
 
-def _ask_for_stacks(place: Place) -> None:
-    """Have the processes of a trial write where they are."""
-    for pid in place.processes():
-        if (place.folder / f"stacks-{pid}").exists():
+def _ask_for_stacks(folder: TrialFolder) -> None:
+    """Make the processes of a trial write their stacks."""
+    for pid in folder.processes():
+        if (folder.path / f"stacks-{pid}").exists():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
     time.sleep(0.5)
@@ -252,15 +252,15 @@ DULL = ("step", "commit", "committed")
 
 
 def timeline(seen: Seen) -> list[str]:
-    """What happened, without the steps and commits that went well, a line for each event."""
-    told = [e for i, e in enumerate(seen.events) if e.what not in DULL or _is_last(seen.events, i)]
+    """The events without successful steps and commits, one a line."""
+    shown = [e for i, e in enumerate(seen.events) if e.what not in DULL or _is_last(seen.events, i)]
     struck = [Event(s.t, s.pid, f"STRUCK by {s.signal}", {"rank": s.rank}) for s in seen.strokes]
     return [
         f"{event.t - seen.began:8.3f} {event.pid:>7} {event.what:>11} {str(event.facts)[:300]}"
-        for event in sorted([*told, *struck])
+        for event in sorted([*shown, *struck])
     ]
 
 
 def _is_last(events: Sequence[Event], number: int) -> bool:
-    """Whether the process says something else next, or nothing any more."""
+    """Whether the next event of the process is of another kind, or there is none."""
     return next((e.what for e in events[number + 1 :] if e.pid == events[number].pid), "") not in DULL

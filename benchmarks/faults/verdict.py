@@ -1,17 +1,17 @@
-"""How a trial ended: whether it went on, or ended as it must; and how soon.
+"""The verdict on a trial: whether it continued, or ended as it must; and how soon.
 
-A trial that goes on must:
-* have as many ranks as before again, where newcomers are started;
-* end in time with exit code 0, every process that lives having come to its end, as many ranks as there may be;
-* come back to what was committed: to bytes that some rank committed at that step, or, where ranks have different
-  weights and their number has changed, to the mean of all of theirs; and to no earlier step than the last that
-  `commit` returned for on a survivor;
+A trial that continues must:
+* have all ranks again, if new processes are started;
+* end in time with exit code 0, on every process that is alive, with as many ranks as possible;
+* restore what was committed: bytes that some rank committed at that step, or, if weights differ between ranks and
+  their number has changed, the mean over the ranks; and no earlier step than the last for which `commit` returned
+  on a survivor;
 * end with the same bytes on all ranks;
-* end with those bytes again when the steps since the last failure are taken once more, undisturbed, if the
-  algorithm's steps repeat; and with the bytes of a training that nobody disturbed, if its sums are reproducible.
+* end with those bytes again when the steps since the last failure are repeated, undisturbed, if the steps of the
+  algorithm can be repeated; and with the bytes of an undisturbed training, if its sums are reproducible.
 
-A trial with too few ranks left must end on all of them in 5 seconds, with an error that names every process that
-died, but for one that dies in the last moment.
+A trial with too few ranks left must end on all of them within 5 seconds, with an error that names every process
+that died, except one that dies at the last moment.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from .trial import LIMIT_S, Seen
 END_WITHIN_S = 5.0
 
 NEWS_S = 0.1
-"""How long before the end a process may die, while the others meet for another one, and not be named."""
+"""Seconds before the end in which a process may die unnamed, during the rendezvous for another death."""
 
 
 @dataclass
 class Verdict:
-    """How a trial ended."""
+    """The verdict on a trial."""
 
     outcome: str
     """"went on", "ended" (as it must), "failed", or "missed": no blow fell."""
     problems: list[str] = field(default_factory=list)
     recovery_s: float | None = None
-    """From the last blow to the first step that all ranks have done."""
+    """Seconds from the last blow to the first step that all ranks have made."""
     regrowth_s: float | None = None
-    """The same, up to the first step with as many ranks as before."""
+    """Seconds from the last blow to the first step with as many ranks as before."""
     ended_s: float | None = None
-    """From the last blow to the end of the last rank, where too few were left."""
+    """Seconds from the last blow to the end of the last rank, if too few were left."""
 
 
 def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
-    """How it ended.
+    """Judge a trial.
 
     Args:
-        trial: What was planned.
-        seen: What happened.
-        undisturbed: The digest of a training that nobody disturbed, for algorithms whose sums are reproducible.
+        trial: The trial as planned.
+        seen: Its outcome.
+        undisturbed: The digest of an undisturbed training, for algorithms whose sums are reproducible.
     """
     if seen.exit_code is None:
         return Verdict("failed", [f"did not end in {LIMIT_S:.0f} s", *_where(seen)])
@@ -72,7 +72,7 @@ def judge(trial: Trial, seen: Seen, undisturbed: str | None = None) -> Verdict:
     return Verdict("failed" if problems else "went on", problems, recovery_s=recovery_s, regrowth_s=regrowth_s)
 
 
-# Trials that go on ------------------------------------------------------------------------------------------
+# Trials that continue ------------------------------------------------------------------------------------------
 
 
 def _of_the_end(trial: Trial, seen: Seen, alive: list[int]) -> Iterator[str]:

@@ -59,7 +59,7 @@ CODECS: dict[str, tuple[Codec, tuple[int, ...]]] = {
     "float16": (Float16(), (8,)),
     "bfloat16": (BFloat16(), (8,)),
 }
-"""Codecs, and how many rows they combine."""
+"""Codecs, and numbers of rows that they combine."""
 
 # ---------------------------------------------------------------------------------------------------
 # The same formulas in plain operations
@@ -295,7 +295,7 @@ def resized(x: Array, count: int) -> Array:
 
 
 def wrong_on_wire(codec: Codec, actual: Array, expected: Array, count: int, x: Array) -> int:
-    """How many bytes differ from those of the host, which has encoded only the numbers that repeat, `x`.
+    """Number of bytes that differ from the host's, which has encoded only the numbers that repeat, `x`.
 
     On the wire, the header of blocks repeats, and so do the codes after it.
     """
@@ -348,7 +348,7 @@ def _of(
 
 
 def plain_agrees(bench: Bench) -> dict[str, Any]:
-    """Whether plain operations give our bytes: how many codes, ends and elements differ, by library."""
+    """Numbers of codes, ends and elements in which plain operations differ from our bytes, by library."""
     count = 64 * BLOCK
     x = np.random.default_rng(1).standard_normal((CHUNKS, count), np.float32)
     codec, chunks = MinMaxUInt8(BLOCK), bench.up(x)
@@ -371,7 +371,7 @@ def plain_agrees(bench: Bench) -> dict[str, Any]:
 
 
 def different_from_wire(encoded: tuple[Any, Any, Any], wire: Array, count: int) -> int:
-    """How many bytes differ between what plain operations encode and rows of the wire."""
+    """Number of bytes that differ between rows of the wire and the encoding by plain operations."""
     low, high, codes = map(on_host, encoded)
     n, header = len(wire), 2 * 4 * count // BLOCK
     ends = np.concatenate([low.reshape(n, -1, 1), high.reshape(n, -1, 1)], axis=2)
@@ -421,7 +421,7 @@ class Operands:
         self._host = list(drawn)
 
     def wrong(self, step: Callable[..., None]) -> int:
-        """How many bytes differ from the host's, which makes one step here; the device has made one."""
+        """Number of bytes that differ from the host's after one step on either side."""
         step(host, *self._host)
         return sum(
             _different_bytes(x[:CHECKED].get(), np.resize(expected, min(CHECKED, x.size)))
@@ -476,7 +476,7 @@ def measured_step(
 
 
 def main() -> None:
-    """Measure everything, the most important figures first; after an error, go on with the rest."""
+    """Measure everything, the most important figures first; after an error, continue with the rest."""
     parser = part_parser(__doc__)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The GPU: what it is, work to keep it busy, and times taken on it.
+"""The GPU: its properties, work to keep it busy, and timing.
 
     python -m benchmarks.gpu.device --out device.jsonl
 
@@ -147,7 +147,7 @@ class Stopwatch:
         kernels.of(self._sum).reduce_rows(self._read, self._sum, "sum")
 
     def seconds(self, calls: Mapping[str, Callable[[], object]], *, iterations: int) -> dict[str, Array]:
-        """The seconds that calls take on the device, made in turn, `iterations` times each.
+        """Seconds of calls on the device, made in turn, `iterations` times each.
 
         The host never waits in between: the device is busy with the other memory for longer than the host needs
         to enqueue the next call, so that no gap is timed.

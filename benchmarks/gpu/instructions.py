@@ -1,4 +1,4 @@
-"""How many machine instructions the codec's kernels issue for an element, which limits their speed.
+"""Machine instructions of the codec's kernels for each element, which limit their speed.
 
     python -m benchmarks.gpu.instructions                                           # compile, count, print
     python -m benchmarks.gpu.instructions --json benchmarks/results/kernel_instructions.json
@@ -41,7 +41,7 @@ SHUFFLES = 10
 
 
 class Moves(NamedTuple):
-    """Instructions that tell the hot path through a kernel from others."""
+    """Instructions that mark the hot path through a kernel."""
 
     loads: int = 0
     """At least this many loads of 16 bytes from the device's memory; one that is skipped counts, too."""
@@ -71,14 +71,14 @@ class Block(NamedTuple):
     moves: Moves
 
     meets: tuple[tuple[str, int], ...]
-    """Where threads that part after this block meet again (BSSY): the number of a barrier, and an address."""
+    """Where threads that diverge after this block reconverge (BSSY): the number of a barrier, and an address."""
 
     follow: tuple[int | str, ...]
     """The blocks that may come next, by address; -1 is the end; a barrier (BSYNC) stands for where it leads."""
 
 
 def compiled(file: str, architecture: str, element: str, *defines: str) -> tuple[bytes, str]:
-    """The cubin of a .cu file of bagua_comm, and what the compiler says of its kernels. Needs no driver."""
+    """The cubin of a .cu file of bagua_comm, and the compiler's report on its kernels. Needs no driver."""
     device = import_module("bagua_comm.kernels.device")
     # Through its binding, since `cupy.cuda.compiler` asks for a driver.
     nvrtc = import_module("cupy_backends.cuda.libs.nvrtc")
@@ -93,7 +93,7 @@ def compiled(file: str, architecture: str, element: str, *defines: str) -> tuple
 
 
 def disassembled(cubin: bytes) -> str:
-    """What nvdisasm writes of a cubin."""
+    """The output of nvdisasm for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin + b"\0")  # the last byte, which CuPy takes off
         file.flush()
@@ -183,7 +183,7 @@ def _moves(texts: Sequence[str]) -> Moves:
 
 
 def _follow(text: str, after: int, labels: dict[str, int]) -> Iterator[int | str]:
-    """Where a block that ends so may lead, without calls and ways for a warp with threads apart (BRA.DIV)."""
+    """Successors of a block with this end, without calls and branches for diverged warps (BRA.DIV)."""
     conditional = re.match(r"@!?U?P\w+ ", text) is not None
     jump = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", text)  # ptxas also writes CALL for a jump
     if re.search(r"\b(RET|BRX)\b|\bBRA\.DIV\b", text) or ("CALL" in text and not jump):

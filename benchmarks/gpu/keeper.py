@@ -23,7 +23,7 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 _KILL_S = 3.0
-"""How long to wait after SIGKILL: the driver of a GPU may hold on to a process."""
+"""Seconds to wait after SIGKILL: the driver of a GPU may delay the end of a process."""
 
 
 def descendants(process: int) -> set[int]:
@@ -45,13 +45,13 @@ def descendants(process: int) -> set[int]:
 def end_descendants(grace_s: float) -> None:
     """End all processes that this one has started, and those that they start meanwhile."""
     for number, limit_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_S)):
-        told: set[int] = set()
+        signalled: set[int] = set()
         deadline = time.monotonic() + limit_s
         while (living := descendants(os.getpid())) and time.monotonic() < deadline:
-            for process in living - told:
+            for process in living - signalled:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, number)
-            told |= living
+            signalled |= living
             time.sleep(0.01)
 
 

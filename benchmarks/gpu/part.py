@@ -1,4 +1,4 @@
-"""What all parts of benchmarks.gpu share: their arguments, and how they write results."""
+"""Shared by all parts of benchmarks.gpu: their arguments, and the writing of results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Results(dict[str, Any]):
 
     @contextlib.contextmanager
     def going_on(self, name: str) -> Iterator[None]:
-        """If the body of `with` raises, its error becomes the result `name`, and the program goes on."""
+        """If the body of `with` raises, its error becomes the result `name`, and the program continues."""
         try:
             yield
         except Exception as exc:

@@ -17,7 +17,7 @@ MESSAGE_CHARACTERS = 2000
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--lines` and `--under`, which say where the lines go."""
+    """Add `--lines` and `--under`: the file of lines, and the place of results in the record."""
     parser.addoption("--lines", type=Path, required=True, metavar="FILE")
     parser.addoption("--under", action="append", default=[], metavar="KEY")
 

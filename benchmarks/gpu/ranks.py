@@ -1,4 +1,4 @@
-"""quantized_allreduce between ranks on one GPU: what it enqueues, what that costs the host, how long it takes.
+"""quantized_allreduce between ranks on one GPU: its kernels, its host time, and its duration.
 
 A part of benchmarks.gpu, which starts it on 2 and 4 ranks (`world.launch`); this starts ranks as threads:
 
@@ -86,7 +86,7 @@ class Work:
 
 
 def costs(comm: Communicator, results: Results, options: argparse.Namespace) -> None:
-    """What one call enqueues, how long that takes the host, and what a CUDA graph makes of it. Collective."""
+    """Kernels of one call, the host time to enqueue them, and their time in a CUDA graph. Collective."""
     hold = Hold()
     for nbytes in (64 << 10, SIZES[0]):
         work = Work(comm, nbytes // options.shrink)
@@ -120,7 +120,7 @@ def enqueued(comm: Communicator, work: Work) -> dict[str, Any]:
 
 
 def profiled(call: Callable[[], object]) -> dict[str, int]:
-    """How often PyTorch's profiler sees each kernel or copy on the device during a call."""
+    """Number of times that PyTorch's profiler sees each kernel or copy during a call."""
     torch = torch_with_cuda()
     if torch is None:
         raise RuntimeError("there is no PyTorch with CUDA")
@@ -135,7 +135,7 @@ def profiled(call: Callable[[], object]) -> dict[str, int]:
 
 
 def host_times(comm: Communicator, work: Work, hold: Hold, iterations: int) -> dict[str, Any]:
-    """How long the host takes to enqueue a call and its parts; `ahead` says that it never waited."""
+    """Host time to enqueue a call and its parts; `ahead` is True if the host never waited."""
     batches = max(2, iterations // 4)
     found, ahead = {}, True
     for name, call in (
@@ -252,7 +252,7 @@ DEVICE_ERROR = Check("error", error_on_device, np.max)
 
 
 def allreduce(comm: Communicator, results: Results, options: argparse.Namespace) -> None:
-    """Time and check averages, ours and NCCL's own, in turn. Collective."""
+    """Time and check averages, ours and NCCL's, in turn. Collective."""
     for nbytes in SIZES:
         results[f"{nbytes >> 20} MiB"] = compared(comm, nbytes // options.shrink, options.iterations)
 
@@ -308,7 +308,7 @@ def compared(comm: Communicator, nbytes: int, iterations: int) -> dict[str, Any]
 
 
 def rounds(ranks: int, nbytes: int, iterations: int) -> tuple[int, int]:
-    """How often ranks make each call untimed, and then how often timed.
+    """Numbers of untimed and of timed calls of each kind.
 
     Every result is compared in float64 on the host, which takes far longer than the call. Where more than two
     processes take turns on the GPU, a large call may take a second.

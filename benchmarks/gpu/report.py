@@ -1,4 +1,4 @@
-"""The record of benchmarks.gpu, made of its lines: targets, whether results are right, and what was not done.
+"""The record of benchmarks.gpu, made of its lines: targets, checks of results, and sections that are missing.
 
 How fast a codec's kernel can be follows from arithmetic: each lane of a GPU issues one instruction a cycle, and a
 kernel cannot be faster than a copy of as many bytes. `python -m benchmarks.gpu.report` prints the result for some
@@ -77,7 +77,7 @@ def expected_share(instructions: float, nbytes: float, gpu: Gpu) -> float:
 
 
 def instruction_counts(architecture: str) -> dict[str, float]:
-    """How many instructions each step issues for an element, as `instructions` has counted them."""
+    """Instructions of each step for an element, counted by `instructions`."""
     counts: dict[str, dict[str, float]] = json.loads((RESULTS / "kernel_instructions.json").read_text())
     return counts.get(architecture, {})
 
@@ -168,7 +168,7 @@ def gpu_of(sections: Results) -> Gpu | None:
 
 
 def copy(sections: Results) -> Results:
-    """How fast a copy was, beside what is assumed for this GPU and the memory's speed in its data sheet."""
+    """The speed of a copy, beside that assumed for this GPU and the memory bandwidth of its data sheet."""
     gpu = gpu_of(sections)
     return {
         "gb_per_s": at(sections, "codecs", "results", "copy", "gb_per_s", "median"),
@@ -178,7 +178,7 @@ def copy(sections: Results) -> Results:
 
 
 def table() -> Iterator[str]:
-    """What arithmetic expects, for the README."""
+    """The expected figures, for the README."""
     yield f"| expected share of a copy | {' | '.join(GPUS)} |"
     yield "| --- |" + " --- |" * len(GPUS)
     for step in STEPS:
@@ -229,7 +229,7 @@ def at_most(figure: float, wanted: float) -> bool:
 
 
 def is_equal(figure: Any, wanted: Any) -> bool:
-    """Whether a figure is what it should be."""
+    """Whether a figure has the expected value."""
     return bool(figure == wanted)
 
 
@@ -302,7 +302,7 @@ def _count(tests: Results) -> Results:
 
 
 def not_done(sections: Results) -> list[str]:
-    """What was not done, or not to its end, and why."""
+    """Sections that did not run or did not finish, and why."""
     whole = [
         f"{name}: {entry['outcome']}: {(entry['reason'].splitlines() or ['no reason given'])[0]}"
         for name, entry in sections.items()
@@ -325,7 +325,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def checks(sections: Results) -> Results:
-    """How many results are right, and which are wrong."""
+    """The number of right results, and the wrong ones."""
     found = [
         (f"{path}, {key}: {value}", CHECKS[key](value)) for path, key, value in leaves(sections) if key in CHECKS
     ]

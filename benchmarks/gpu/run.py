@@ -146,7 +146,7 @@ def commit() -> str:
 
 
 def before(file: Path) -> Path:
-    """Where the file of the last run waits until this run has found a GPU."""
+    """Path to which the file of the last run moves until this run has found a GPU."""
     return file.with_name(f"{file.name}.before")
 
 

@@ -46,7 +46,7 @@ class LeftOutError(SectionError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a section knows about the command.
+    """The command as a section sees it.
 
     Args:
         options: The arguments of the command.
@@ -74,7 +74,7 @@ class Run:
         return self.options.out.with_suffix(".log")
 
     def path(self, *under: str) -> list[str]:
-        """Where a result of this section belongs in the record."""
+        """The path of a result of this section in the record."""
         return ["sections", self.section, "results", *under]
 
     def part(
@@ -181,7 +181,7 @@ def codecs(run: Run) -> None:
 
 
 def costs(run: Run) -> None:
-    """What one call enqueues."""
+    """Kernels and host time of one call."""
     run.part("-m", "benchmarks.gpu.ranks", "costs", ranks=2)
 
 
@@ -191,7 +191,7 @@ def threads(run: Run) -> None:
 
 
 WORLDS = [("nccl", 2, 0.4), ("nccl", 4, 0.6), ("staged", 2, 1.0)]
-"""What carries device arrays, between how many ranks, and their share of the time left."""
+"""Transports of device arrays, numbers of ranks, and their shares of the time left."""
 
 
 def ranks(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""A training step of a model on a GPU that two ranks share: its time, and how much of the exchange it hides.
+"""A training step of a model on a GPU that two ranks share: its time, and the overlap of its exchange.
 
 A part of benchmarks.gpu, which starts it on 2 ranks (`world.launch`). The model has two convolutions and a
 few wide linear layers; PyTorch's own DistributedDataParallel trains the same from the same weights on the same
@@ -145,7 +145,7 @@ def ours(comm: Communicator, algorithm: Algorithm, options: argparse.Namespace) 
 
 
 def overlap(spans: list[Span], device: str, steps: int) -> dict[str, float]:
-    """How the exchanges and backward passes of the last steps lie in time.
+    """The overlap of exchanges and backward passes in the last steps.
 
     >>> def span(name, thread, start, end):
     ...     return Span(name, thread, start, end, {})
@@ -170,7 +170,7 @@ def overlap(spans: list[Span], device: str, steps: int) -> dict[str, float]:
 
 
 def theirs(comm: Communicator, backend: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Train with PyTorch's own. Collective."""
+    """Train with PyTorch's DistributedDataParallel. Collective."""
     group = dist.new_group(backend=backend)
     task = Task(comm.rank, options.shrink, options.device)
     model = nn.parallel.DistributedDataParallel(task.model, process_group=group)

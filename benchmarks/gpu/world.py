@@ -1,6 +1,6 @@
 """Ranks that share a GPU, as processes that end in time.
 
-mpirun starts them where there is one; otherwise they are started here, and meet over gloo. Each gives itself an
+mpirun starts them where there is one; otherwise they are started here, and use gloo. Each gives itself an
 NCCL_HOSTID of its own, with which NCCL lets them share a GPU: NCCL takes them for machines, which talk over
 sockets, and the GPU takes turns between their kernels. Figures of such ranks compare what ran side by side; they
 are not those of ranks with GPUs and links of their own.
@@ -26,7 +26,7 @@ from bagua_comm.launch.mpirun import find_mpirun
 from ..bench import ROOT
 
 GRACE_S = 5.0
-"""Seconds that the other ranks have to say why, when one has failed."""
+"""Seconds that the other ranks have to report their errors when one has failed."""
 
 END_S = 2.0
 """Seconds that a process has to end, when it has been asked to."""

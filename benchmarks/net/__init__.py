@@ -1,4 +1,4 @@
-"""The network plugin beside the scheme of NCCL's own sockets, on flows that are capped each, and on others.
+"""The network plugin beside the scheme of NCCL's sockets, on links whose flows are capped, and on others.
 
     python -m benchmarks.net                     # all, about five minutes; as root
     python -m benchmarks.net --only capped slow
@@ -12,6 +12,6 @@ Schemes: `plugin`, this library's; `one flow`, the same with BAGUA_NET_FLOWS=1; 
 threads (NCCL_SOCKET_NTHREADS) and S sockets each (NCCL_NSOCKS_PERTHREAD), from stock_net.c; `default`, without
 threads. All of them are connected at the same time, and take turns at each size, in the same two processes.
 
-A round sends so many bytes one way, in messages of at most 1 MiB, four of them on their way, as NCCL does in its
-rings; then 8 bytes come back. The last round of each is compared byte by byte. Figures are medians.
+A round sends a number of bytes one way, in messages of at most 1 MiB, four of them in flight, as NCCL does in
+its rings; then 8 bytes come back. The last round of each is compared byte by byte. Figures are medians.
 """

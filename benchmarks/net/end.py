@@ -26,7 +26,7 @@ from .link import Scenario
 SLICE, OUTSTANDING = 1 << 20, 4
 REPLY = 8
 READY, END = b".", -1
-"""What the receiver says before each series, and what ends them in place of a scheme."""
+"""The receiver's message before each series, and the end of all series, in place of a scheme."""
 
 CONTROL_PORT = 29_398
 
@@ -43,7 +43,7 @@ class Scheme:
     sender: Any = None
     receiver: Any = None
     ports: tuple[int, ...] = ()
-    """Those of the flows by which this end sends, in the order in which they were opened."""
+    """Ports of the flows by which this end sends, in the order in which they were opened."""
 
 
 def load(name: str, most_flows: int, folder: Path) -> Scheme:
@@ -159,7 +159,7 @@ def pattern(size: int, seed: int) -> Array:
 
 
 def run_end(scenario: Scenario, host: int, folder: Path, address: str) -> None:
-    """Host 0 sends and times; host 1 does what it is told over a plain socket."""
+    """Host 0 sends and measures; host 1 follows its orders, which come over a plain socket."""
     os.environ["STOCK_ADDRESS"] = f"10.99.0.{host + 1}"
     os.environ["NCCL_SOCKET_IFNAME"] = "eth0"
     schemes = connect_schemes(scenario, folder)
@@ -172,7 +172,7 @@ def run_end(scenario: Scenario, host: int, folder: Path, address: str) -> None:
     stream = netlab_connected(address)
 
     def tell(*numbers: int) -> None:
-        """Say what comes, and wait until the other end is ready for it."""
+        """Announce the next rounds, and wait until the other end is ready."""
         order(stream, *numbers)
         stream.recv(len(READY))
 
@@ -226,12 +226,12 @@ def run_end(scenario: Scenario, host: int, folder: Path, address: str) -> None:
 
 
 def order(stream: socket.socket, which: int, size: int, rounds: int) -> None:
-    """Tell the other end what it will receive: the number of a scheme, bytes, and how many times."""
+    """Announce to the other end: the number of a scheme, bytes, and the number of rounds."""
     stream.sendall(np.array([which, size, rounds], np.int64).tobytes())
 
 
 def warm(which: int, scenario: Scenario, tell: Any, round_of: Any) -> None:
-    """Let a scheme find its pace: large messages for some seconds."""
+    """Warm a scheme up: large messages for some seconds."""
     size = min(16 << 20, max(scenario.sizes))
     end = time.perf_counter() + (scenario.warm_s if which == 0 else 0.3)
     while time.perf_counter() < end:

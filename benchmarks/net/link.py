@@ -20,7 +20,7 @@ GRID = ((1, 1), (1, 4), (1, 16), (2, 4), (2, 16), (4, 1), (4, 4), (4, 16), (8, 4
 
 @dataclass(frozen=True)
 class Scenario:
-    """A link, and what is compared on it. Rates as tc writes them."""
+    """A link, and the schemes that are compared on it. Rates as tc writes them."""
 
     name: str
     text: str
@@ -52,7 +52,7 @@ SCENARIOS = {
             "1gbit",
             ("1gbit",),
             ALL,
-            line_mb_s=125 * 1448 / 1514,  # what Ethernet, IP and TCP leave
+            line_mb_s=125 * 1448 / 1514,  # without the headers of Ethernet, IP and TCP
         ),
         Scenario(
             "slow",

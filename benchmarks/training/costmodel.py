@@ -1,4 +1,4 @@
-"""Whether the cost model predicts what was measured: calibrated on a few measured steps, it predicts the others.
+"""The cost model against measurements: calibrated on a few measured steps, it predicts the others.
 
     python -m benchmarks.training.costmodel vgg16-*.json bert-*.json --rates 1000,10000 --out results/costmodel
 
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 class Point(NamedTuple):
-    """A measured row, and what the cost model is told about it."""
+    """A measured row, and the inputs of the cost model for it."""
 
     row: Row
     measurement: Measurement
@@ -80,7 +80,7 @@ def points_of(records: Iterable[dict[str, Any]], cores_per_rank: float | None = 
 
 
 def group_of(row: Row) -> tuple[Any, ...]:
-    """What rows that were measured together have in common; the rate comes last."""
+    """Settings that rows of one measurement have in common; the rate comes last."""
     return tuple(row[name] for name in ("model", "batch", "hosts", "ranks_per_host", "rate_mbit"))
 
 

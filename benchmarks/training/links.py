@@ -69,7 +69,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def train(lab: netlab.Lab, links: str, options: argparse.Namespace) -> tuple[Record, int]:
-    """The record of a training with so many links, and their number.
+    """The record of a training with a number of links, and that number.
 
     Raises:
         subprocess.CalledProcessError: It fails.
@@ -92,7 +92,7 @@ def train(lab: netlab.Lab, links: str, options: argparse.Namespace) -> tuple[Rec
 
 
 def chosen(links: str, said: str) -> int:
-    """How many links `run` took, by what it was given and what it said.
+    """The number of links that `run` took, from its arguments and its output.
 
     >>> chosen("5", ""), chosen("auto", "--links auto: 9; 8 MiB averaged by links: 1: 355 ms, 9: 114 ms")
     (5, 9)

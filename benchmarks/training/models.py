@@ -182,5 +182,5 @@ MODELS = {
 
 
 def count_parameters(model: nn.Module) -> int:
-    """How many numbers a model trains."""
+    """Number of trained parameters of a model."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -49,7 +49,7 @@ def merge(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def limit_s(row: dict[str, Any], alone_s: float | None) -> float | None:
-    """What a step takes at least: the computation alone, or its bytes at the rate of the line if that is longer.
+    """A lower bound of the step: its computation, or its bytes at the rate of the line if that takes longer.
 
     The bytes are those that the rank sent. PyTorch's own does not count them: an allreduce of the gradients sends
     at least 2 (p - 1) / p of them, or half as much in float16. None for hosts of several ranks, where not all
@@ -70,7 +70,7 @@ def limit_s(row: dict[str, Any], alone_s: float | None) -> float | None:
 
 
 def group_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What rows of one table have in common."""
+    """Settings that the rows of one table have in common."""
     return tuple(row[key] for key in ("model", "hosts", "ranks_per_host", "rate_mbit", "batch"))
 
 

@@ -1,4 +1,4 @@
-"""How fast models of published shapes train by each algorithm, beside PyTorch's own DistributedDataParallel.
+"""Training speed of models of published shapes by each algorithm, beside PyTorch's DistributedDataParallel.
 
     python -m bagua_comm run -n 2 -m benchmarks.training --model vgg16 --algorithms exact,bytegrad,ddp
     python -m benchmarks.netlab run --rate 1gbit -m benchmarks.training --label rate_mbit=1000 --json vgg16.json
@@ -81,7 +81,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "diloco-8": from_name("diloco", local_steps=8),
     "diloco-8-bytes": from_name("diloco", local_steps=8, average="quantized"),
 }
-"""Those of the library by their names there; periods and warm-ups are short enough to be timed in a few steps."""
+"""Algorithms of the library, by name, with periods and warm-ups short enough to be timed in a few steps."""
 
 NAMES = [ALONE, *TORCH, *ALGORITHMS]
 
@@ -160,7 +160,7 @@ def build(
             module.parameters(), lr=LEARNING_RATE, warmup_steps=algorithm.warmup_steps
         )
     else:
-        # without communication no weight changes, so that ranks that were alike are so for the next turn
+        # without communication no weight changes, so that equal weights stay equal for the next turn
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0 if method == ALONE else LEARNING_RATE)
     if algorithm is not None:
         model = bagua_torch.DistributedDataParallel(

@@ -1,4 +1,4 @@
-"""What the tuner finds, compared with all settings that it could have found.
+"""The settings that the tuner finds, compared with all that it could have found.
 
     python -m bagua_comm run -n 2 -m benchmarks.training.tuner --image-size 32 --algorithm bytegrad
     python -m bagua_comm run -n 4 -m benchmarks.training.tuner --model resnet50 --averages exact,float16,bytegrad
@@ -39,7 +39,7 @@ from .models import MODELS, Sizes
 LEARNING_RATE = 1e-6
 
 ALGORITHMS = {name: algorithm for name, algorithm in COMPARED.items() if not isinstance(algorithm, QAdam)}
-"""Those that train with any optimizer."""
+"""Algorithms that train with any optimizer."""
 
 AVERAGES = {name: each.average for name, each in COMPARED.items() if isinstance(each, GradientAllReduce)}
 """The averages of gradients, by the names of their algorithms."""

@@ -277,7 +277,7 @@ def test_an_out_that_does_not_fit_is_refused():
         (np.ones(5, np.float32), "out has shape (5,), expected (4,)"),
         (np.ones((2, 2), np.float32), "out has shape (2, 2), expected (4,)"),
         (np.ones(4, np.float16), "out has dtype float16, expected float32"),
-        (np.broadcast_to(np.float32(0), 4), "out is read-only; pass an array that can be written to"),
+        (np.broadcast_to(np.float32(0), 4), "out is read-only; pass a writable array"),
     ):
         found = refusals(ArrayError, lambda comm, out=out: quantized_allreduce(comm, x, out=out))
         assert found == [f"quantized_allreduce: {complaint}"] * 2

@@ -339,8 +339,8 @@ def said(comm, average, held=0):
 @pytest.mark.parametrize(
     ("averages", "held", "message"),
     [
-        ([Reproducible(addends=6)] * 2, (2, 1), "rank 1 of 2 has 3 of 6 addends, but has 2; deal"),
-        ([Reproducible(addends=6)] * 2, (2, 3), "rank 1 of 2 has 3 of 6 addends, but has 4; deal"),
+        ([Reproducible(addends=6)] * 2, (2, 1), "rank 1 of 2 has 3 of 6 addends, but has 2; distribute"),
+        ([Reproducible(addends=6)] * 2, (2, 3), "rank 1 of 2 has 3 of 6 addends, but has 4; distribute"),
         ([Reproducible(addends=6)] * 2, (0, 0), "has 3 of 6 addends, but has 1; Reproducible: rank 1 of 2"),
         ([Reproducible(addends=6), Reproducible(addends=8)], (2, 3), "rank 0 has 6 .*, but rank 1 has 8 addends"),
         ([Reproducible(64), Reproducible(65)], (0, 0), "rank 0 has 2 .* of 64, .* of 65, in 1 tensors"),

@@ -206,7 +206,7 @@ def test_states_in_dicts_lists_and_named_tuples_come_over():
 
 
 @pytest.mark.parametrize("fails_on", [0, 1])
-def test_an_optimizer_that_does_not_give_or_take_its_state_is_refused_on_all_ranks(fails_on):
+def test_an_optimizer_that_does_not_return_or_load_its_state_is_refused_on_all_ranks(fails_on):
     def body(comm):
         optimizer = stepped(OPTIMIZERS["SGD"](parameters_of(comm.rank)), comm.rank)
 
@@ -217,7 +217,7 @@ def test_an_optimizer_that_does_not_give_or_take_its_state_is_refused_on_all_ran
         optimizer.register_state_dict_pre_hook(fail)
         optimizer.register_load_state_dict_post_hook(fail)
         held = Held.of(optimizer)
-        what = "give its state" if fails_on == 0 else "take the state of rank 0"
+        what = "return its state" if fails_on == 0 else "load the state of rank 0"
         with pytest.raises(
             UnsupportedError, match=f"SGD of rank {fails_on} does not {what}: KeyError: 'no such thing'"
         ):

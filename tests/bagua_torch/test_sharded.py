@@ -81,7 +81,7 @@ def test_where_it_does_not_fit_it_is_refused_on_all_ranks(alone):
         model = make_model()
         with pytest.raises(UnsupportedError, match=r"DiLoCo.* lets the weights of ranks differ, but a Zero"):
             DistributedDataParallel(model, sharded(model), DiLoCo(), comm=comm)
-        with pytest.raises(UnsupportedError, match=r"has overlap_with_ddp=True, .*make it without"):
+        with pytest.raises(UnsupportedError, match=r"has overlap_with_ddp=True, .*construct it without"):
             DistributedDataParallel(model, sharded(model, overlap_with_ddp=True), comm=comm)
         optimizer = sharded(model)
         ddp = DistributedDataParallel(model, optimizer, comm=comm)

@@ -544,7 +544,7 @@ def test_damage_is_an_error_on_all_ranks_or_the_one_before_is_taken(tmp_path, ki
             assert checkpoints.load(1).step == 1
             return checkpoints.load(fallback=True)
 
-    with pytest.warns(RuntimeWarning, match=f"step 2 .*({message}).*taking the one before"):
+    with pytest.warns(RuntimeWarning, match=f"step 2 .*({message}).*loading the one before"):
         found = run_ranks(2, body)
     for loaded in found:
         assert_same(loaded.tree, {"x": np.ones(50)})

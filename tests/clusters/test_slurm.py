@@ -83,7 +83,7 @@ def test_ranks_of_a_host_share_a_node_though_slurm_has_another_name_for_it(with_
         result = slurm.run("srun", "--mpi=pmix", "-N1", "-n2", *doctor)
         assert result.returncode == 0, result.stdout + result.stderr
         assert "WARNING  ranks 0, 1 run on " in result.stdout
-        assert ", but MPI takes them for ranks of several hosts" in result.stdout
+        assert ", but MPI treats them as ranks of several hosts" in result.stdout
 
 
 ALONE = """

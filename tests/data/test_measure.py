@@ -63,9 +63,9 @@ def test_a_store_of_one_rank_is_enough():
     ("fn", "error", "message"),
     [
         (lambda word: 1 / len(word), ZeroDivisionError, "division by zero"),
-        (lambda word: float("nan"), ArrayError, "fn gave nan for sample 0"),
-        (lambda word: -len(word), ArrayError, "fn gave -1.0 for sample 0"),
-        (lambda word: "long", ArrayError, "fn gave 'long' for sample 0"),
+        (lambda word: float("nan"), ArrayError, "fn returned nan for sample 0"),
+        (lambda word: -len(word), ArrayError, "fn returned -1.0 for sample 0"),
+        (lambda word: "long", ArrayError, "fn returned 'long' for sample 0"),
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_all(fn, error, message):

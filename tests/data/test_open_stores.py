@@ -38,7 +38,7 @@ def test_pickles_of_somebody_elses_folder_are_not_run(tmp_path, monkeypatch):
     tmp_path.chmod(0o700)
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(ArrayError, match="belongs to somebody else"):
+    with pytest.raises(ArrayError, match="belongs to another user"):
         by_pickle(store)
 
 

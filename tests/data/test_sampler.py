@@ -311,7 +311,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
     with pytest.raises(ArrayError, match="batch_size"):
         other.load_state_dict(state)
     assert list(sampler) == expected
-    with pytest.raises(ArrayError, match=r"only 5 batches were handed out"):
+    with pytest.raises(ArrayError, match=r"only 5 batches were yielded"):
         sampler.state_dict(6)
 
 

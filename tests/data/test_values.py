@@ -108,7 +108,7 @@ def test_a_tree_that_is_too_deep_is_refused():
         value = None
         for _ in range(5000):
             value = wrap(value)
-        with pytest.raises(UnsupportedError, match="cannot keep"):
+        with pytest.raises(UnsupportedError, match="cannot store"):
             encode(value, b"k")
 
 

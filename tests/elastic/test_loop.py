@@ -166,11 +166,34 @@ def test_a_spare_raises_when_all_who_trained_are_dead(monkeypatch):
         def train(comm):
             state.commit()
             comm.barrier()
-            assert stands_by.wait(10)  # before, it does not know that anybody trains
+            assert stands_by.wait(10)
             job.kill(0, 1)
             comm.barrier()
 
     job = ThreadJob(3, wanted=2)
+    with pytest.raises(RankFailed, match=r"no snapshot of the state is left; dead: process 0 .* died; process 1"):
+        raise run_fleet(job, body)[2]["error"]
+
+
+def test_a_spare_that_is_still_in_the_first_rendezvous_raises_when_all_who_trained_are_dead():
+    reached, killed = threading.Event(), threading.Event()
+
+    def watch(number, what):
+        if number == 2 and what == "broadcast_object" and not reached.is_set():  # of the initial state
+            reached.set()
+            assert killed.wait(10)
+
+    def body(fleet):
+        @run(state := State(step=0), fleet=fleet)
+        def train(comm):
+            state.commit()
+            assert reached.wait(10)
+            job.kill(0, 1)
+            killed.set()
+            comm.barrier()
+
+    job = ThreadJob(3, wanted=2)
+    job.watch = watch
     with pytest.raises(RankFailed, match=r"no snapshot of the state is left; dead: process 0 .* died; process 1"):
         raise run_fleet(job, body)[2]["error"]
 

@@ -434,7 +434,7 @@ class Interrupt(BaseException):
 # A handler that raises within a finalizer raises for nobody.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("rounds", [2, pytest.param(40, marks=pytest.mark.slow)])
-def test_random_interrupts_leave_a_communicator_usable_or_given_up_on_all_ranks(comm, rounds):
+def test_random_interrupts_leave_a_communicator_usable_or_aborted_on_all_ranks(comm, rounds):
     def interrupt(number, frame):
         raise Interrupt
 

@@ -158,7 +158,7 @@ MUTANTS = [
         "bagua_comm/bootstrap/gpu.py",
         'return f"rank {rank} cannot load NCCL ({gpu.problem})"',
         "return None",
-        "tests/bootstrap/test_bootstrap.py -k nccl",
+        "tests/bootstrap/test_gpu.py -k nccl",
     ),
     Mutant(
         "bagua_comm/launch/plan.py",

@@ -27,11 +27,11 @@ ACCEPTED = {
     (
         "elastic/mpi/spawn.py",
         "MPI.COMM_SELF.Spawn",
-    ): "on a thread of its own; Group.trouble watches it",
+    ): "on a thread of its own; SpawnedGroup.trouble watches it",
     ("elastic/mpi/spawn.py", "between.Merge"): "the same; where others take part, they are ready",
     ("elastic/mpi/spawn.py", "between.Disconnect"): "the same",
-    ("elastic/mpi/spawn.py", "pair.recv"): "the same, or it has arrived",
-    ("elastic/mpi/spawn.py", "self.pair.send"): "it is short, and waits for nobody",
+    ("elastic/mpi/spawn.py", "comm.recv"): "the same, or it has arrived",
+    ("elastic/mpi/spawn.py", "self.comm.send"): "it is short, and waits for nobody",
     ("elastic/mpi/spawn.py", "everyone.Free"): "of a group, which is this process' own",
     ("elastic/mpi/spawn.py", "group.Free"): "of a group, which is this process' own",
 }

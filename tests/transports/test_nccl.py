@@ -281,7 +281,7 @@ def call_once_it_fails(comm):
 
 
 @pytest.mark.parametrize("connects", [True, False], ids=["in NCCL", "on its stream"])
-def test_a_call_that_a_peer_never_makes_is_given_up(device, connects):
+def test_a_call_that_a_peer_never_makes_is_aborted(device, connects):
     import cupy
 
     device.nccl_connects = connects
@@ -554,7 +554,7 @@ def test_a_communicator_made_again_at_the_same_address_is_another_one(device, mo
 
 
 @one_policy
-def test_a_rank_that_has_given_up_one_group_of_ranks_goes_on_in_others(device):
+def test_a_rank_that_has_aborted_one_group_of_ranks_goes_on_in_others(device):
     import cupy
 
     device.nccl_connects = False

@@ -73,7 +73,7 @@ def test_a_communicator_that_two_threads_end_at_once_is_forgotten_once(device):
         transport = comm.transports[1]
         transport._watchdog.discard(
             transport._watch
-        )  # as `give_up` of another thread, between two steps of `close`
+        )  # as `abandon` of another thread, between two steps of `close`
         comm.close()
 
     run_over_nccl(device, 1, body=body)

@@ -1,4 +1,4 @@
-"""Messages that take turns: all of them arrive, whatever the network does, and no rank sends too far ahead."""
+"""Messages under a credit window: all arrive, whatever the network does, and no rank sends too far ahead."""
 
 from collections import deque
 
@@ -70,14 +70,14 @@ def carry_out(size, ahead, exchanges, pick):
     """
     network = Network(size)
     comms = [Comm(network, rank) for rank in range(size)]
-    turns = [PacedMessages(comm, ahead) for comm in comms]
-    ends = [[turns[rank].add(*exchange) for exchange in exchanges(rank)] for rank in range(size)]
+    paced = [PacedMessages(comm, ahead) for comm in comms]
+    ends = [[paced[rank].add(*exchange) for exchange in exchanges(rank)] for rank in range(size)]
     while ready := network.ready():
         network.deliver(pick(ready))
-        for each in turns:
+        for each in paced:
             each.advance()
     assert all(ended() for mine in ends for ended in mine), "messages wait for each other"
-    assert all(each.is_idle() for each in turns)
+    assert all(each.is_idle() for each in paced)
     return comms
 
 
@@ -125,9 +125,9 @@ def test_a_rank_may_send_more_than_it_receives(size, ahead, random):
 def test_an_exchange_has_ended_before_a_later_one():
     network = Network(2)
     comms = [Comm(network, rank) for rank in range(2)]
-    turns, x = [PacedMessages(comm, 1) for comm in comms], np.zeros(4, np.uint8)
-    first = [turns[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
-    second = [turns[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
+    paced, x = [PacedMessages(comm, 1) for comm in comms], np.zeros(4, np.uint8)
+    first = [paced[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
+    second = [paced[rank].add([(1 - rank, x)], [(1 - rank, x.copy())]) for rank in range(2)]
     assert [len(comm.sends) for comm in comms] == [1, 1]
     for pair in ((0, 1), (1, 0)):
         network.deliver(pair)

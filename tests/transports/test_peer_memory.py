@@ -104,7 +104,7 @@ def test_arrays_arrive_as_they_are(ranks, dtype):
         assert xs[1].tobytes() == x
 
 
-def test_memory_that_other_processes_cannot_read_has_no_place():
+def test_memory_that_other_processes_cannot_read_has_no_address():
     memory = PeerMemory([os.getpid()])
     x = np.ones(100_000)
     assert memory.address(x) == address_of(x)
@@ -140,16 +140,16 @@ def test_memory_is_remembered_as_readable_only_as_long_as_its_array_lives(monkey
 
 @pytest.mark.parametrize("ranks", SIZES)
 @pytest.mark.parametrize("name", ["broadcast", "allgather", "alltoall", "allreduce", "reduce_scatter", "reduce"])
-def test_what_was_read_of_a_rank_that_has_given_up_is_an_error(name, ranks):
+def test_what_was_read_of_a_rank_that_has_aborted_is_an_error(name, ranks):
     """Rank 0 waits for the others for too long, and its program goes on with its array; then they read it."""
     changed = threading.Event()
 
     def on_rank(comm):
-        class GivenUp(Exception):
+        class TooLate(Exception):
             pass
 
-        def give_up(done):
-            raise GivenUp
+        def fail(done):
+            raise TooLate
 
         window = open_window(comm.transports[0], wait)
         memory, x, out = open_memory(comm.transports[0]), np.ones(ranks * 1000), np.empty(ranks * ranks * 1000)
@@ -157,8 +157,8 @@ def test_what_was_read_of_a_rank_that_has_given_up_is_an_error(name, ranks):
         places = window.addresses(1, address_of(x))
         call = DirectCalls(window, memory).of(name, x.dtype, "sum", root=0 if name == "broadcast" else 1)
         if comm.rank == 0:
-            window._wait = give_up
-            with pytest.raises(GivenUp):
+            window._wait = fail
+            with pytest.raises(TooLate):
                 call(places, x, out)
             window.abort()
             x[:] = out[:] = 77

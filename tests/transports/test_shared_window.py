@@ -98,7 +98,7 @@ def test_nobody_overwrites_what_a_slow_rank_has_not_read():
 
 
 def test_a_peer_that_does_not_come_ends_in_what_waiting_raises():
-    def give_up(done):
+    def fail(done):
         raise CommTimeout("waited")
 
     def body(window):
@@ -106,7 +106,7 @@ def test_a_peer_that_does_not_come_ends_in_what_waiting_raises():
             with pytest.raises(CommTimeout):
                 window.allreduce(np.ones(9), np.ones(9), "sum")
 
-    over_window(2, body, give_up)
+    over_window(2, body, fail)
 
 
 @pytest.mark.parametrize(("machine", "kind"), [("x86_64", type(threading.Lock())), ("aarch64", window.Barrier)])

@@ -5,8 +5,9 @@
     all                 at a later rendezvous                 admit: one communicator of all, some milliseconds
     joining processes   take part in the next rendezvous
 
-Until they are ready no other process waits for them: one that dies or is late causes no delay. `admit` alone
-creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds. Then the job is lost, and `bagua run --restarts` restarts it from memory.
+Until they are ready no other process waits for them: one that dies or is late causes no delay. Only `admit`
+creates an MPI communicator. Open MPI may crash the survivors if a process dies in these milliseconds. Then the
+job is lost, and `bagua run --restarts` restarts it from memory.
 """
 
 from __future__ import annotations

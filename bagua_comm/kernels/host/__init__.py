@@ -1,8 +1,8 @@
-"""Kernels in NumPy: the specification of what every device kernel computes, byte for byte.
+"""Kernels in NumPy: the specification of every other kernel, byte for byte.
 
-All arithmetic is float32 with each operation rounded half to even and no fused multiply-add; sums run
-in rank order. A call works on cache-sized pieces with one small set of scratch arrays, and writes every result
-to an array that the caller gives.
+All arithmetic is float32, with each operation rounded half to even and no fused multiply-add; sums run in rank
+order. A kernel works on pieces that fit a cache, with a few scratch arrays, and writes its results to arrays of
+the caller.
 """
 
 from .casts import cast_combine, cast_decode, cast_encode, cast_saturating

@@ -11,8 +11,7 @@ from .numbers import PIECE, largest_finite, scratch_arrays, widen
 def cast_encode(chunks: Array, wire: Array, sent: DType) -> None:
     """Cast `chunks`, (n, m), to rows of `wire`, (n, w) uint8: m elements of dtype `sent`, then zeros.
 
-    Values are rounded half to even. Finite values stay finite, infinities stay, and NaN becomes the canonical
-    NaN.
+    Values are rounded half to even. Finite values stay finite, infinities stay, and NaN becomes canonical.
     """
     m = chunks.shape[1]
     cast_saturating(chunks, _sent(wire, m, sent))
@@ -72,7 +71,7 @@ def _clamp_finite(x: Array, limit: float) -> None:
     if x.size == 0:
         return
     low, high = x.min(), x.max()
-    if -limit <= low and high <= limit:  # false also for NaN
+    if -limit <= low and high <= limit:  # False for NaN
         return
     beyond = np.isfinite(x) & (np.abs(x) > limit)
     np.copyto(x, np.copysign(limit, x), where=beyond)

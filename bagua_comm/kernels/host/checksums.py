@@ -7,8 +7,8 @@ import numpy as np
 from ...arrays import Array
 
 _UPPER = np.uint64(32)
-_AT_ONCE = 1 << 15
-"""How many words are weighed at a time: 256 KiB, which stay in the second-level cache."""
+_PIECE = 1 << 15
+"""The number of words in a piece: 256 KiB, which stay in the second-level cache."""
 
 
 def checksum_blocks(words: Array, weights: Array, sums: Array, out: Array | None = None) -> None:
@@ -17,11 +17,11 @@ def checksum_blocks(words: Array, weights: Array, sums: Array, out: Array | None
     Args:
         words: A row of uint64.
         weights: v and w, uint64 of shape (2, words of a block). The last block may be shorter.
-        sums: A row of uint64 with a place for each block.
-        out: Gets a copy of `words`, of which each block is read from memory only once.
+        sums: A row of uint64, one for each block.
+        out: Receives a copy of `words`; each block is read from memory only once.
     """
     size, whole = weights.shape[1], len(words) // weights.shape[1]
-    step = max(1, _AT_ONCE // size)
+    step = max(1, _PIECE // size)
     groups = [(at, min(step, whole - at), size) for at in range(0, whole, step)]
     if whole < len(sums):
         groups.append((whole, 1, len(words) - whole * size))

@@ -32,7 +32,7 @@ def subtract(x: Array, y: Array, out: Array) -> None:
 
 
 def loss(x: Array, decoded: Array, factor: float, out: Array) -> None:
-    """factor (x - decoded), and 0 where that is not finite."""
+    """factor (x - decoded), or 0 where that is not finite."""
 
     def formula(x: Array, decoded: Array) -> Array:
         lost = (x - decoded) * factor

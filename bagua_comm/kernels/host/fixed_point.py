@@ -1,12 +1,12 @@
-"""Block fixed point.
+"""Block fixed point, the arithmetic of reproducible sums.
 
-Block b is x[bounds[b] : bounds[b + 1]]; `bounds` is int64 and ascends strictly: no block is empty. Its elements
-are multiples of one unit,
+Block b is x[bounds[b] : bounds[b + 1]]; `bounds` is int64 and strictly ascending, so no block is empty. The
+elements of a block are multiples of one unit,
 
     unit = 2^(max(f, 1) - 126 - bits)        q = clip(rint(x / unit), 1 - 2^bits, 2^bits - 1)
 
-where f is the exponent field of float32 (0 to 255) of the largest |x| in the block, over all addends. Of a
-block with an infinity or a NaN, f is 255. For the proofs see `reproducible`.
+where f is the float32 exponent field (0 to 255) of the largest |x| in the block, over all addends. In a block
+with an infinity or a NaN, f is 255. For the proofs see `averages.reproducible`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...arrays import Array
 from .numbers import widened
 
 GROUP = 1 << 16
-"""How many elements of blocks with units of their own are worked on at a time: 256 KiB of float32."""
+"""The number of elements in a range of blocks: 256 KiB of float32."""
 
 _NOT_FINITE = 255
 """The exponent field of infinities and NaN."""
@@ -30,8 +30,8 @@ _NOT_FINITE = 255
 def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
     """Raise `fields`, uint8, to the exponent field of the largest |x| in each block of `x`.
 
-    `x` is float32, float16 or bfloat16; the field is that of the same number in float32. No block is empty: of
-    empty ones, NumPy and CUDA give different fields.
+    `x` is float32, float16 or bfloat16; the field is that of the same number in float32. For an empty block,
+    NumPy and CUDA would give different fields.
     """
     room = np.empty(min(x.size, GROUP), np.uint32)
     for group in _groups(bounds):
@@ -42,9 +42,9 @@ def fixed_exponents(x: Array, bounds: Array, fields: Array) -> None:
 
 
 def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *, first: bool) -> None:
-    """Add q of every element of `x` to `total`, int32; overwrite `total` if it is the `first` addend.
+    """Add q of every element of `x` to `total`, int32; overwrite `total` if `x` is the `first` addend.
 
-    A block that is not finite adds zeros.
+    A block with a value that is not finite adds zeros.
     """
     limit = 2**bits - 1
     room = np.empty(min(x.size, GROUP), np.float32)
@@ -52,13 +52,13 @@ def fixed_add(x: Array, bounds: Array, fields: Array, bits: int, total: Array, *
         for group in _groups(bounds):
             found, value = fields[group.blocks], group.room(room)
             power = 126 + bits - _exponents(found)
-            # By two factors where one may overflow. Nothing is rounded but what is far below 1/2.
+            # Two factors where one may overflow. Only values far below 1/2 are rounded.
             halves = [power] if power.max() < 128 else [power // 2, power - power // 2]
             np.multiply(widened(x[group.at]), group.spread(np.ldexp(np.float32(1), halves[0])), out=value)
             for half in halves[1:]:
                 value *= group.spread(np.ldexp(np.float32(1), half))
             np.rint(value, out=value)
-            if bits < 24:  # float32 has 24 bits: with as many here, no number is beyond the limit
+            if bits < 24:  # float32 has 24 bits: from there on, no value exceeds the limit
                 np.clip(value, -limit, limit, out=value)
             if (found == _NOT_FINITE).any():
                 value[group.spread(found == _NOT_FINITE)] = 0
@@ -76,7 +76,7 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
             found, sums = fields[group.blocks], total[group.at]
             power = _exponents(found) - 126 - bits
             if divisor == 1 << shift and power.min() - shift >= -126:
-                # A product with a power of two is exact, or overflows: so it may be rounded before.
+                # A product with a power of two is exact or overflows, so rounding may come first.
                 value = out[group.at] if out.dtype == np.float32 else np.empty(sums.shape, np.float32)
                 np.copyto(value, sums, casting="unsafe")
                 value *= group.spread(np.ldexp(np.float32(1), power - shift))
@@ -89,33 +89,33 @@ def fixed_mean(total: Array, bounds: Array, fields: Array, bits: int, divisor: i
 
 
 class _BlockRange(NamedTuple):
-    """Neighbouring blocks, of about `GROUP` elements together, that fit in a cache."""
+    """Consecutive blocks of about `GROUP` elements in all, which fit a cache."""
 
     blocks: slice
     at: slice
-    """Their elements."""
+    """Their elements in the array."""
     starts: Array
-    """Where among these each block begins."""
+    """The first of these elements of each block."""
     lengths: Array
-    """How long each block is."""
+    """The number of elements of each block."""
 
     def room(self, room: Array) -> Array:
-        """As much of `room` as they have elements; more room if that is not enough."""
+        """The first elements of `room`, one for each of the blocks; a new array if `room` is too small."""
         count = self.at.stop - self.at.start
         return room[:count] if count <= room.size else np.empty(count, room.dtype)
 
     def spread(self, values: Array) -> Array:
-        """The value of each element's block."""
+        """Repeat the value of each block for each of its elements."""
         return np.repeat(values, self.lengths)
 
 
 def _exponents(fields: Array) -> Array:
-    """The exponents that stand in these fields; subnormal numbers have that of the smallest normal ones."""
+    """The exponents of these fields; subnormal numbers have that of the smallest normal ones."""
     return np.maximum(fields, 1).astype(np.int32)
 
 
 def _groups(bounds: Array) -> Iterator[_BlockRange]:
-    """Cut blocks into groups."""
+    """Cut the blocks into ranges."""
     lengths = np.diff(bounds)
     cuts = np.searchsorted(bounds, np.arange(bounds[0], bounds[-1], GROUP))
     for begin, end in itertools.pairwise(np.unique(np.append(cuts, len(lengths))).tolist()):

@@ -21,7 +21,7 @@ from ...arrays import Array, DType
 from .numbers import LEVELS, PIECE, ZERO, largest_finite, shaped, widen
 
 SPAN = 1 << 20
-"""How many elements have their blocks scaled at a time: 4 MiB of float32, which stay in the last-level cache."""
+"""The number of elements whose constants are computed at a time: 4 MiB of float32, for the last-level cache."""
 
 _EXACT = 2.0**23
 """Up to this, float32 holds every integer exactly, also after 255 is added."""
@@ -31,7 +31,7 @@ def minmax_encode(chunks: Array, wire: Array, start: int, block: int, eps: float
     """Encode `chunks`, (n, m), of float32, float16 or bfloat16, in rows of `wire`, (n, w) uint8.
 
     A row gets the min and max of every block in the dtype of `chunks`, then, from byte `start` on, m codes.
-    Its other bytes are zeroed.
+    The other bytes are zeroed.
     """
     header, codes = _parts_of(wire, chunks.shape[1], chunks.dtype, start, block)
     _clear_padding(wire, header, codes, start)
@@ -124,10 +124,12 @@ def _encode_blocks(x: Array, ends: Array, code: Array, eps: np.float32, value: A
     if not all_regular:
         broken = ~(np.isfinite(low) & np.isfinite(high))
         low[broken] = high[broken] = np.nan
-        flat = broken | ~np.isfinite(factor) | ~np.isfinite(lower)  # also a zero range, an overflown `upper`
+        flat = (
+            broken | ~np.isfinite(factor) | ~np.isfinite(lower)
+        )  # includes a zero range and an overflown `upper`
     np.copyto(ends[..., 0:1], low, casting="unsafe")
     np.copyto(ends[..., 1:2], high, casting="unsafe")
-    # No code is below that of the lowest element; none is above 255 while float32 is exact.
+    # No code is below that of the lowest element, and none exceeds 255 while float32 is exact.
     first = np.rint(low * factor) - lower
     inside = all_regular and first.min() >= 0 and lower.min() > -_EXACT and lower.max() < _EXACT
     for at in _parts(x.shape):
@@ -156,13 +158,13 @@ class _Decoding:
         if not self.special.any():
             self.special = None
             return
-        # The formula does not decode some blocks: NaN or an overflown range gives NaN; a zero range or an
-        # overflown `upper` gives min.
+        # Blocks without the formula: NaN or an overflown range gives NaN; a zero range or an overflown `upper`
+        # gives min.
         self.clamp = True
         self.fill = np.where(self.factor > 0, low, np.float32(np.nan))
 
     def decode(self, code: Array, out: Array, at: tuple[slice, slice, slice]) -> None:
-        """x' = (code + lower) / scale in float32, for the part of the blocks that `at` cuts out."""
+        """x' = (code + lower) / scale in float32, for the part `at` of the blocks."""
         np.copyto(out, code)
         np.add(out, self.lower[at[:2]], out=out)
         np.divide(out, self.factor[at[:2]], out=out)
@@ -194,7 +196,7 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
     """Cut (n, m) into spans (r, k, b) of whole blocks; the short last block of the rows comes last.
 
     Yields matching views of `x`, the header and the codes. A span has at most `SPAN` elements, or is a
-    single longer block; so the constants of many blocks are computed at a time.
+    single longer block. The constants of its blocks are computed together.
     """
     n, m = x.shape
     full = m // block
@@ -216,7 +218,7 @@ def _spans(x: Array, header: Array, codes: Array, block: int) -> Iterator[tuple[
 
 
 def _parts(shape: tuple[int, ...], weight: int = 1) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut a span (r, k, b) into parts of at most `PIECE` elements; each one of the span counts for `weight`."""
+    """Cut a span (r, k, b) into parts of at most `PIECE` elements; an element of the span counts as `weight`."""
     r, k, b = shape
     columns = max(1, min(b, PIECE // weight))
     blocks = max(1, min(k, PIECE // (weight * columns)))

@@ -10,14 +10,14 @@ import numpy as np
 from ...arrays import Array, DType, dtype_name
 
 PIECE = 1 << 17
-"""How many elements are worked on at a time: 512 KiB of float32, about what a second-level cache holds."""
+"""The number of elements in a piece: 512 KiB of float32, about the size of a second-level cache."""
 
 LEVELS = np.float32(255)
 ZERO = np.float32(0)
 
 
 def silent_context() -> contextvars.Context:
-    """A context that runs functions of NumPy without warnings; entering `np.errstate` takes far longer."""
+    """A context in which NumPy gives no warnings; to enter `np.errstate` takes far longer."""
     context = contextvars.Context()
     context.run(np.seterr, all="ignore")
     return context
@@ -41,7 +41,7 @@ def largest_finite(dtype: DType) -> float:
 
 
 def widened(x: Array) -> Array:
-    """`x` in float32; itself if it is."""
+    """`x` in float32: `x` itself, or a copy."""
     if x.dtype == np.float32:
         return x
     wide = np.empty(x.shape, np.float32)

@@ -11,16 +11,16 @@ from .numbers import PIECE, widen
 
 
 def is_plain(dtype: DType, op: str) -> bool:
-    """Whether rows are reduced in their own dtype: they are neither widened, nor divided as integers."""
+    """Whether rows are reduced in their own dtype, without widening or integer division."""
     return dtype_name(dtype) not in REDUCED_PRECISION and not (op == "avg" and dtype.kind in "iu")
 
 
 def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     """Reduce p `rows` of (m,), as an array or a list, to `out`, (m,), in row order.
 
-    float16 and bfloat16 accumulate in float32 and are rounded once, NaN to the canonical one. "avg" divides the
-    sum by p; for it, integers are added in 64 bits, and the quotient is truncated towards zero. `out` may be any
-    one of the rows.
+    float16 and bfloat16 accumulate in float32 and are rounded once; NaN becomes canonical. "avg" divides the sum
+    by p; integers are then added in 64 bits, and the quotient is truncated towards zero. `out` may be one of the
+    rows.
     """
     m, dtype = out.size, out.dtype
     wide: DType = dtype
@@ -29,7 +29,7 @@ def reduce_rows(rows: Sequence[Array], out: Array, op: str) -> None:
     elif op == "avg" and dtype.kind in "iu":
         wide = np.dtype(np.uint64 if dtype.kind == "u" else np.int64)
     same = wide == dtype
-    # The sum may not grow in `out` if that is a row after the first two, which is still to be added.
+    # The sum cannot accumulate in `out` if that is a later row, still to be added.
     grows_in_out = same and not any(np.may_share_memory(out, row) for row in rows[2:])
     total = out if grows_in_out else np.empty(min(m, PIECE), wide)
     term = total if same else np.empty_like(total)

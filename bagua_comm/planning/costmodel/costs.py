@@ -61,7 +61,9 @@ def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
         case TorchDDP(dtype=dtype):
             itemsize = dtype_named(costs.dtype).itemsize
             sent = n if dtype is None else n // itemsize * dtype_named(dtype).itemsize
-            casts = [] if dtype is None else [costs.coded(Float16(), encode=n), costs.coded(Float16(), decode=n)]
+            casts = (
+                [] if dtype is None else [costs.coding(Float16(), encode=n), costs.coding(Float16(), decode=n)]
+            )
             lane = [*costs.ring_allreduce(sent, everyone), *casts, work(copy=2 * n)]
             return BucketExchange(lane, nothing)
         case GradientAllReduce(average):
@@ -79,13 +81,13 @@ def exchange_of(method: Method, n: int, costs: Costs) -> BucketExchange:
             return BucketExchange([costs.to_one_peer(n), work(add=2 * n)], work(copy=n))
         case LowPrecisionDecentralized(codec):
             both = costs.to_both_neighbours(costs.wire_nbytes(codec, n))
-            lane = [work(add=4 * n), costs.coded(codec, encode=n), both]
-            lane += 3 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            lane = [work(add=4 * n), costs.coding(codec, encode=n), both]
+            lane += 3 * [costs.coding(codec, decode=n), work(add=2 * n)]
             return BucketExchange(lane, work(copy=n))
         case LowPrecisionOnePeer(codec):
-            lane = [work(add=2 * n), costs.coded(codec, encode=n)]
+            lane = [work(add=2 * n), costs.coding(codec, encode=n)]
             lane += [costs.to_one_peer(costs.wire_nbytes(codec, n))]
-            lane += 2 * [costs.coded(codec, decode=n), work(add=2 * n)]
+            lane += 2 * [costs.coding(codec, decode=n), work(add=2 * n)]
             return BucketExchange([*lane, work(add=3 * n)], work(copy=n))
         case ByNode((Decentralized() | LowPrecisionDecentralized() | LowPrecisionOnePeer()) as algorithm):
             node = RankGroup(costs.cluster.ranks_per_node, costs.cluster.ranks_per_node)
@@ -122,7 +124,11 @@ class Costs:
                 return self.ring_allreduce(n, group)
             case Exact():
                 chunk = self.chunk(n, p)
-                return [self.pairs(chunk, group), self.work(add=n, copy=chunk), self.pairs(chunk, group)]
+                return [
+                    self.exchange_with_all(chunk, group),
+                    self.work(add=n, copy=chunk),
+                    self.exchange_with_all(chunk, group),
+                ]
             case Reproducible(block=block):
                 count = -(-n // dtype_named(self.dtype).itemsize)
                 fields = self.average(Exact(), -(-count // block), group)
@@ -132,14 +138,14 @@ class Costs:
             case Quantized(codec):
                 chunk = self.wire_nbytes(codec, self.chunk(n, p))
                 return [
-                    self.coded(codec, encode=n),
-                    self.pairs(chunk, group),
-                    self.coded(codec, combine=n),
+                    self.coding(codec, encode=n),
+                    self.exchange_with_all(chunk, group),
+                    self.coding(codec, combine=n),
                     self.allgather(chunk, group),
-                    self.coded(codec, decode=n),
+                    self.coding(codec, decode=n),
                 ]
             case ErrorFeedback(Quantized(codec) as inner):
-                lost = [self.coded(codec, decode=2 * n), self.work(add=5 * n, copy=n)]
+                lost = [self.coding(codec, decode=2 * n), self.work(add=5 * n, copy=n)]
                 return [self.work(add=2 * n), *self.average(inner, n, group), *lost]
             case Hierarchical(inner):
                 node, across = RankGroup(group.per_node, group.per_node), RankGroup(p // group.per_node, 1)
@@ -168,7 +174,7 @@ class Costs:
 
     # Messages ---------------------------------------------------------------------------------------
 
-    def pairs(self, message: float, group: RankGroup) -> LaneTask:
+    def exchange_with_all(self, message: float, group: RankGroup) -> LaneTask:
         """Each rank of a group sends `message` bytes to each other rank, all at once."""
         size, inside = group.size, group.per_node - 1
         away = size - 1 - inside
@@ -179,7 +185,7 @@ class Costs:
         """Each rank of a group receives `message` bytes from each other rank."""
         if self.cluster.transport == "nccl":
             return self.ring(message * group.size, group)
-        return self.pairs(message, group)
+        return self.exchange_with_all(message, group)
 
     def ring(self, n: float, group: RankGroup) -> LaneTask:
         """Each rank of a group sends (p - 1) / p of `n` bytes, all chunks but one, to its successor."""
@@ -234,7 +240,7 @@ class Costs:
         """Read `add` bytes for arithmetic, and copy `copy` bytes."""
         return LaneTask(work_s=add / self.rates.add + copy / self.rates.copy)
 
-    def coded(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> LaneTask:
+    def coding(self, codec: Codec, *, encode: float = 0, decode: float = 0, combine: float = 0) -> LaneTask:
         """Encode, decode and combine these bytes of full-precision arrays."""
         rates = self.rates.cast if isinstance(codec, (Float16, BFloat16)) else self.rates.minmax
         return LaneTask(work_s=encode / rates.encode + decode / rates.decode + combine / rates.combine)
@@ -251,11 +257,11 @@ class Costs:
 
     # Time -------------------------------------------------------------------------------------------
 
-    def alone(self, task: LaneTask) -> float:
+    def time_alone(self, task: LaneTask) -> float:
         """Seconds of a task that runs alone."""
         return max(task.wire_s, task.work_s / min(1.0, self.cluster.cores_per_rank))
 
-    def beside(self, task: LaneTask) -> tuple[float, float]:
+    def time_beside_compute(self, task: LaneTask) -> tuple[float, float]:
         """Seconds of a task beside computation, and the relative speed of computation meanwhile."""
         cores = self.cluster.cores_per_rank
         free = min(1.0, cores / 2)
@@ -274,12 +280,12 @@ class Costs:
             if done < ready_s:
                 now, done = now + ready_s - done, ready_s
             for task in bucket:
-                spent, speed = self.beside(task)
+                spent, speed = self.time_beside_compute(task)
                 if done + spent * speed <= compute_s:
                     done += spent * speed
                 else:  # computation ends first; the rest of this task runs alone
                     left = max(0.0, compute_s - done) / speed
-                    spent = left + (1 - left / spent) * self.alone(task)
+                    spent = left + (1 - left / spent) * self.time_alone(task)
                     done = compute_s
                 now, busy = now + spent, busy + spent
         return now + max(0.0, compute_s - done), busy

@@ -50,7 +50,7 @@ def held_up_s(job: Job, cluster: Cluster, rates: Rates | None = None) -> float:
     0.15
     """
     costs = Costs(cluster, rates or Rates(), job.dtype)
-    return sum(times * costs.alone(task) for times, task in _blocking_tasks(job, costs))
+    return sum(times * costs.time_alone(task) for times, task in _blocking_tasks(job, costs))
 
 
 def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
@@ -66,7 +66,7 @@ def _blocking_tasks(job: Job, costs: Costs) -> list[tuple[int, LaneTask]]:
             case "allgather":
                 tasks.append((times, costs.allgather(nbytes, everyone)))
             case "alltoall":
-                tasks.append((times, costs.pairs(nbytes / everyone.size, everyone)))
+                tasks.append((times, costs.exchange_with_all(nbytes / everyone.size, everyone)))
     return tasks
 
 
@@ -116,7 +116,7 @@ def _predict_window(window: Window, job: Job, exchanges: list[BucketExchange], c
     by_gradient = window.opens is Point.GRADIENT
     ready = [share * job.backward_s if by_gradient else 0.0 for _, share in job.buckets()]
     overlapped_s, busy_s = costs.overlap(beside_s, list(zip(ready, (e.lane for e in exchanges), strict=False)))
-    trainer_s = sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    trainer_s = sum(costs.time_alone(exchange.trainer) for exchange in exchanges)
     step_s = job.compute_s - beside_s + overlapped_s + trainer_s
     return Prediction(step_s, job.compute_s, busy_s, *_bytes_sent(exchanges))
 
@@ -129,10 +129,10 @@ def _predict_rounds(interval_s: float, job: Job, exchanges: list[BucketExchange]
     """
     if not exchanges:
         return Prediction(job.compute_s, job.compute_s, 0.0, 0.0, 0.0)
-    tasks = [costs.beside(task) for exchange in exchanges for task in exchange.lane]
+    tasks = [costs.time_beside_compute(task) for exchange in exchanges for task in exchange.lane]
     round_s = sum(spent for spent, _ in tasks)
     lost_s = sum(spent * (1 - speed) for spent, speed in tasks)
-    lost_s += sum(costs.alone(exchange.trainer) for exchange in exchanges)
+    lost_s += sum(costs.time_alone(exchange.trainer) for exchange in exchanges)
     # The n steps from round to round take n compute_s + lost_s, and at least as long as the round.
     steps = max(1.0, (max(interval_s, round_s) - lost_s) / job.compute_s) if job.compute_s else 1.0
     in_every = Prediction(job.compute_s + lost_s, job.compute_s, round_s, *_bytes_sent(exchanges))

@@ -1,0 +1,99 @@
+"""`connect`: which world a process joins, its arguments, and its default communicator."""
+
+import math
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import bagua_comm
+from bagua_comm import BootstrapError
+from bagua_comm.transports import LocalTransport
+from bagua_comm.transports.local import Hub
+
+
+def test_without_mpirun_the_world_is_one_rank():
+    with bagua_comm.connect() as comm:
+        assert (comm.rank, comm.size, comm.local_rank, comm.local_size, comm.node) == (0, 1, 0, 1, 0)
+        assert comm.transports[0].name == "local"
+        assert comm.allreduce(np.arange(3.0)).tolist() == [0, 1, 2]
+
+
+def test_one_rank_starts_no_mpi():
+    code = "import sys, bagua_comm; bagua_comm.connect().close(); print('mpi4py.MPI' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "False\n", result.stderr
+
+
+def test_default_is_what_connect_made_last_until_it_is_closed():
+    with bagua_comm.connect() as comm:
+        assert bagua_comm.default() is comm
+    other = bagua_comm.default()
+    assert other is not comm
+    other.close()
+
+
+NO_TIMEOUTS = [0, -1, math.nan, math.inf, -math.inf, 1e10, True, "3", None, 2j]
+
+
+@pytest.mark.parametrize("timeout_s", NO_TIMEOUTS, ids=str)
+@pytest.mark.parametrize("make", [bagua_comm.connect, LocalTransport])
+def test_a_timeout_that_is_no_positive_number_of_seconds_is_refused(make, timeout_s):
+    with pytest.raises(BootstrapError, match=f"timeout_s is {re.escape(repr(timeout_s))}, expected seconds"):
+        make(timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [1, 0.5, np.float32(2.5), np.int64(3), 1e9])
+def test_any_positive_number_is_a_timeout(timeout_s):
+    with bagua_comm.connect(timeout_s=timeout_s) as comm:
+        assert comm.timeout_s == timeout_s
+
+
+def test_a_world_of_one_rank_under_torchrun_needs_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with bagua_comm.connect() as comm:
+        assert comm.size == 1
+
+
+def test_any_transport_can_be_the_world():
+    def body(transport):
+        with bagua_comm.connect(transport=transport, check=True) as comm:
+            return comm.local_rank, comm.local_size, int(comm.allreduce(np.array(1)))
+
+    hub = Hub(2)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(body, [LocalTransport(hub, rank) for rank in range(2)]))
+    assert results == [(0, 2, 2), (1, 2, 2)]
+
+
+def test_nodes_of_a_given_transport_can_be_labelled():
+    with bagua_comm.connect(transport=LocalTransport(), node="here") as comm:
+        assert (comm.node, comm.local_rank, comm.local_size) == (0, 0, 1)
+        assert bagua_comm.default() is comm
+
+
+def test_an_order_of_reductions_is_taken_by_every_transport():
+    with bagua_comm.connect(transport=LocalTransport(), op_order="any") as comm:
+        assert comm.op_order == "any"
+        assert comm.dup().op_order == "any"
+        assert comm.transports[0].adds_in_rank_order  # threads have no other
+
+
+def test_ranks_that_give_different_orders_are_named():
+    def body(transport):
+        order = "any" if transport.rank == 1 else "rank"
+        with pytest.raises(BootstrapError, match=r"ranks \[0, 2\] give 'rank'; ranks \[1\] give 'any'"):
+            bagua_comm.connect(transport=transport, op_order=order)
+
+    hub = Hub(3)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(body, [LocalTransport(hub, rank) for rank in range(3)]))
+
+
+def test_an_order_must_be_one_of_two():
+    with pytest.raises(BootstrapError, match="op_order is None, expected one of rank, any"):
+        bagua_comm.connect(op_order=None)

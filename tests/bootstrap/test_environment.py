@@ -1,0 +1,47 @@
+"""The variables of torchrun and of mpirun: who started a process, and as which rank."""
+
+import pytest
+
+import bagua_comm
+from bagua_comm import BootstrapError
+from bagua_comm.bootstrap.environment import torchrun_local_rank, under_torchrun
+
+
+def test_torchrun_is_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert under_torchrun()
+    with pytest.raises(BootstrapError, match=r"call bagua_torch.connect\(\).*mpirun.*python -m bagua_comm run"):
+        bagua_comm.connect()
+
+
+def test_mpiruns_own_numbers_in_torchruns_names_are_not_torchrun(monkeypatch):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    assert not under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "4")  # another world than mpirun's
+    assert under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # mpirun has started torchrun
+    assert under_torchrun()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("WORLD_SIZE", "abc"),
+        ("WORLD_SIZE", "0"),
+        ("WORLD_SIZE", ""),
+        ("RANK", "abc"),
+        ("RANK", "2"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", "first"),
+    ],
+)
+def test_a_variable_of_torchrun_that_is_no_such_number_is_named(monkeypatch, name, text):
+    for variable, value in {"RANK": "0", "WORLD_SIZE": "2", name: text}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(BootstrapError, match=f"connect: the environment variable {name} is '{text}', expected "):
+        torchrun_local_rank() if name == "LOCAL_RANK" else bagua_comm.connect()

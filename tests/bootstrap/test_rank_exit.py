@@ -1,0 +1,399 @@
+"""The exit of a rank: no other rank waits for it, and one message says why all end."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from support.launch import timed
+from support.waiting import until
+
+SOON_S = 55
+"""Less than the 60 s for which ranks would wait, or sleep."""
+
+
+def test_an_exception_in_one_rank_ends_all_with_its_traceback(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np
+        comm = bagua_comm.connect(timeout_s=60)
+        if comm.rank == 1:
+            raise RuntimeError("rank one has a bad day")
+        comm.allreduce(np.ones(100_000))
+        """,
+    )
+    assert result.returncode == 1
+    assert "RuntimeError: rank one has a bad day" in result.stderr
+    assert "rank 1 of 2:" in result.stderr
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_exits_in_the_middle_ends_all_with_its_code(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, sys
+        with bagua_comm.connect(timeout_s=60) as comm:
+            if comm.rank == 1:
+                sys.exit(7)
+            comm.allreduce(np.ones(100_000))
+        """,
+    )
+    assert result.returncode == 7
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_a_timeout_that_names_the_call(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, time
+        comm = bagua_comm.connect(timeout_s=1)
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(60)
+        comm.allreduce(np.ones(5))
+        """,
+    )
+    assert result.returncode == 1
+    assert "CommTimeout: allreduce(float64[5], op=sum) #2: rank 0 of 2 waited 1 s" in result.stderr
+    assert "before it: barrier #1" in result.stderr
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_different_sizes_never_write_beyond_our_arrays(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np
+        for count in (4, 100_000):
+            with bagua_comm.connect(timeout_s=1) as comm:
+                guarded = np.full(count + comm.rank + 64, 7.0)
+                try:
+                    comm.allreduce(np.ones(count + comm.rank), out=guarded[32:-32])
+                except bagua_comm.CommError as error:
+                    print(type(error).__name__, flush=True)
+                assert (guarded[:32] == 7).all() and (guarded[-32:] == 7).all()
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "CommMismatch" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exit_code", [0, 5])
+def test_survivors_of_a_killed_rank_shrink_go_on_and_end(tmp_path, exit_code):
+    result, seconds = timed(
+        tmp_path,
+        4,
+        f"""
+        import bagua_comm, numpy as np, os, signal, sys
+        comm = bagua_comm.connect(timeout_s=30)
+        comm.barrier()
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            while True:
+                comm.allreduce(np.ones(200_000))  # through shared memory
+        except bagua_comm.RankFailed as error:
+            print("failed:", error.ranks)
+        except bagua_comm.CommAborted:
+            pass
+        comm = comm.shrink()
+        assert bagua_comm.default() is comm
+        print(f"rank {{comm.rank}} of {{comm.size}}: sum {{comm.allreduce(np.array(1.0))}}", flush=True)
+        sys.exit({exit_code} if comm.rank == 1 else 0)
+        """,
+        flags=["--ulfm"],
+        timeout_s=80,
+    )
+    assert result.returncode == exit_code, result.stderr
+    assert "failed: (2,)" in result.stdout
+    for rank in range(3):
+        assert f"rank {rank} of 3: sum 3.0" in result.stdout
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_in_a_reduction_of_mpis_own_ends_the_others_who_go_on_in_any_order(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, numpy as np, os, signal
+        comm = bagua_comm.connect(timeout_s=30, op_order="any")
+        if comm.rank == 1:  # once the ranks have agreed on the call
+            comm.transports[0]._allreduce_natively = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.allreduce(np.ones(200_000))
+        except bagua_comm.RankFailed as error:
+            print("failed:", error.ranks)
+        comm = comm.shrink()
+        assert not comm.transports[0].adds_in_rank_order
+        total = comm.allreduce(np.ones(70_000))[-1]
+        print(f"rank {comm.rank} of {comm.size}, {comm.op_order}: {total}", flush=True)
+        """,
+        flags=["--ulfm"],
+        timeout_s=80,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "failed: (1,)" in result.stdout
+    for rank in range(2):
+        assert f"rank {rank} of 2, any: 2.0" in result.stdout
+
+
+@pytest.mark.slow
+def test_less_than_thread_multiple_works_without_overlap_and_says_so(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        2,
+        """
+        import mpi4py
+        mpi4py.rc.thread_level = "funneled"
+        import bagua_comm, numpy as np
+        with bagua_comm.connect(timeout_s=30) as comm, comm.lane() as lane:
+            x = np.ones(3)
+            lane.submit(lane.comm.allreduce, x, out=x)
+            lane.wait()
+            print(type(lane).__name__, x.tolist(), flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("InlineLane [2.0, 2.0, 2.0]") == 2
+    assert "MPI grants less than MPI_THREAD_MULTIPLE" in result.stderr
+
+
+def test_an_error_of_ours_is_one_short_message_with_the_line_of_the_program(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        3,
+        """
+        import bagua_comm, numpy as np, time
+        comm = bagua_comm.connect(timeout_s=1)
+        def train():
+            comm.allreduce(np.ones(5))
+        if comm.rank == 0:
+            time.sleep(60)
+        train()
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("CommTimeout: allreduce(float64[5], op=sum) #1") == 1
+    assert re.search(r"rank [12] of 3 on .*: CommTimeout: ", result.stderr)
+    assert re.search(r"script.py:5, in train: comm.allreduce\(np.ones\(5\)\)", result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_traceback_of_an_error_of_ours_is_shown_where_it_is_asked_for(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np
+        comm = bagua_comm.connect(timeout_s=60)
+        comm.allreduce(np.ones(5), op="median" if comm.rank == 1 else "sum")
+        """,
+        env={**os.environ, "BAGUA_TRACEBACK": "1"},
+    )
+    assert result.returncode == 1
+    assert "rank 1 of 2:" in result.stderr
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "bagua_comm/comm/" in result.stderr
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_thread_that_communicates_ends_all_ranks_and_in_another_does_not(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, threading, time
+        comm = bagua_comm.connect(timeout_s=60)
+
+        def log():
+            raise OSError("the disk is full")
+
+        def average():
+            if comm.rank == 1:
+                raise RuntimeError("a thread has a bad day")
+
+        def run(task):
+            thread = threading.Thread(target=task, daemon=True)
+            thread.start()
+            thread.join()
+
+        run(log)
+        comm.barrier()
+        print("still here", flush=True)
+        comm.barrier()
+        run(average)
+        comm.allreduce(np.ones(5)) if comm.rank == 0 else time.sleep(60)
+        """,
+    )
+    assert result.returncode == 1
+    assert result.stdout.count("still here") == 2
+    assert re.search(r"rank 1 of 2:\n.*RuntimeError: a thread has a bad day", result.stderr, re.DOTALL)
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_thread_that_is_no_daemon_ends_all_ranks(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, threading, time
+        comm = bagua_comm.connect(timeout_s=60)
+
+        def load():
+            raise RuntimeError("no more data")
+
+        if comm.rank == 1:
+            threading.Thread(target=load).start()
+            time.sleep(60)
+        comm.barrier()
+        """,
+    )
+    assert result.returncode == 1
+    assert "RuntimeError: no more data" in result.stderr
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_an_exception_ends_all_ranks_though_the_program_has_its_own_hook(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, sys
+        comm = bagua_comm.connect(timeout_s=60)
+        sys.excepthook = lambda kind, error, trace: print("caught by the program:", error, flush=True)
+        if comm.rank == 1:
+            raise RuntimeError("rank one has a bad day")
+        comm.allreduce(np.ones(100_000))
+        """,
+    )
+    assert result.returncode == 1
+    assert "caught by the program: rank one has a bad day" in result.stdout
+    assert "rank 1 of 2 ended with RuntimeError, and all ranks with it" in result.stderr
+    assert seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(
+            "with comm: (sys.exit(0) if comm.rank == 1 else comm.allreduce(x))",
+            marks=pytest.mark.slow,
+            id="sys.exit in with",
+        ),
+        pytest.param(
+            "with comm: (comm.allreduce(x) if comm.rank == 0 else None)",
+            marks=pytest.mark.slow,
+            id="early end of with",
+        ),
+        pytest.param(
+            "comm.allreduce(x) if comm.rank == 0 else sys.exit(0)", marks=pytest.mark.slow, id="sys.exit"
+        ),
+    ],
+)
+def test_a_rank_that_leaves_in_the_middle_is_not_waited_for(tmp_path, body):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        f"""
+        import bagua_comm, numpy as np, sys
+        comm, x = bagua_comm.connect(timeout_s=60), np.ones(100_000)
+        {body}
+        """,
+    )
+    assert result.returncode == 1
+    assert "rank 0 of 2 on " in result.stderr
+    assert "allreduce(float64[100000], op=sum)" in result.stderr
+    assert seconds < SOON_S
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_sigterm_to_one_rank_ends_all_ranks_and_their_children(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, os, signal, subprocess, time
+        comm = bagua_comm.connect(timeout_s=60)
+        child = subprocess.Popen(["sleep", "60"])  # holds the rank's output open
+        print("child", child.pid, flush=True)
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        comm.allreduce(np.ones(5))
+        """,
+    )
+    assert result.returncode == 128 + signal.SIGTERM
+    children = [int(pid) for pid in re.findall(r"child (\d+)", result.stdout)]
+    assert len(children) == 2
+    until(lambda: not any(map(runs, children)), limit_s=10)
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_a_forked_child_ends_with_its_own_exit_code_and_leaves_the_ranks_alone(tmp_path):
+    result, seconds = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, numpy as np, os, sys
+        comm = bagua_comm.connect(timeout_s=30)
+
+        def fork(task):
+            child = os.fork()
+            if child == 0:
+                task()
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        tasks = [lambda: sys.exit(3), lambda: 1 / 0, lambda: sys.exit(comm.close()), bagua_comm.connect]
+        codes = [fork(task) for task in tasks]
+        print(codes, comm.allreduce(np.ones(1)), flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("[3, 1, 0, 1] [2.]") == 2
+    assert "cannot be a rank: start ranks with mpirun" in result.stderr
+    assert seconds < SOON_S
+
+
+@pytest.mark.slow
+def test_ranks_that_end_long_after_the_others_are_waited_for(tmp_path):
+    result, _ = timed(
+        tmp_path,
+        2,
+        """
+        import bagua_comm, time
+        comm = bagua_comm.connect(timeout_s=1)
+        if comm.rank == 1:
+            time.sleep(5)
+            print("evaluated", flush=True)
+        """,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "evaluated" in result.stdout
+    assert re.search(
+        r"rank 0 of 2 .* has waited 1 s .*it continues to wait.* rank 1 \(process \d+, running\)", result.stderr
+    )
