@@ -3,7 +3,7 @@
     python -m bagua_comm run -n 4 examples/accelerate_digits.py
     torchrun --nproc-per-node 4 examples/accelerate_digits.py
 
-`prepare` wraps the model in PyTorch's DistributedDataParallel; the hook says how that averages gradients.
+`prepare` wraps the model in PyTorch's DistributedDataParallel; the hook defines how gradients are averaged.
 """
 
 import torch

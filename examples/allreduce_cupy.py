@@ -1,8 +1,8 @@
-"""CuPy arrays, averaged over all ranks: exactly, in eight bits, and on a lane beside your own work.
+"""CuPy arrays, averaged over all ranks: exactly, in eight bits, and on a lane while the program computes.
 
     python -m bagua_comm run -n 2 examples/allreduce_cupy.py
 
-Start one rank for each GPU; they use NCCL. Ranks that share a GPU use host memory, with a warning that says so.
+Start one rank for each GPU; they use NCCL. Ranks that share a GPU use host memory, with a warning.
 """
 
 import sys
@@ -26,9 +26,9 @@ with bagua_comm.connect() as comm:  # connect first: this chooses each rank's GP
     y = bagua_comm.quantized_allreduce(comm, y, op="avg")  # a quarter of the bytes on the wire
 
     z = cupy.full(1_000_000, 3 * comm.rank, np.float32)
-    with comm.lane() as lane:  # on a stream of its own
+    with comm.lane() as lane:  # on a separate stream
         lane.submit(lane.comm.allreduce, z, out=z, op="avg")
-        x.copy()  # your own work goes on meanwhile
+        x.copy()  # this runs at the same time
         lane.wait()  # work that you enqueue from here on comes after the average
 
     comm.check_consistency(y)  # the same bytes on all ranks

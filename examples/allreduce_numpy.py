@@ -1,4 +1,4 @@
-"""The 15-line way in: average an array over all ranks.
+"""Average an array over all ranks, in 15 lines.
 
 Usage:
 

@@ -1,10 +1,10 @@
-"""Kill a rank while it trains: training goes on, and ends with the same bytes.
+"""Kill a rank during training: training continues, and ends with the same bytes.
 
     python -m bagua_comm run -n 4 --spares 1 examples/elastic.py
     python -m bagua_comm run -n 4 --spares 1 examples/elastic.py --kill 2
 
-Both print the same hash, and so does any other number of ranks up to 12, with or without spares. --kill has that
-rank kill itself half-way; or do it yourself: ranks print their process ids, and `kill -9` is for one of them.
+Both print the same hash, and so does any other number of ranks up to 12, with or without spares. With --kill
+the given rank kills itself half-way. Or do it yourself: ranks print their process ids for `kill -9`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train on scikit-learn's digits with Lightning Fabric, averaging weights in the place of gradients.
+"""Train on scikit-learn's digits with Lightning Fabric, averaging weights instead of gradients.
 
 python -m bagua_comm run -n 4 examples/fabric_digits.py
 torchrun --nproc-per-node 4 examples/fabric_digits.py
@@ -33,7 +33,7 @@ def main():
             fabric.backward(cross_entropy(model(x), y))
             optimizer.step()
 
-    fabric.strategy.average_weights(model)  # each rank has trained its own
+    fabric.strategy.average_weights(model)  # they differ between ranks
     model.eval()
     with torch.no_grad():
         right = torch.cat([model(x).argmax(1) == y for x, y in rest])

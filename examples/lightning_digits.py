@@ -18,14 +18,14 @@ from bagua_torch.lightning import BaguaStrategy
 
 
 class Digits(lightning.LightningModule):
-    """A network of two layers, and how it is trained."""
+    """A network of two layers, with its loss and optimizer."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def training_step(self, batch):
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         x, y = batch
         return cross_entropy(self.net(x), y)
 
@@ -35,7 +35,7 @@ class Digits(lightning.LightningModule):
         self.log("accuracy", (self.net(x).argmax(1) == y).float().mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        """What steps the parameters."""
+        """Return the optimizer."""
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 

@@ -1,13 +1,14 @@
-"""Train a mixture of experts on scikit-learn's digits (1,797 images, 8 x 8), beside a dense model.
+"""Train a mixture of experts on scikit-learn's digits (1,797 images, 8 x 8), and a dense model.
 
     python -m bagua_comm run -n 2 examples/moe.py
     mpirun -n 4 python examples/moe.py --experts 16 --balance loss --plot loads.png
     torchrun --nproc-per-node 2 examples/moe.py
 
-Both models have the same layers, but for one in the middle: each token goes through k experts out of many, or
-through one dense layer k times as wide. So a token meets equally many weights in both. The experts are split over
-the ranks, and tokens travel to them; everything else is averaged. A token is an image, so that each can choose
-experts of its own.
+Both models have the same layers, except one in the middle: each token passes through k experts out of many, or
+through one dense layer k times as wide, and so through equally many weights. The experts are split over the
+ranks, and tokens are sent to them; all other gradients are averaged. A token is an image, so that each can choose
+different experts. The data are so few that the dense model is faster and more accurate: the program shows how to
+use experts, not when.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def train(
 
 
 def weights_per_token(model: nn.Module, options: argparse.Namespace) -> int:
-    """Weights that a token meets: of k experts, not of all."""
+    """Number of weights that a token passes through: of k experts, not of all."""
     expert = sum(parameter.numel() for parameter in feed_forward(options.width).parameters())
     rest = [p.numel() for name, p in model.named_parameters() if "experts." not in name]
     return sum(rest) + (options.k * expert if isinstance(model.middle, MoE) else 0)

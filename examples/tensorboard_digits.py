@@ -1,10 +1,10 @@
-"""Train on scikit-learn's digits, and show in TensorBoard what communication costs.
+"""Train on scikit-learn's digits, and show the cost of communication in TensorBoard.
 
     pip install tensorboard                     # or tensorboardX, which is smaller and only writes
     python -m bagua_comm run -n 4 examples/tensorboard_digits.py --logdir runs
     tensorboard --logdir runs
 
-Each rank writes a run of its own, since ranks wait for each other: the one that waits least is the slow one.
+Each rank writes its own run. Ranks wait for each other: the one that waits least is the slow one.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main():
             loss.backward()
             optimizer.step()
             if step % options.every == 0:
-                now = ddp.counters.as_dict()  # they only grow: show what has come since the last point
+                now = ddp.counters.as_dict()  # they only grow: show the difference since the last point
                 writer.add_scalar("loss", loss.item(), step)
                 for name, value in now.items():
                     writer.add_scalar(f"{name}_per_step", (value - before[name]) / options.every, step)

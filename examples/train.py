@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/train.py
 
 Under mpirun the ranks communicate over MPI, under torchrun over torch.distributed. Without a launcher there is
-one rank. Every rank trains on its own share of the images, and the ranks average their gradients.
+one rank. Every rank trains on its own part of the images, and the ranks average their gradients.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def main() -> None:
     start = time.perf_counter()
     for _ in range(options.epochs):
         order = torch.randperm(len(train_x), generator=shuffle)
-        mine = order[comm.rank :: comm.size]  # a shard of its own for every rank
+        mine = order[comm.rank :: comm.size]  # a different shard for every rank
         for step in range(steps):
             batch = mine[step * options.batch_size : (step + 1) * options.batch_size]
             loss = cross_entropy(ddp(train_x[batch]), train_y[batch])

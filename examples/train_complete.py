@@ -3,7 +3,7 @@
     python -m bagua_comm run -n 2 examples/train_complete.py
     python -m bagua_comm run -n 3 examples/train_complete.py --epochs 20
 
-Started again, it goes on where it was, also on another number of ranks. docs/guides/train.md explains each part;
+Started again, it resumes, also on another number of ranks. docs/guides/train.md explains each part;
 its code is this program.
 """
 
@@ -103,7 +103,7 @@ first = 0
 if checkpoints.latest() is not None:
     loaded = checkpoints.load(**objects)
     first, progress = loaded.step, loaded.tree["progress"]
-    log.info("going on after epoch %d, which %d ranks saved", first, loaded.ranks)
+    log.info("resuming after epoch %d, which %d ranks saved", first, loaded.ranks)
 
 for epoch in range(first, options.epochs):
     if progress["bad_epochs"] >= options.patience:

@@ -3,8 +3,8 @@
     python -m bagua_comm run -n 4 examples/train_numpy.py
     python -m bagua_comm run -n 4 examples/train_numpy.py --algorithm low_precision --epochs 20
 
-Every rank trains on its own share of the images. `Engine` exchanges gradients or weights, as the algorithm says,
-while this program goes on; the arrays are views of its buckets. CuPy arrays would take the same path.
+Every rank trains on its own part of the images. `Engine` exchanges gradients or weights, depending on the
+algorithm, while this program computes; the arrays are views of its buckets. CuPy arrays work in the same way.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gradients(weight: Arrays, grad: Arrays, engine: Engine, x: np.ndarray, y: np
     delta /= len(y)
     grad["output.weight"][...] = hidden.T @ delta
     grad["output.bias"][...] = delta.sum(0)
-    engine.ready("output.weight")  # this bucket may leave while the next layer is computed
+    engine.ready("output.weight")  # this bucket may be sent while the next layer is computed
     engine.ready("output.bias")
     delta = (delta @ weight["output.weight"].T) * (hidden > 0)
     grad["hidden.weight"][...] = x.T @ delta
@@ -122,7 +122,7 @@ def train(comm: Communicator, options: argparse.Namespace) -> None:
                 engine.at(Point.STEP)
         engine.stop()
         sent = engine.counter
-    for flat in weights:  # algorithms that exchange weights leave ranks with different ones
+    for flat in weights:  # they differ between ranks if the algorithm exchanges weights
         comm.allreduce(flat, out=flat, op="avg")
         comm.check_consistency(flat)
 

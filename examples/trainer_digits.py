@@ -3,7 +3,7 @@
     python -m bagua_comm run -n 4 examples/trainer_digits.py
     torchrun --nproc-per-node 4 examples/trainer_digits.py
 
-Trainer wraps the model in PyTorch's DistributedDataParallel; the callback says how that averages gradients.
+Trainer wraps the model in PyTorch's DistributedDataParallel; the callback defines how gradients are averaged.
 """
 
 import tempfile
