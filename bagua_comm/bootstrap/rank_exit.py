@@ -47,7 +47,7 @@ REPORT_DELAY_S, MAX_REPORT_DELAY_S = 0.3, 3.0
 most the second."""
 
 RECORDS_S = 1.0
-"""How long the rank that reports an error waits, at most, for the flight records of the other ranks."""
+"""The time limit of the rank that reports an error for the flight records of the other ranks."""
 
 
 @functools.lru_cache(maxsize=1)
