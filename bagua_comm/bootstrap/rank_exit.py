@@ -1,8 +1,10 @@
 """The exit of a rank: no other rank waits for one that has ended, whatever ended it.
 
-an uncaught exception    print it, then end all ranks (MPI_Abort)
-SIGTERM                  end child processes as well; mpirun then ends the other ranks
-the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
+`ExitHandler` handles
+
+    an uncaught exception    print it, then end all ranks (MPI_Abort)
+    SIGTERM                  end child processes as well; mpirun then ends the other ranks
+    the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
 """
 
 from __future__ import annotations
