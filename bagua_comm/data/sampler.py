@@ -92,14 +92,14 @@ class Sampler(ABC):
     @property
     def size(self) -> int:
         """Number of ranks: as given, or that of `bagua_comm.default()`, also after a change of ranks."""
-        return self._place()[0]
+        return self._ranks_and_rank()[0]
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._place()[1]
+        return self._ranks_and_rank()[1]
 
-    def _place(self) -> tuple[int, int]:
+    def _ranks_and_rank(self) -> tuple[int, int]:
         """The number of ranks, and this rank: of the open communicator, else of the last one."""
         comm = current() if self._follows else None
         if comm is None and (self._size is None or self._rank is None):
