@@ -122,7 +122,7 @@ def test_other_algorithms_have_no_microbatches():
 def test_a_loop_that_holds_nothing_is_told_what_to_do():
     def body(comm):
         ddp = DistributedDataParallel(network(), [], GradientAllReduce(Reproducible(addends=2)), comm=comm)
-        with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; deal microbatches"):
+        with pytest.raises(ArrayError, match="rank 0 of 1 has 2 of 2 addends, but has 1; distribute"):
             cross_entropy(ddp(torch.ones(2, 10)), torch.zeros(2, dtype=torch.long)).backward()
         ddp.close()
 

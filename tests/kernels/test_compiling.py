@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from bagua_comm import files, kernels
-from bagua_comm.kernels import compiled, host
-from bagua_comm.kernels.numba import background, cache, compiler_process
+from bagua_comm.kernels import compiled, compiler_process, host
+from bagua_comm.kernels.numba import background, cache
 from bagua_comm.kernels.numba.background import BackgroundCompiler
 from bagua_comm.kernels.numba.cache import Lease
 from bagua_comm.kernels.numba.signatures import KERNELS

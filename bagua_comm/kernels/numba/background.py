@@ -51,7 +51,7 @@ _DIE_WITH_PARENT = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', lambda *_
 It runs first, since the process may be stopped at any time, and nobody would resume it.
 """
 
-_MAIN = f"from {__package__}.compiler_process import main"
+_MAIN = f"from {__package__.removesuffix('.numba')}.compiler_process import main"
 
 
 class BackgroundCompiler:

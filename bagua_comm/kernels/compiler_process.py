@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import dtype_named
-from .. import compiled, host
-from .background import last_words, start
-from .cache import (
+from ..arrays import dtype_named
+from . import compiled, host
+from .numba.background import last_words, start
+from .numba.cache import (
     GOOD,
     Lease,
     UnavailableError,
@@ -29,7 +29,7 @@ from .cache import (
     write_object,
     write_verdict,
 )
-from .signatures import KERNELS
+from .numba.signatures import KERNELS
 
 _RENEW_S = 1.0
 """The interval at which a lease is renewed."""
@@ -81,8 +81,8 @@ def _renew(lease: Lease, parent: int) -> None:
 def _make(folder: Path, lease: Lease, *, urgent: bool) -> None:
     try:
         # These import Numba, and register their kernels in codegen.
-        from . import casts, checksums, fixed_point, minmax, sums  # noqa: F401
-        from .codegen import object_code
+        from .numba import casts, checksums, fixed_point, minmax, sums  # noqa: F401
+        from .numba.codegen import object_code
 
         for name in KERNELS:
             if read_object(object_path(folder, name)) is None:
