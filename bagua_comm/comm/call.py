@@ -140,11 +140,11 @@ class Call(Course):
 
     def run(self, move: Move) -> Any:
         """Run the call once. `move` sends and receives; it takes `x` and `target`. Returns its result."""
-        x, self.move, self.describe = self.x, move, self.signature
+        x = self.x
         self.head, self.dtype = self._head(), x.dtype
         if self.payload < 0:
             self.payload = x.nbytes
-        return self.execute(self.comm, x, self.target, self.timeout_s)
+        return self.execute(self.comm, move, x, self.target, self.timeout_s)
 
     def run_and_cache(self, move: Move, *arguments: Hashable, fills: Fills = "out") -> None:
         """Run the call by `move`, or by a faster one of the transport, and keep it; see `cache`."""
@@ -159,10 +159,10 @@ class Call(Course):
 
         Calls like it run by `move`.
         """
-        x, self.move = self.original, move
+        x = self.original
         if type(x) is np.ndarray:
             key = self.name, arguments, x.dtype, x.shape
-            self.comm.call_cache.add(key, PreparedCall(self, fills, self.output.value.shape))
+            self.comm.call_cache.add(key, PreparedCall(self, move, fills, self.output.value.shape))
 
     def _head(self) -> flight.Head:
         """Return the description of the call for the flight recorder."""

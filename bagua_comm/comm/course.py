@@ -50,8 +50,7 @@ class Course:
     """A call whose arguments are checked; the base of `Call` and of `PreparedCall`."""
 
     __slots__ = (
-        "_span_arguments", "_wire_bytes", "checked", "describe", "dtype", "head", "move", "name", "payload",
-        "source", "transport",
+        "_span_arguments", "_wire_bytes", "checked", "dtype", "head", "name", "payload", "source", "transport",
     )  # fmt: skip
 
     name: str
@@ -59,9 +58,7 @@ class Course:
     head: flight.Head
     """The description of the call for the flight recorder."""
     transport: Transport
-    move: Move
-    """Sends and receives; takes `x` and the array to fill."""
-    describe: Callable[[], str]
+    signature: Callable[[], str]
     """Returns the text that is equal on all ranks if they all make this call."""
     dtype: DType
     """The dtype of `x`."""
@@ -76,8 +73,11 @@ class Course:
     _wire_bytes: int
     """Bytes that the latest call sent; -1 before the first."""
 
-    def execute(self, comm: CommBase, x: Array, target: Array, timeout_s: float | None = None) -> Any:
-        """Run the call on its communicator. Returns the result of `move`.
+    def execute(self, comm: CommBase, move: Move, x: Array, target: Array, timeout_s: float | None = None) -> Any:
+        """Run the call on its communicator. `move` sends and receives; it takes `x` and `target`.
+
+        Returns:
+            The result of `move`.
 
         Raises:
             ArrayError: `timeout_s` is not a positive number.
@@ -99,7 +99,7 @@ class Course:
         outermost, guard.is_free = guard.is_free, False
         try:
             if outermost:
-                guard.enter(name, self.describe, timeout_s)
+                guard.enter(name, self.signature, timeout_s)
             record[flight.NUMBER] = guard.count(head[1])
             comm.flight.ring.append(record)
             if observed:
@@ -112,7 +112,7 @@ class Course:
                 if trace.wanted():
                     ranges = trace.show(name, head[5], x.nbytes)
             moving = True
-            result = self.move(x, target)
+            result = move(x, target)
             record[flight.END] = end = time.perf_counter_ns()
             if outermost:
                 guard.leave()

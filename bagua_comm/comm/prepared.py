@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from ..arrays import Array
+from ..transports.base import Move
 from .arguments import EMPTY
 from .base import CommBase
 from .course import Course
@@ -40,7 +41,7 @@ def run_if_known(
     target = call.output(x, out)
     if target is None:
         return None
-    call.execute(comm, x, target, timeout_s)
+    call.execute(comm, call.move, x, target, timeout_s)
     return target
 
 
@@ -48,16 +49,17 @@ class PreparedCall(Course):
     """A call that can be run again, on other host arrays of its dtype and shape.
 
     Args:
-        call: The first call, not yet executed.
+        call: The first call.
+        move: Sends and receives; takes `x` and the array to fill.
         fills: The argument that it fills.
         shape: The shape of `out`.
     """
 
-    __slots__ = ("_fills", "_shape")
+    __slots__ = ("_fills", "_shape", "move", "signature")
 
-    def __init__(self, call: Course, fills: Fills, shape: tuple[int, ...]) -> None:
-        self.name, self.head, self.transport, self.move = call.name, call.head, call.transport, call.move
-        self.describe = functools.partial(str, call.describe())
+    def __init__(self, call: Course, move: Move, fills: Fills, shape: tuple[int, ...]) -> None:
+        self.name, self.head, self.transport, self.move = call.name, call.head, call.transport, move
+        self.signature = functools.partial(str, call.signature())
         self.dtype, self.payload, self.checked = call.dtype, call.payload, call.checked
         self.source = EMPTY if call.source is EMPTY else None  # else `x`; its array is not kept
         self._fills, self._shape, self._wire_bytes = fills, shape, -1

@@ -1,6 +1,7 @@
 """Calls of a Communicator that its conformance kit leaves out, over threads, devices and gloo. mpi/ has MPI."""
 
 import functools
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -58,6 +59,29 @@ def test_messages_like_earlier_ones_run_prepared_calls():
         return first, messages(comm), comm.call_cache.added - added
 
     assert run_ranks(2, body) == [([1, 1], [1, 1], 0), ([0, 0], [0, 0], 0)]
+
+
+def test_calls_leave_no_cycles_of_references():
+    comm, x, out = Communicator([LocalTransport()]), np.ones(3), np.empty(3)
+
+    def make_calls():
+        comm.allreduce(x, out)
+        comm.scan(x, out)
+        comm.gather(x, root=0)
+        comm.scatter(x[None], root=0)
+        comm.allgatherv(x, out, [3])
+        comm.alltoallv(x, [3], out, [3])
+        comm.allreduce_many([x, x])
+        comm.allgather_object("text")
+
+    make_calls()
+    gc.collect()
+    gc.disable()
+    try:
+        make_calls()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_an_object_is_never_taken_for_an_array():
