@@ -461,7 +461,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
         f"def test_z():\n    if {crashes}: os.kill(os.getpid(), 9)\n"
         f"    assert float(os.environ[{gpu_world.SECTION_ENDS!r}]) < {time.time() + 61}\n"
     )
-    monkeypatch.setattr(gpu, "GPU_TESTS", folder)
+    monkeypatch.setattr(gpu_sections, "GPU_TESTS", folder)
     entry = run(lambda run: gpu_sections.gpu_tests(run, "test_it.py"))
 
     results = entry["results"]
@@ -479,7 +479,7 @@ def test_the_gpu_tests_are_counted(run, tmp_path, monkeypatch, crashes):
 @pytest.mark.slow
 def test_what_cannot_be_collected_has_failed(run, tmp_path, monkeypatch):
     (tmp_path / "test_it.py").write_text("import there_is_no_such_module")
-    monkeypatch.setattr(gpu, "GPU_TESTS", tmp_path)
+    monkeypatch.setattr(gpu_sections, "GPU_TESTS", tmp_path)
     entry = run(lambda run: gpu_sections.gpu_tests(run, "test_it.py"))
     assert entry["outcome"] == "failed"
     assert "there_is_no_such_module" in entry["results"]["failures"][0]["message"]
