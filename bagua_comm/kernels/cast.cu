@@ -1,4 +1,4 @@
-// Casts to 16 bits and back. host.py is the specification.
+// Casts to 16 bits and back. kernels/host is the specification.
 //
 // Values are rounded half to even. Finite values stay finite, NaN becomes the canonical NaN, and inf stays inf. WIRE is the
 // dtype on the wire. A row of the wire holds the elements, padded to 32 bytes. A thread works on 16 bytes' worth of

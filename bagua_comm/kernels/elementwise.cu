@@ -1,4 +1,4 @@
-// The element-wise steps of algorithms and optimizers, each in one pass. host.py is the specification.
+// The element-wise steps of algorithms and optimizers, each in one pass. kernels/host is the specification.
 //
 // float16 and bfloat16 are computed in float32 and rounded once; float64 in float64. A thread works on 16 bytes' worth of
 // neighbouring elements of every array, and then moves on by the size of the grid. An output may be an input.

@@ -1,4 +1,4 @@
-// Block fixed point: the elements of a block as multiples of one unit, a power of two. host.py is the specification.
+// Block fixed point: the elements of a block as multiples of one unit, a power of two. kernels/host is the specification.
 //
 //   unit = 2^(max(f, 1) - 126 - bits)    q = clip(rint(x / unit), 1 - 2^bits, 2^bits - 1)
 //

@@ -1,4 +1,4 @@
-// MinMaxUInt8: eight-bit codes between the minimum and the maximum of each block. host.py is the specification.
+// MinMaxUInt8: eight-bit codes between the minimum and the maximum of each block. kernels/host is the specification.
 //
 //   range = max - min + eps    scale = 255 / range    upper = rint(max * scale)    lower = upper - 255
 //   code  = clip(rint(x * scale) - lower, 0, 255)     x' = (code + lower) / scale

@@ -1,7 +1,7 @@
 // Shared by all kernels: element types, exact conversions, and access to memory in 16-byte words.
 //
 // A .cu file is compiled once for each dtype of its arrays, with ELEMENT defined as NumPy's name of that dtype.
-// The compiler makes no fused multiply-adds (-fmad=false) but those written here: the bytes must be those of host.py.
+// The compiler makes no fused multiply-adds (-fmad=false) but those written here: the bytes must be those of kernels/host.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Reduce the rows of a matrix, in row order. host.py is the specification.
+// Reduce the rows of a matrix, in row order. kernels/host is the specification.
 //
 // float16 and bfloat16 accumulate in float32 and are rounded once. The average of integers accumulates in 64 bits and is
 // truncated. A thread works on 16 bytes' worth of neighbouring columns. INTEGER is defined where ELEMENT is an integer.

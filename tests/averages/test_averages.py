@@ -25,7 +25,7 @@ from bagua_comm import (
 )
 from bagua_comm.arrays import FLOATS, as_array, dtype_named
 from bagua_comm.kernels import host
-from bagua_comm.kernels.host import casts, minmax, sums
+from bagua_comm.kernels.host import casts, minmax, numbers, sums
 from bagua_comm.testing import Recording, run_ranks
 
 SIZES = (1, 2, 3, 4, 8)
@@ -436,8 +436,9 @@ def test_a_codec_inside_a_hierarchy_shrinks_only_what_crosses_nodes():
 @pytest.mark.parametrize("count", [2**21, 2**21 - 1])
 @pytest.mark.parametrize(("average", "width"), [(Quantized(), 1), (Exact(), 4), (Hierarchical(), 4)])
 def test_repeated_calls_keep_no_memory_and_take_none_but_for_messages(average, width, count, monkeypatch):
-    for module, name in [(sums, "PIECE"), (casts, "PIECE"), (minmax, "SPAN")]:
-        monkeypatch.setattr(module, name, 2**14)  # so that messages stand out
+    for module in (casts, minmax, numbers, sums):
+        monkeypatch.setattr(module, "PIECE", 2**14)  # so that messages stand out
+    monkeypatch.setattr(minmax, "SPAN", 2**14)
 
     def body(comm):
         x = np.ones(count, np.float32)

@@ -1,4 +1,4 @@
-"""The compiled kernels against host.py, byte for byte."""
+"""The compiled kernels against kernels.host, byte for byte."""
 
 import sys
 import threading

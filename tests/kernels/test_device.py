@@ -1,4 +1,4 @@
-"""The .cu files against host.py, byte for byte. They run here as they are, on the CPU (cuda_on_cpu)."""
+"""The .cu files against kernels.host, byte for byte. They run here as they are, on the CPU (cuda_on_cpu)."""
 
 import inspect
 import json
