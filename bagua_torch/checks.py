@@ -161,7 +161,7 @@ def check_optimizers(
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ArrayError(
                 f"DistributedDataParallel: optimizers is {optimizers!r}, expected optimizers of "
-                "torch.optim; give all further arguments of PyTorch's own wrapper by name"
+                "torch.optim; give all other arguments of PyTorch's wrapper by name"
             )
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if not mine & wanted:

@@ -19,8 +19,22 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
+<<<<<<< HEAD
 from bagua_comm.algorithms.base import Payload, with_defaults
 from bagua_comm.algorithms.state import PER_BUCKET, Saved, check_state, copy_numbers, load_state
+=======
+from bagua_comm.algorithms.base import Payload, complete
+from bagua_comm.algorithms.state import (
+    WHOLE,
+    Facts,
+    Saved,
+    check_state,
+    checksum,
+    copy_numbers,
+    load_state,
+    resealed,
+)
+>>>>>>> H6
 from bagua_comm.arrays import Array
 from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import EngineCallbacks
@@ -34,6 +48,9 @@ from .flats import Flat, Layout
 from .memory import BucketMemory
 
 Class = TypeVar("Class", bound=type)
+
+FORMATS = "memory formats: "
+"""Prefix of the memory formats in the saved layout of a bucket."""
 
 
 def _in_stream_order(cls: Class) -> Class:
@@ -147,7 +164,7 @@ class TorchEngine(Engine):
 
     def state_tensors(self) -> dict[str, Any]:
         """The result of `Engine.state_dict`, with tensors for arrays."""
-        return map_leaves(super().state_dict(), _to_tensor)  # type: ignore[no-any-return]
+        return map_leaves(self.state_dict(), _to_tensor)  # type: ignore[no-any-return]
 
     def load_state_tensors(self, state: Any) -> None:
         """Load the result of `state_tensors`; see `Engine.load_state_dict`.
@@ -157,11 +174,17 @@ class TorchEngine(Engine):
         self._memory.reclaim()  # replicas are made from the weights
         self.load_state_dict(map_leaves(state, self._to_array))
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `Engine.state_dict`. Arrays of whole buckets are saved with the memory formats of their tensors."""
+        saved: dict[str, Any] = self._with_formats(super().state_dict(), self._add_format)
+        return saved
+
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """See `Engine.load_state_dict`. State of parameters that are still frozen is kept for them.
 
-        Collective.
+        Collective. Arrays of whole buckets load only into tensors of the same memory formats.
         """
+        saved = self._with_formats(saved, self._remove_format)
         super().load_state_dict(saved)
         extra = {name: pieces for name, pieces in saved["tensors"].items() if name not in self._names}
         self._later = extra if saved["phase_began"] == self._exchanges.began else {}
@@ -175,9 +198,9 @@ class TorchEngine(Engine):
         if not phase.lends:
             return {}
         arrays = [phase.lent(state) for state in self.states]
-        lent = self._shared_state
-        same = len(lent.arrays) == len(arrays) and all(map(is_, lent.arrays, arrays))
-        if not same or list(map(torch.Tensor.data_ptr, lent.tensors.values())) != lent.addresses:
+        shared = self._shared_state
+        same = len(shared.arrays) == len(arrays) and all(map(is_, shared.arrays, arrays))
+        if not same or list(map(torch.Tensor.data_ptr, shared.tensors.values())) != shared.addresses:
             flats = [Flat(as_tensor(array)) for array in arrays]
             tensors = self._memory.parts(flats)
             self._shared_state = _SharedState(
@@ -208,6 +231,40 @@ class TorchEngine(Engine):
                     for path, value in saved[name].items()
                 }
         return reordered
+
+    def _with_formats(self, saved: Any, change: Callable[[Any], Any]) -> Any:
+        """A checkpoint with the layouts of whole buckets changed, unless it has none or is damaged."""
+        try:
+            if not any(path.endswith(WHOLE) for pieces in saved["tensors"].values() for path in pieces):
+                return saved
+            tensors = {
+                name: {path: change(value) if path.endswith(WHOLE) else value for path, value in pieces.items()}
+                for name, pieces in saved["tensors"].items()
+            }
+            facts = [saved[name] for name in Facts._fields]
+            intact = saved["checksum"] == checksum(*facts, saved["digest"], saved=saved["tensors"])
+        except Exception:  # the engine refuses it, on all ranks
+            return saved
+        if not intact:
+            return saved
+        return resealed({**saved, "tensors": tensors}, rank=saved["rank"], size=saved["size"])
+
+    def _add_format(self, layout: list[Any]) -> list[Any]:
+        """The layout of a bucket, with the memory formats of its tensors if these can vary."""
+        text = self._format_of(layout[1:])
+        return [*layout, text] if text else layout
+
+    def _remove_format(self, layout: list[Any]) -> list[Any]:
+        """Undo `_add_format`, if the memory formats are the same."""
+        *plain, text = layout
+        return plain if str(text).startswith(FORMATS) and text == self._format_of(plain[1:]) else layout
+
+    def _format_of(self, names: Iterable[str]) -> str:
+        layouts = {name: self._memory.layouts[name] for name in names if name in self._memory.layouts}
+        if all(len(layout.size) < 4 and layout.is_contiguous for layout in layouts.values()):
+            return ""
+        orders = {name: layout.order for name, layout in layouts.items() if not layout.is_contiguous}
+        return f"{FORMATS}{orders or 'contiguous'}"
 
     def _to_array(self, value: Any) -> Any:
         try:

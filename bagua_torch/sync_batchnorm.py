@@ -198,7 +198,7 @@ def convert(
             why = (
                 "is lazy; run the module once before"
                 if isinstance(part, LazyModuleMixin)
-                else ("has a class of its own, whose forward pass would be lost; make it a plain BatchNorm")
+                else "is of a subclass, whose forward pass would be lost; make it a plain BatchNorm"
             )
             raise UnsupportedError(f"convert: {name or 'the module'!r}, a {type(part).__name__}, {why}")
     own = _duplicate_of(comm if comm is not None else bagua_comm.default())

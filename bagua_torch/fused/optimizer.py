@@ -401,7 +401,7 @@ class FusedSharingOptimizer(FusedOptimizer):
                 self._attach(flat_group)
 
     def detach(self, parameters: Iterable[Tensor]) -> None:
-        """Keep the momentum of each parameter in a tensor of its own again."""
+        """Keep the momentum of each parameter in a separate tensor again."""
         parameters = list(parameters)
         super().detach(parameters)  # type: ignore[misc]
         if [p for p in parameters if self._attached.pop(p, None) is not None]:

@@ -127,7 +127,7 @@ class BucketExchange(Live):
         attach_states(self.optimizers, self.model.trained, self.engine)
 
     def detach_states(self) -> None:
-        """Give optimizers states of their own."""
+        """Give optimizers separate states."""
         attach_states(self.optimizers, self.model.trained, None)
 
     def flatten(self) -> None:

@@ -1,5 +1,6 @@
 """Memory formats and complex numbers: parameters of any layout train as in one process."""
 
+import copy
 import itertools
 
 import pytest
@@ -27,6 +28,7 @@ from bagua_comm import (
     DiLoCo,
     ErrorFeedback,
     GradientAllReduce,
+    Hierarchical,
     LowPrecisionDecentralized,
     QAdam,
     UnsupportedError,
@@ -265,3 +267,32 @@ def test_algorithms_without_an_exact_mean_refuse_complex_parameters_by_name(algo
             DistributedDataParallel(module, optimizer, algorithm, comm=comm)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("saved_in", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("loaded_in", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_a_residual_of_a_whole_bucket_loads_only_into_the_same_memory_format(saved_in, loaded_in):
+    algorithm = GradientAllReduce(Hierarchical(ErrorFeedback()))
+
+    def wrapped_in(comm, memory_format):
+        model = filled(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 2)))
+        model = model.to(memory_format=memory_format)
+        return DistributedDataParallel(model, algorithm=algorithm, comm=comm)
+
+    def body(comm):
+        ddp = wrapped_in(comm, saved_in)
+        ddp(torch.ones(2, 3, 3, 3) * (comm.rank + 1)).square().sum().backward()
+        saved = copy.deepcopy(ddp.state_dict())
+        ddp.replan(bucket_bytes=ddp.bucket_bytes)
+        ddp.close()
+        other = wrapped_in(comm, loaded_in)
+        if loaded_in == saved_in:
+            other.load_state_dict(saved)
+            kept = [state["_extra_state"]["tensors"] for state in (saved, other.state_dict())]
+            assert str(kept[0]) == str(kept[1])
+        else:
+            with pytest.raises(ArrayError, match="belongs to its bucket as a whole"):
+                other.load_state_dict(saved)
+        other.close()
+
+    run_ranks(4, body, nodes=["a", "a", "b", "b"], timeout_s=10)

@@ -373,7 +373,7 @@ class Mine(nn.BatchNorm2d):
 
 
 @pytest.mark.parametrize(
-    ("part", "message"), [(nn.LazyBatchNorm2d(), "is lazy; run"), (Mine(3), "'2', a Mine, has")]
+    ("part", "message"), [(nn.LazyBatchNorm2d(), "is lazy; run"), (Mine(3), "'2', a Mine, is of a subclass")]
 )
 def test_a_batchnorm_that_convert_would_break_is_named(part, message):
     model = nn.Sequential(nn.Identity(), nn.BatchNorm2d(3), part)
