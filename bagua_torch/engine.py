@@ -19,22 +19,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from bagua_comm import Algorithm, Communicator, Engine
-<<<<<<< HEAD
 from bagua_comm.algorithms.base import Payload, with_defaults
-from bagua_comm.algorithms.state import PER_BUCKET, Saved, check_state, copy_numbers, load_state
-=======
-from bagua_comm.algorithms.base import Payload, complete
 from bagua_comm.algorithms.state import (
-    WHOLE,
-    Facts,
+    PER_BUCKET,
     Saved,
+    StateHeader,
     check_state,
     checksum,
     copy_numbers,
     load_state,
-    resealed,
+    relabelled,
 )
->>>>>>> H6
 from bagua_comm.arrays import Array
 from bagua_comm.cuda import DeviceClock, DeviceSpan
 from bagua_comm.engine import EngineCallbacks
@@ -235,19 +230,21 @@ class TorchEngine(Engine):
     def _with_formats(self, saved: Any, change: Callable[[Any], Any]) -> Any:
         """A checkpoint with the layouts of whole buckets changed, unless it has none or is damaged."""
         try:
-            if not any(path.endswith(WHOLE) for pieces in saved["tensors"].values() for path in pieces):
+            if not any(path.endswith(PER_BUCKET) for pieces in saved["tensors"].values() for path in pieces):
                 return saved
             tensors = {
-                name: {path: change(value) if path.endswith(WHOLE) else value for path, value in pieces.items()}
+                name: {
+                    path: change(value) if path.endswith(PER_BUCKET) else value for path, value in pieces.items()
+                }
                 for name, pieces in saved["tensors"].items()
             }
-            facts = [saved[name] for name in Facts._fields]
+            facts = [saved[name] for name in StateHeader._fields]
             intact = saved["checksum"] == checksum(*facts, saved["digest"], saved=saved["tensors"])
         except Exception:  # the engine refuses it, on all ranks
             return saved
         if not intact:
             return saved
-        return resealed({**saved, "tensors": tensors}, rank=saved["rank"], size=saved["size"])
+        return relabelled({**saved, "tensors": tensors}, rank=saved["rank"], size=saved["size"])
 
     def _add_format(self, layout: list[Any]) -> list[Any]:
         """The layout of a bucket, with the memory formats of its tensors if these can vary."""
