@@ -34,8 +34,8 @@ _WORK_S, _LOOK_S = 0.01, 0.2
 _FIRST_SHARE, _LAST_SHARE, _RAMP_S = 0.01, 0.05, 20.0
 """The share of the time that it runs then, at first and in the end, and the seconds in between.
 
-A program of some seconds loses less than 1 % of its speed. At the lowest priority without pauses, the compiler
-takes a tenth of the speed of a training on all cores.
+On two busy cores a training of two ranks lost about a hundredth of its speed, and about a tenth beside a compiler
+that only had the lowest priority.
 """
 
 _IDLE_CORES = 1.5
