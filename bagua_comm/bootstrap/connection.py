@@ -193,9 +193,9 @@ def open_world(
     _check_order(setup.allgather_object(op_order))
     nodes = machines if node is None else setup.allgather_object(node)
     choose_net(setup, net)
-    device, beside = connect_device(setup, gpu)
+    device, for_device = connect_device(setup, gpu)
     world = World(
-        [transport, *beside],
+        [transport, *for_device],
         nodes=nodes,
         device=device,
         check=check,

@@ -51,8 +51,8 @@ def child_program(source: str) -> str:
 
 
 def own_variables() -> dict[str, str]:
-    """Return the environment variables that describe the start of this process; see `launchers.own`."""
-    return launchers.own(os.environ, slurm_step())
+    """Return the environment variables of this process, without those inherited from another Slurm step."""
+    return launchers.without_inherited(os.environ, slurm_step())
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def set_mpi_variables() -> None:
     """Set the environment variables that MPI reads when it starts, unless the user has set them.
 
     Raises:
-        BootstrapError: A rank may not open as many connections as the user has asked for.
+        BootstrapError: A rank may not open the number of connections that the user has set.
     """
     count, others = number_of_links(), ranks_on_other_hosts()
     complaint = tcp_links.complaint(count, others) if count > 1 else None

@@ -76,8 +76,8 @@ def nccl_obstacle(gpus: Sequence[GpuFacts]) -> str | None:
     for (machine, bus_id, _), ranks in ranks_at.items():
         if len({gpus[rank].uuid for rank in ranks}) > 1:
             return (
-                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL tells apart from "
-                f"version 2.30 on; this is {gpus[0].nccl}"
+                f"ranks {ranks} have slices (MIG) of the GPU {bus_id} of {machine}, which NCCL distinguishes "
+                f"from version 2.30 on; this is {gpus[0].nccl}"
             )
         if len(ranks) > 1:
             return f"ranks {ranks} share the GPU {bus_id} of {machine}; {ADVICE}"

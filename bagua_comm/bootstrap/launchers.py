@@ -4,7 +4,8 @@
 since Slurm starts mpirun's helpers on each node, and srun may start torchrun. The launcher that is closest to the
 process is first in the table, and determines the number of ranks.
 
-All functions take the environment variables as a mapping. `own` removes those of another step of Slurm.
+All functions take the environment variables as a mapping. `without_inherited` removes those of another step of
+Slurm.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def find(variables: Mapping[str, str]) -> Launch | None:
     return None
 
 
-def own(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]:
+def without_inherited(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]:
     """Return these variables without those inherited from a task of another Slurm step.
 
     A task may submit a job, or run salloc. sbatch copies all variables of the task to the new job, so its script
@@ -90,7 +91,8 @@ def own(variables: Mapping[str, str], step: str | None = None) -> dict[str, str]
         variables: The environment variables of a process.
         step: The step of the process, from `processes.slurm_step`. If None, the variables alone decide.
 
-    >>> sorted(own({"SLURM_JOB_ID": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, step="8.batch"))
+    >>> variables = {"SLURM_JOB_ID": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    >>> sorted(without_inherited(variables, step="8.batch"))
     ['SLURM_JOB_ID', 'SLURM_PROCID']
     """
     if "SLURM_STEP_NUM_TASKS" not in variables:
@@ -193,7 +195,7 @@ def _advice(launcher: Launcher, mpi: str) -> str:
             f"start it with {wanted.name}{library} (srun --mpi=list shows what this Slurm has), or with {INSIDE}"
         )
     return (
-        f"start it with the mpirun of {mpi} (python -m bagua_comm run takes that), or "
+        f"start it with the mpirun of {mpi} (python -m bagua_comm run uses that), or "
         f"{BUILD.format('the MPI of this launcher')}"
     )
 

@@ -100,7 +100,7 @@ def start_fleet(timeout_s: float, first: Callable[[], F]) -> F:
 
     Raises:
         BootstrapError: The world cannot be set up; see `connect`.
-        RankFailed: A process died before the others could go on without it.
+        RankFailed: A process died before the others could continue without it.
     """
     handler, log = _start_mpi(timeout_s, None)
     try:

@@ -1,8 +1,10 @@
 """The exit of a rank: no other rank waits for one that has ended, whatever ended it.
 
-an uncaught exception    print it, then end all ranks (MPI_Abort)
-SIGTERM                  end child processes as well; mpirun then ends the other ranks
-the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
+`ExitHandler` handles
+
+    an uncaught exception    print it, then end all ranks (MPI_Abort)
+    SIGTERM                  end child processes as well; mpirun then ends the other ranks
+    the end of the program   leave the open worlds; then call MPI_Finalize, unless it could hang
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ REPORT_DELAY_S, MAX_REPORT_DELAY_S = 0.3, 3.0
 most the second."""
 
 RECORDS_S = 1.0
-"""How long the rank that reports an error waits, at most, for the flight records of the other ranks."""
+"""The time limit of the rank that reports an error for the flight records of the other ranks."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,8 +9,7 @@ By default, Open MPI 5 hardly uses them, and may hang:
   MPI then forgets some of those that it has accepted, and their senders wait for ever. With `open_in_order`, one
   rank of each pair opens all links before any other message is sent.
 * Each message advances the turn by two. So all of an odd number of links are used (see `odd`), and every second
-one
-  of an even number.
+  one of an even number.
 
 MPI reads the environment variables when it starts; `environment.set_mpi_variables` sets them.
 """

@@ -22,7 +22,7 @@ from . import saving, trees
 from .folders import FORMAT, VERSION, Folder, Found, manifest_at
 from .loading import Reader
 from .saving import SaveJob, Staging
-from .texts import apart, place
+from .texts import apart, shortened
 from .trees import Packed
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class Checkpoints(Live):
                         what = f"rank 0 has {here} where rank {rank} has {there}"
                     else:
                         here, there = apart(mine, other)
-                        what = f"{place(path)} is {here} on rank 0 and {there} on rank {rank}"
+                        what = f"{shortened(path)} is {here} on rank 0 and {there} on rank {rank}"
                     return CommMismatch(
                         f"save: ranks have different trees: {what}; put what belongs to a rank in Own(...)"
                     )
@@ -205,7 +205,7 @@ class Checkpoints(Live):
         problem = _first_problem([problem for _, problem in rows])
         parts = [part for part, _ in rows if part is not None]
         if problem is None:
-            problem = saving.misfit(parts)
+            problem = saving.first_mismatch(parts)
 
         def end(_: Callable[[], None]) -> None:
             if comm.rank != 0:

@@ -15,7 +15,7 @@ from ..arrays import Array
 from ..errors import BaguaError, CheckpointError
 from . import tensorfile
 from .folders import file_name
-from .texts import place
+from .texts import shortened
 from .trees import FromArray, Json, Rule, Unpacker
 
 _OPEN = 32
@@ -112,7 +112,7 @@ class Reader:
     def _own(self, number: int, rule: Rule | None, path: str) -> Any:
         if self._world == self._ranks:
             return self._own_of(self._rank, number)
-        path = place(path)
+        path = shortened(path)
         if rule == "drop":
             return None
         if rule == "first":

@@ -15,7 +15,7 @@ from ..arrays import Array
 from . import tensorfile
 from .folders import file_name
 from .slices import slices_of
-from .texts import place
+from .texts import shortened
 from .trees import Json, Leaf, Packed
 
 _ALIGNED = 64
@@ -74,7 +74,7 @@ class SaveJob(NamedTuple):
     own: dict[str, Json]
     """The per-rank trees, and the dtypes and shapes of their arrays."""
     pieces: list[Piece]
-    behind: list[Array]
+    previous: list[Array]
     """This rank's copy of the shared slices that the previous rank writes, for comparison."""
 
 
@@ -88,8 +88,8 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
     """Copy this rank's part, and the slices that it checks for another rank, to the host."""
     slices = slices_of([(leaf.array.size, leaf.array.itemsize) for leaf in packed.shared], ranks)
     mine = [(packed.shared[each.array], each) for each in slices[rank]]
-    behind = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
-    shared = [room((s.end - s.begin) * leaf.array.itemsize) for leaf, s in [*mine, *behind]]
+    previous = [(packed.shared[each.array], each) for each in slices[rank - 1]] if ranks > 1 else []
+    shared = [room((s.end - s.begin) * leaf.array.itemsize) for leaf, s in [*mine, *previous]]
     staging.begin(sum(shared) + sum(room(leaf.array.nbytes) for leaf in packed.own))
     pieces = []
     for (path, x), (number, begin, end) in mine:
@@ -107,7 +107,7 @@ def stage(step: int, packed: Packed, staging: Staging, rank: int, ranks: int) ->
         _kinds(packed.shared),
         {"trees": packed.own_trees, "arrays": _kinds(packed.own)},
         pieces,
-        [staging.copy(leaf.array, each.begin, each.end) for leaf, each in behind],
+        [staging.copy(leaf.array, each.begin, each.end) for leaf, each in previous],
     )
 
 
@@ -123,7 +123,7 @@ class RankFile(NamedTuple):
     own: dict[str, Json]
     crcs: list[int]
     """The CRCs of its slices of shared arrays."""
-    crcs_behind: list[int]
+    previous_crcs: list[int]
     """The CRCs of its copies of the previous rank's slices."""
     names: list[str]
 
@@ -140,23 +140,23 @@ def write(folder: Path, job: SaveJob, rank: int, note: Callable[[], None]) -> Ra
     own: list[Json] = []
     for piece, (offset, crc) in zip(job.pieces, written.places, strict=True):
         (own if len(piece.place) == 1 else shared).append([*piece.place, offset, crc])
-    crcs_behind = []
-    for x in job.behind:
-        crcs_behind.append(tensorfile.checksum(x))
+    previous_crcs = []
+    for x in job.previous:
+        previous_crcs.append(tensorfile.checksum(x))
         note()
     file = {"bytes": written.nbytes, "head": [written.head, written.head_crc], "shared": shared, "own": own}
     names = [piece.name for piece in job.pieces if len(piece.place) == 3]
-    return RankFile(file, job.own, [row[-1] for row in shared], crcs_behind, names)
+    return RankFile(file, job.own, [row[-1] for row in shared], previous_crcs, names)
 
 
-def misfit(parts: list[RankFile]) -> str | None:
+def first_mismatch(parts: list[RankFile]) -> str | None:
     """The first difference between two ranks' shared arrays, by the CRCs of each rank's copies; None if none."""
     for rank, part in enumerate(parts):
-        behind = parts[rank - 1]
-        for name, crc, theirs in zip(behind.names, part.crcs_behind, behind.crcs, strict=False):
+        previous = parts[rank - 1]
+        for name, crc, theirs in zip(previous.names, part.previous_crcs, previous.crcs, strict=False):
             if crc != theirs:
                 return (
-                    f"{place(name)} differs between rank {(rank - 1) % len(parts)} and rank {rank}; put what "
+                    f"{shortened(name)} differs between rank {(rank - 1) % len(parts)} and rank {rank}; put what "
                     "belongs to a rank in Own(...), or make the ranks equal first"
                 )
     return None

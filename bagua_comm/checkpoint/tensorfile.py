@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 from .. import arrays
 from ..arrays import Array
 from ..errors import CheckpointError
-from .texts import place
+from .texts import shortened
 
 CHUNK_BYTES = 4 << 20
 """The number of bytes written or read at a time."""
@@ -75,7 +75,7 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
         name, x = named[n]
         if name in header:
             raise CheckpointError(
-                f"{path.name} would have two entries named {place(name)!r}, expected names that differ"
+                f"{path.name} would have two entries named {shortened(name)!r}, expected names that differ"
             )
         offsets[n], begin, end = end, end, end + x.nbytes
         shape = [*x.shape, 2] if x.dtype.kind == "c" else list(x.shape)
@@ -90,9 +90,9 @@ def write(path: Path, named: Sequence[tuple[str, Array]], note: Callable[[], Non
         for n in order:
             data = memoryview(arrays.as_bytes(named[n][1]))
             for start in range(0, len(data), CHUNK_BYTES):
-                stretch = data[start : start + CHUNK_BYTES]
-                crcs[n] = zlib.crc32(stretch, crcs[n])
-                _write_all(file, stretch)
+                chunk = data[start : start + CHUNK_BYTES]
+                crcs[n] = zlib.crc32(chunk, crcs[n])
+                _write_all(file, chunk)
                 note()
         os.fsync(file.fileno())
     places = [(len(head) + offset, crc) for offset, crc in zip(offsets, crcs, strict=True)]
@@ -135,14 +135,14 @@ def read_into(file: BinaryIO, offset: int, out: Array, crc: int, what: str, note
     file.seek(offset)
     data, found = memoryview(arrays.as_bytes(out)), 0
     for start in range(0, len(data), CHUNK_BYTES):
-        stretch = data[start : start + CHUNK_BYTES]
+        chunk = data[start : start + CHUNK_BYTES]
         filled = 0
-        while filled < len(stretch):
-            count = file.readinto(stretch[filled:])  # type: ignore[attr-defined]
+        while filled < len(chunk):
+            count = file.readinto(chunk[filled:])  # type: ignore[attr-defined]
             if not count:
                 raise CheckpointError(f"{what} is truncated")
             filled += count
-        found = zlib.crc32(stretch, found)
+        found = zlib.crc32(chunk, found)
         note()
     if found != crc:
         raise CheckpointError(f"{what} is damaged: its checksum is {found:08x}, expected {crc:08x}")

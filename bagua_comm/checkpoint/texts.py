@@ -70,6 +70,6 @@ def _part(text: str, begin: int) -> str:
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"
 
 
-def place(path: str) -> str:
+def shortened(path: str) -> str:
     """A path for a message: without its middle if it is very long."""
     return path if len(path) <= _PATH else f"{path[: _PATH // 2]}...{path[-_PATH // 2 :]}"

@@ -21,7 +21,7 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array
 from ..errors import ArrayError, UnsupportedError
-from .texts import compared, distinct, place, whole
+from .texts import compared, distinct, shortened, whole
 
 Json = Any
 """A value of the json module."""
@@ -146,7 +146,7 @@ class _Packer:
             self._note(path, f"a {kind.__name__} of {len(items)}")
             return items if kind is list else {"tuple": items}
         if kind in _MAPPINGS:
-            keys = [_plain(key, f"a key of {place(path)}", 0) for key in value]
+            keys = [_plain(key, f"a key of {shortened(path)}", 0) for key in value]
             names = distinct(value)
             self._note(path, f"a {kind.__name__} of {', '.join(names) or 'nothing'}")
             items = [
@@ -157,7 +157,7 @@ class _Packer:
         try:
             tagged = self._to_array(value)
         except UnsupportedError as exc:
-            raise UnsupportedError(f"{place(path)}: {exc}") from exc
+            raise UnsupportedError(f"{shortened(path)}: {exc}") from exc
         if tagged is None:
             plain = _plain(value, path, depth)
             self._note(path, whole(value))
@@ -165,7 +165,7 @@ class _Packer:
         tag, array = tagged
         if not arrays.is_movable(array.dtype):
             raise UnsupportedError(
-                f"{place(path)} is an array of {array.dtype}, expected numbers in native byte order or bool"
+                f"{shortened(path)} is an array of {array.dtype}, expected numbers in native byte order or bool"
             )
         self._note(path, f"{arrays.dtype_name(array.dtype)}{list(array.shape)}")
         leaves = self._packed.shared if self._inside is None else self._packed.own
@@ -174,7 +174,9 @@ class _Packer:
 
     def _encode_own(self, value: Own, path: str, depth: int) -> Json:
         if self._inside is not None:
-            raise ArrayError(f"{place(path)} is an Own inside the Own at {place(self._inside)}; mark it once")
+            raise ArrayError(
+                f"{shortened(path)} is an Own inside the Own at {shortened(self._inside)}; mark it once"
+            )
         self._note(path, f"Own(reshape={value.reshape!r})")
         self._inside = path
         try:
@@ -203,7 +205,7 @@ def _plain(value: Any, path: str, depth: int) -> Json:
     if kind is tuple and depth < DEEPEST:  # as a key
         return {"tuple": [_plain(item, path, depth + 1) for item in value]}
     raise UnsupportedError(
-        f"{place(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected "
+        f"{shortened(path)} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; expected "
         "arrays, None, bool, int, float, complex, str, bytes, and lists, tuples and dicts of these"
     )
 

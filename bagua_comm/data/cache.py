@@ -85,7 +85,7 @@ class Cache:
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_worker": None}
 
-    def _own(self) -> Worker:
+    def _of_this_process(self) -> Worker:
         """The state of this process: a forked child must not write its parent's buffer."""
         if self._worker is None or self._worker.pid != os.getpid():
             from multiprocessing import util  # changes sys.modules, so not before a cache is used
@@ -133,11 +133,11 @@ class Cache:
 
     def get_many(self, keys: Sequence[Any], load: Callable[[Any], Any]) -> list[Any]:
         """The values of several keys, from the store in one request; missing ones are loaded."""
-        return self._own().get_many([(key, self.key(key)) for key in keys], load)
+        return self._of_this_process().get_many([(key, self.key(key)) for key in keys], load)
 
     def peek(self, key: Any) -> Any:
         """The value of a key in the store, or None; see `put`."""
-        found = self._own().find([self.key(key)])
+        found = self._of_this_process().find([self.key(key)])
         return found[self.key(key)].value if found else None
 
     def put(self, key: Any, value: Any) -> None:
@@ -146,15 +146,15 @@ class Cache:
         Raises:
             UnsupportedError: It cannot be stored in this form.
         """
-        self._own().put(self.key(key), value)
+        self._of_this_process().put(self.key(key), value)
 
     def flush(self) -> None:
         """Write the buffered values of this process."""
-        self._own().flush()
+        self._of_this_process().flush()
 
     def stats(self) -> Stats:
         """Counts of this process and of the workers that it started."""
-        return self._own().counts.total()
+        return self._of_this_process().counts.total()
 
     def close(self) -> None:
         """Write the buffered values of this process. The cache may be used again."""
@@ -216,7 +216,7 @@ class Cached(_Dataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _place(self, index: Any) -> Any:
+    def _position(self, index: Any) -> Any:
         """The index of a sample, from a nonnegative or negative index."""
         if isinstance(index, (str, bytes)):
             return index
@@ -230,11 +230,11 @@ class Cached(_Dataset):  # type: ignore[misc]
         return self.dataset[index]
 
     def __getitem__(self, index: Any) -> Any:
-        return self.cache.get(self._place(index), self._load)
+        return self.cache.get(self._position(index), self._load)
 
     def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
         """Several samples, from the store in one request."""
-        return self.cache.get_many([self._place(index) for index in indices], self._load)
+        return self.cache.get_many([self._position(index) for index in indices], self._load)
 
     def flush(self) -> None:
         """See `Cache.flush`."""

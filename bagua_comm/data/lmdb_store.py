@@ -30,7 +30,7 @@ class _Environments:
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
-    def _own(self) -> threading.Lock:
+    def _of_this_process(self) -> threading.Lock:
         if self._pid != os.getpid():
             self._pid, self._lock = os.getpid(), threading.Lock()
             for environment in self._opened.values():
@@ -40,14 +40,14 @@ class _Environments:
 
     def get(self, path: str, capacity_bytes: int) -> Any:
         """The environment of a folder; opened at the first use."""
-        with self._own():
+        with self._of_this_process():
             if path not in self._opened:
                 self._opened[path] = _open(path, capacity_bytes)
             return self._opened[path]
 
     def close(self, path: str) -> None:
         """Close the environment of a folder, if it is open."""
-        with self._own():
+        with self._of_this_process():
             if path in self._opened:
                 self._opened.pop(path).close()
 

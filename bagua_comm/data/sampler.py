@@ -91,15 +91,15 @@ class Sampler(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks, as given or of `bagua_comm.default()`, also after a change of ranks."""
-        return self._place()[0]
+        """Number of ranks, as given or that of `bagua_comm.default()`, also after a change of ranks."""
+        return self._ranks_and_rank()[0]
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return self._place()[1]
+        return self._ranks_and_rank()[1]
 
-    def _place(self) -> tuple[int, int]:
+    def _ranks_and_rank(self) -> tuple[int, int]:
         """The number of ranks, and this rank: of the open communicator, else of the last one."""
         comm = current() if self._follows else None
         if comm is None and (self._size is None or self._rank is None):
@@ -215,7 +215,8 @@ class Sampler(ABC):
         Args:
             steps: The number of batches of this iteration on which this rank has trained. None means all that
                 were yielded. A DataLoader with workers takes batches in advance: iterate over it by `counted`
-                there, or count yourself, by `enumerate(loader, 1)`, and pass the number.
+                there, or count yourself: `for step, batch in enumerate(loader, 1): ...; state =
+                sampler.state_dict(step)`.
 
         Returns:
             `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a

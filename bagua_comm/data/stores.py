@@ -91,7 +91,7 @@ class MemoryStore(Store):
     def _renew(self) -> None:
         self._pid, self._lock = os.getpid(), threading.Lock()
 
-    def _own(self) -> threading.Lock:
+    def _of_this_process(self) -> threading.Lock:
         if self._pid != os.getpid():  # another thread may have held it at the fork
             self._renew()
         return self._lock
@@ -109,7 +109,7 @@ class MemoryStore(Store):
 
     def set_many(self, items: Mapping[bytes, bytes]) -> None:
         """See `Store.set_many`."""
-        with self._own():
+        with self._of_this_process():
             for key, value in items.items():
                 nbytes = self._nbytes + len(value) - len(self._values.get(key, b""))
                 if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
@@ -122,7 +122,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """See `Store.clear`."""
-        with self._own():
+        with self._of_this_process():
             self._values.clear()
             self._nbytes = 0
 

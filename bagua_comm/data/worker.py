@@ -60,7 +60,7 @@ class Worker:
         self._bypassed: dict[tuple[int, str], float] = {}  # (leaf, operation) -> end of the bypass
         self._locks = self._find_locks()
         # Locks of a store of this process alone must differ from those of other stores.
-        self._place = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
+        self._store_id = (store.identity or f"{ProcessId.mine().text()}:{id(store)}").encode()
 
     def _find_locks(self) -> Locks | None:
         try:
@@ -227,7 +227,7 @@ class Worker:
     # Locks and counts -------------------------------------------------------------------------------
 
     def _number(self, full: bytes) -> int:
-        return checksum(self._place, full) % NUMBERS
+        return checksum(self._store_id, full) % NUMBERS
 
     def _count(self, **counts: int) -> None:
         with self._mutex:

@@ -100,7 +100,7 @@ def diagnose(records: Sequence[RankRecord]) -> Diagnosis:
     for record in records:
         groups.update(record.groups)
     analysis = _Analysis(ranks, size, groups)
-    return Diagnosis(tuple(analysis.findings()), tuple(analysis.place_of(rank) for rank in range(size)))
+    return Diagnosis(tuple(analysis.findings()), tuple(analysis.state_of(rank) for rank in range(size)))
 
 
 def explain(flight: FlightRecorder, wait_s: float) -> str:
@@ -214,7 +214,7 @@ class _Analysis:
             odd = tuple(sorted((*many, *odd)))  # it is unknown which is right
         right, wrong = calls[many[0]], calls[some[0]]
         one = _named(some)
-        text = f"in collective call {_place(right)}, {_named(many)} called {right.call}, "
+        text = f"in collective call {_position(right)}, {_named(many)} called {right.call}, "
         text += f"but {one} called {wrong.call}"
         then, late = self._next(many, group, number), self._next(some, group, number)
         if then == others[0] and late == usual:
@@ -355,7 +355,7 @@ class _Analysis:
 
     # What each rank was in --------------------------------------------------------------------------
 
-    def place_of(self, rank: int) -> str:
+    def state_of(self, rank: int) -> str:
         """A line on the state of a rank when it wrote its record."""
         if rank in self.dead:
             return f"rank {rank}: dead"
@@ -405,7 +405,7 @@ def _unlike(expected: Entry, found: Entry) -> str:
     return ", ".join(ways)
 
 
-def _place(entry: Entry) -> str:
+def _position(entry: Entry) -> str:
     within = "" if entry.bucket is None else f" (bucket {entry.bucket}, step {entry.step})"
     return f"#{entry.number} of {entry.group}{within}"
 

@@ -133,12 +133,12 @@ def ranks_of(options: argparse.Namespace, hosts: Sequence[Host]) -> Ranks:
     if training < 1:
         raise CommandError(f"--spares {spares}: there is room for {count(number, 'rank')}, so none would train")
     if training < least:
-        raise CommandError(f"--min-ranks {least}: {count(training, 'rank')} train; expected at most as many")
+        raise CommandError(f"--min-ranks {least}: {count(training, 'rank')} train; expected at most {training}")
     slots = [host.slots for host in hosts if host.slots is not None]
     if spares and hosts and len(slots) == len(hosts) and training + spares > sum(slots):
         raise CommandError(
-            f"--spares {spares}: {training + spares} ranks are started with them, and the hosts take "
-            f"{sum(slots)}; name more hosts, or give a smaller -n"
+            f"--spares {spares}: {training + spares} ranks are started with them, and the hosts have "
+            f"{sum(slots)} slots; name more hosts, or give a smaller -n"
         )
     return Ranks(training, spares, least)
 

@@ -158,8 +158,8 @@ class Mpirun:
 
 def find_mpirun() -> str | None:
     """Return the path of the mpirun of this Python environment, else of the one on the PATH."""
-    beside = Path(sysconfig.get_path("scripts")) / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    installed = Path(sysconfig.get_path("scripts")) / "mpirun"
+    return str(installed) if installed.exists() else shutil.which("mpirun")
 
 
 def ask_mpirun(path: str) -> Mpirun:

@@ -4,8 +4,7 @@ mpirun's exit code alone is not enough: where ranks may die, it is 0 or 137 for 
 a host has died. An attempt
 
     succeeded     if ranks recorded that they trained to the end, and finished the program; or, for a program
-    without
-                  `elastic.run`, if mpirun returned 0 and every rank that connected finished
+                  without `elastic.run`, if mpirun returned 0 and every rank that connected finished
     failed        if a rank ended with an uncaught exception of its own, or with an exit code of its own, since a
                   restart would fail again; or if it died after training, but before the end of the program, when
                   commits are gone. It is not restarted. mpirun's exit code may also be that of a process that was

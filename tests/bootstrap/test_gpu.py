@@ -164,7 +164,7 @@ OLD, OLD_SLICE = A._replace(nccl=22907), SLICE._replace(nccl=22907)
         ([A, SLICE, SLICE], "ranks [1, 2] share the GPU 00:01 of a"),
         (
             [OLD, OLD_SLICE],
-            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL tells apart from version",
+            "ranks [0, 1] have slices (MIG) of the GPU 00:01 of a, which NCCL distinguishes from version",
         ),
         ([OLD, OLD], "ranks [0, 1] share the GPU 00:01 of a"),
         ([OLD, OLD._replace(bus_id="00:02")], None),

@@ -23,7 +23,7 @@ from bagua_comm.bootstrap.launchers import (
     Launch,
     complaint,
     find,
-    own,
+    without_inherited,
 )
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
@@ -105,7 +105,7 @@ NEXT_JOB = {"SLURM_JOB_ID": "8"}
     ],
 )
 def test_what_another_step_handed_down_does_not_count(variables, step, launcher):
-    launch = find(own(variables, step))
+    launch = find(without_inherited(variables, step))
     assert (launch and launch.launcher) == launcher
 
 
@@ -167,7 +167,7 @@ def test_a_world_of_one_among_many_is_explained(launcher, mpi):
         (SRUN_PMI2, "Open MPI 5.0.11", "start it with srun --mpi=pmix"),
         (SRUN_PMI2, "MPICH 5.0.2", "build mpi4py against the MPI of this cluster (MPICC="),
         (SRUN_PMIX, "Open MPI 5.0.11", "build mpi4py against the MPI of this cluster (MPICC="),
-        (HYDRA, "Open MPI 5.0.11", "the mpirun of Open MPI 5.0.11 (python -m bagua_comm run takes that)"),
+        (HYDRA, "Open MPI 5.0.11", "the mpirun of Open MPI 5.0.11 (python -m bagua_comm run uses that)"),
         (OPEN_MPI, "MPICH 5.0.2", "or build mpi4py against the MPI of this launcher"),
         (SRUN, "", "pip install 'bagua-comm[mpi]'"),
         (SRUN, "", "start torchrun on each node, and call bagua_torch.connect()"),

@@ -356,7 +356,7 @@ def test_hosts_are_named_in_the_words_of_each_mpi(tmp_path):
         (["--host", "a:1", "--spares", "1"], "--spares 1: there is room for 1 rank, so none would train"),
         (
             ["-n", "2", "--host", "a:1,b:1", "--spares", "1"],
-            "3 ranks are started with them, and the hosts take 2",
+            "3 ranks are started with them, and the hosts have 2",
         ),
         (["--min-ranks", "1"], "--min-ranks is for --spares and --restarts"),
         (["--record", "file"], "--record is for --spares and --restarts"),
