@@ -215,8 +215,7 @@ class Sampler(ABC):
         Args:
             steps: The number of batches of this iteration on which this rank has trained. None means all that
                 were yielded. A DataLoader with workers takes batches in advance: iterate over it by `counted`
-                there, or count yourself: `for step, batch in enumerate(loader, 1): ...; state =
-                sampler.state_dict(step)`.
+                there, or count yourself, by `enumerate(loader, 1)`, and pass the number.
 
         Returns:
             `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a
