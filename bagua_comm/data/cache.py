@@ -29,12 +29,11 @@ class Cache:
     * A damaged value is loaded again, and counted.
     * A store that fails causes one warning, is bypassed for `retry_s`, and counted: loading continues without it.
     * If several workers of a host request one key at a time, one loads it and the others wait for it. A value
-    still
-      in the buffer of another worker is loaded here, too; after such a conflict, values are written at once.
+      still in the buffer of another worker is loaded here, too; after such a conflict, values are written at
+      once.
     * Loaded values are written when there are `buffer_bytes` of them, when one is a second old and more are
-    loaded,
-      when another worker waits for one, and at `flush`, `close` and the end of the process. A process that is
-      killed loses unwritten values, which are loaded again.
+      loaded, when another worker waits for one, and at `flush`, `close` and the end of the process. A process
+      that is killed loses unwritten values, which are loaded again.
 
     It works in forked and spawned workers. `close` writes the values of this process; the store stays open.
 

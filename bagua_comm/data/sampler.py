@@ -91,7 +91,7 @@ class Sampler(ABC):
 
     @property
     def size(self) -> int:
-        """Number of ranks: as given, or that of `bagua_comm.default()`, also after a change of ranks."""
+        """Number of ranks, as given or that of `bagua_comm.default()`, also after a change of ranks."""
         return self._ranks_and_rank()[0]
 
     @property
@@ -215,8 +215,7 @@ class Sampler(ABC):
         Args:
             steps: The number of batches of this iteration on which this rank has trained. None means all that
                 were yielded. A DataLoader with workers takes batches in advance: iterate over it by `counted`
-                there, or count yourself: `for step, batch in enumerate(loader, 1): ...; state =
-                sampler.state_dict(step)`.
+                there, or count yourself, by `enumerate(loader, 1)`, and pass the number.
 
         Returns:
             `epoch`, `seed`, `consumed` (samples of the epoch taken by all ranks together), and `order`, a

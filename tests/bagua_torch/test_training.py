@@ -884,6 +884,7 @@ def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
     run_ranks(2, body)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 @pytest.mark.algorithms("sample")
 def test_an_optimizer_may_step_twice_before_the_plain_module_runs(algorithm):

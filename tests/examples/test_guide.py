@@ -28,6 +28,6 @@ def test_a_training_goes_on_with_another_number_of_ranks(tmp_path):
     assert first.returncode == 0, first.stdout + first.stderr
     second = run_python(3, EXAMPLE, "--folder", tmp_path, "--epochs", "4", timeout_s=290)
     assert second.returncode == 0, second.stdout + second.stderr
-    assert "going on after epoch 2, which 2 ranks saved" in second.stderr
+    assert "resuming after epoch 2, which 2 ranks saved" in second.stderr
     assert re.findall(r"epoch +(\d)", second.stderr) == ["2", "3", "4"]
     assert float(re.search(r"best accuracy ([\d.]+)", second.stderr)[1]) > 0.8
