@@ -2,28 +2,30 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 
+import bagua_comm
 from bagua_comm import moved
 from bagua_comm.moved import MOVED
 
-NEEDS = {"bagua_comm.elastic.mpi": "mpi4py", "bagua_torch": "torch"}
-"""Packages whose modules import a library that may be missing."""
+ROOT = Path(bagua_comm.__file__).parents[1]
 
 
 @pytest.mark.parametrize("path", MOVED)
-def test_the_new_path_imports(path):
-    for package, library in NEEDS.items():
-        if MOVED[path].startswith(package):
-            pytest.importorskip(library)
-    assert importlib.import_module(MOVED[path])
+def test_the_new_path_exists(path):
+    """It is not imported: modules over MPI start it."""
+    file = ROOT / MOVED[path].replace(".", "/")
+    assert file.with_suffix(".py").exists() or (file / "__init__.py").exists()
+    assert not (ROOT / path.replace(".", "/")).with_suffix(".py").exists()
 
 
 @pytest.mark.parametrize("path", MOVED)
 @pytest.mark.parametrize("form", ["import {path}", "from {path} import x", "from {package} import {module}"])
 def test_a_former_path_is_refused_with_the_new_one(path, form):
     package, _, module = path.rpartition(".")
+    pytest.importorskip(package.split(".")[0].replace("bagua_torch", "torch"))
     with pytest.raises(ModuleNotFoundError, match=f"^{path} is now {MOVED[path]}$"):
         exec(form.format(path=path, package=package, module=module))
 

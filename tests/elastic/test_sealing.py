@@ -8,8 +8,8 @@ from secrets import token_hex
 
 import pytest
 
-from bagua_comm.elastic.snapshot import unsealing
-from bagua_comm.elastic.snapshot.sealing import seal
+from bagua_comm.elastic.mpi import unsealing
+from bagua_comm.elastic.mpi.sealing import seal
 
 TELLS = "import os, sys; print(os.environ['SECRET'], os.environ['SHOWN'], 'BAGUA_SEAL' in os.environ, flush=True)"
 WAITS = "; sys.stdin.read()"

@@ -98,6 +98,7 @@ def runs_on(algorithm, ranks):
     return ranks % 2 == 0 or "shift_one" not in repr(algorithm)
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -90,7 +90,7 @@ def test_the_command_builds_finds_and_checks(tmp_path, capsys):
     assert cli.main(["net", "path", *folder]) == 0
     assert capsys.readouterr().out == built
     assert cli.main(["net", "check", *folder]) == 0
-    assert "all bytes as they were sent" in capsys.readouterr().out
+    assert "all bytes arrived intact" in capsys.readouterr().out
 
 
 def test_what_is_no_plugin_is_refused(tmp_path):

@@ -28,8 +28,8 @@ from ...errors import RankFailed
 from ...processes import ProcessId, kill, start_of, started_with
 from ...transports.mpi.time_limit import in_time
 from ..fleet import ProcessInfo
-from ..snapshot.sealing import seal
 from .parent import VARIABLE, ParentInfo
+from .sealing import seal
 
 START_S = 60.0
 """How long spawned processes may take until they are ready; slower ones are killed, and others are spawned."""
