@@ -118,6 +118,7 @@ def test_conformance(comm, algorithm):
             Engine(comm, algorithm, plan, plan.allocate())
 
 
+@pytest.mark.algorithms("sample")
 @pytest.mark.parametrize(("algorithm", "reference", "start", "trainer", "wide"), TRAJECTORIES)
 def test_weights_follow_the_reference(comm, algorithm, reference, start, trainer, wide):
     if runs_on(algorithm, comm.size):
