@@ -10,10 +10,10 @@ CAPACITY = 256
 
 
 class CallCache:
-    """What was worked out for a call, kept for later calls that are alike; each communicator has one.
+    """The prepared calls of a communicator, by method, dtype, shape and other arguments.
 
-    Keys begin with the name of the call; dtype, shape and other arguments follow. Entries may be dropped at any
-    time, on each rank at another one: cache only what a rank can work out again by itself.
+    Entries may be dropped at any time, on each rank at another one: cache only what a rank can compute again by
+    itself.
     """
 
     def __init__(self) -> None:
