@@ -11,6 +11,7 @@ from support.device_ranks import run_on_devices, run_over_nccl
 
 import bagua_comm
 from bagua_comm import (
+    ArrayError,
     BFloat16,
     ErrorFeedback,
     Exact,
@@ -110,7 +111,7 @@ def test_reproducible_gives_the_bytes_of_the_host(device, kind, ranks, dtype):
     assert expected == run_on_devices(device, ranks, kind, body)
 
 
-def test_reproducible_means_of_microbatches_on_devices_make_the_host_wait_for_nothing(device):
+def test_reproducible_means_of_microbatches_do_not_make_the_host_wait_for_the_device(device):
     average = Reproducible(addends=4)
     everything = [values(i, 300) for i in range(4)]
 
@@ -130,6 +131,31 @@ def test_reproducible_means_of_microbatches_on_devices_make_the_host_wait_for_no
 
     (expected,) = run_ranks(1, lambda comm: [x.tobytes() for x in means(comm, np.copy)])
     assert run_on_devices(device, 2, "nccl", on_device) == [expected] * 2
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["at first", "after a good mean"])
+def test_a_wrong_number_of_addends_is_an_error_on_every_rank(device, before):
+    rounds = [*[(2, 2)][:before], (2, 1), (3, 2), (2, 2)]
+
+    def body(comm):
+        mean, found = Reproducible(addends=6).bind(comm), []
+        for held in rounds:
+            for _ in range(held[comm.rank]):
+                with contextlib.suppress(ArrayError):
+                    mean.hold(up(values(0, 300)))
+            try:
+                mean(up(values(0, 300)))
+                found.append("")
+            except ArrayError as exc:
+                found.append(str(exc))
+        return found
+
+    found = run_on_devices(device, 2, "nccl", body, timeout_s=20.0)
+
+    assert found[0] == found[1]
+    assert found[0][-1] == "" == found[0][0] * before
+    assert "rank 1 of 2 has 3 of 6 addends, but has 2;" in found[0][-3]
+    assert "rank 0 of 2 has 3 of 6 addends, but has 4;" in found[0][-2]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 0, 1]], ids=["equal", "unequal"])

@@ -81,7 +81,8 @@ class Reproducible:
     With `addends`, the mean is that of `addends` microbatches, distributed to the ranks by `elastic.share`, and
     does not depend on the number of ranks either. The gradient of each microbatch is one addend: see
     `Engine.hold` and `bagua_torch.DistributedDataParallel.microbatches`. Until the mean is computed, each rank
-    keeps a copy of the gradients for each of its microbatches but the last.
+    keeps a copy of the gradients for each of its microbatches but the last. On a device, the host waits for the
+    other ranks before each mean, since they compare the numbers of their addends.
 
     Args:
         block: Number of neighbouring elements that share a unit. Smaller blocks have smaller errors, and cost
@@ -171,7 +172,7 @@ class _Held:
 
         Raises:
             ArrayError: The ranks differ in their settings, or a rank has more or fewer addends than its share.
-                Raised on all ranks.
+                Raised on all ranks. (On a device, if each rank has one addend, `hold` alone raises.)
         """
         call = Call(self._comm, "Reproducible", x)
         value = call.x
@@ -266,18 +267,26 @@ class _Terms(NamedTuple):
     given: int | None = None
     """Number of addends of this rank if it differs from its share; else None."""
 
-    def agree_once(self, comm: Communicator) -> None:
-        """Compare new settings among the ranks, on the host. Collective.
+    def agree(self, comm: Communicator) -> None:
+        """Compare the settings among the ranks, on the host, for arrays on a device. Collective.
 
-        A comparison in every call would make the host wait for the device.
+        A comparison makes the host wait for the other ranks. So equal settings are compared once, and the numbers
+        of addends, which may differ in each call, only if ranks hold addends: with one for each rank, `hold` has
+        raised already.
+
+        Raises:
+            ArrayError: The ranks differ in their settings, or a rank has a wrong number of addends. Raised on all
+                ranks.
         """
-        if self.given is not None:
-            raise ArrayError(self._of(comm, comm.rank) + _ADVICE)
-        if self not in comm.agreed:
-            number = _checksum(self, comm.rank)
-            if comm.allreduce(number, op="max").tobytes() != number.tobytes():
-                raise ArrayError(self.complaint(comm))
-            comm.agreed.add(self)
+        settings, holds = self._replace(given=None), self.addends > comm.size
+        if settings in comm.agreed and not holds:
+            return
+        mine = self if holds else settings
+        checksum = _checksum(mine, comm.rank)
+        agreed = comm.allreduce(checksum, op="max").tobytes() == checksum.tobytes()
+        if mine.given is not None or not agreed:
+            raise ArrayError(mine.complaint(comm))
+        comm.agreed.add(settings)
 
     def complaint(self, comm: Communicator) -> str:
         """Return what is wrong, in the same words on all ranks. Collective."""
@@ -321,10 +330,10 @@ def _sum(
     if on_host:
         checksum[...] = _checksum(terms, comm.rank)
     else:
-        terms.agree_once(comm)
+        terms.agree(comm)
     comm.allreduce(agreed, out=agreed, op="max")
     # Each byte is the maximum over the ranks: a byte and its complement are unchanged only if all ranks agree.
-    if terms.given is not None or (on_host and checksum.tobytes() != _checksum(terms, comm.rank).tobytes()):
+    if on_host and (terms.given is not None or checksum.tobytes() != _checksum(terms, comm.rank).tobytes()):
         raise ArrayError(terms.complaint(comm))
     call = Call(comm, "reproducible_allreduce", mine[-1], addends=terms.addends)
     call.target = out
