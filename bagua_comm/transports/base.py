@@ -10,9 +10,10 @@ current stream, and the result is there for work enqueued on it after the call.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,14 @@ class Transport(CallState, Live, ABC):
         self._scratch = SharedScratch()
 
     def __init_subclass__(cls, **settings: Any) -> None:
+        """Give hooks that a subclass defines by a former name the present one, and the other way round."""
         super().__init_subclass__(**settings)
         for former, name in _FORMER.items():
-            if former in vars(cls):
+            if former in vars(cls) and name not in vars(cls):
                 _warn(former)
                 setattr(cls, name, vars(cls)[former])
+            elif name in vars(cls) and former not in vars(cls):
+                setattr(cls, former, _former_hook(former, vars(cls)[name]))
 
     # Required ---------------------------------------------------------------------------------------
 
@@ -304,23 +308,61 @@ class Transport(CallState, Live, ABC):
         """`x`, or a copy if it overlaps `out`."""
         return derived.apart(x, out, self._scratch)
 
-    # Methods, since a `__getattr__` would slow down each access to an attribute of a transport.
+    # Methods, since a `__getattr__` would slow down each access to an attribute of a transport. They call the
+    # hooks of this class: a subclass that overrides one under its former name may call them by `super()`.
 
     def tell(self, group: str, error: CommError) -> None:
         """Former name of `notify_failure`."""
         _warn("tell")
-        self.notify_failure(group, error)
+        Transport.notify_failure(self, group, error)
 
     def heard(self, groups: Collection[str]) -> CommError | None:
         """Former name of `poll_failures`."""
         _warn("heard")
-        return self.poll_failures(groups)
+        return Transport.poll_failures(self, groups)
 
     def shortcut(self, name: str, x: Array, op: str = "", root: int | None = None) -> Move | None:
         """Former name of `fast_path`."""
         _warn("shortcut")
-        return self.fast_path(name, x, op, root)
+        return Transport.fast_path(self, name, x, op, root)
+
+    def allreduce_over(self, flow: Flow, x: Array, out: Array, op: str) -> None:
+        """Former name of `derived.allreduce`. Collective."""
+        _warn("allreduce_over")
+        derived.allreduce(flow, x, out, op, self._scratch)
+
+    def reduce_scatter_over(self, flow: Flow, chunks: Sequence[Array], out: Array, op: str) -> None:
+        """Former name of `derived.reduce_scatter`. Collective."""
+        _warn("reduce_scatter_over")
+        derived.reduce_scatter(flow, chunks, out, op, self._scratch)
+
+    def reduce_over(self, flow: Flow, x: Array, out: Array | None, root: int, op: str) -> None:
+        """Former name of `derived.reduce`. Collective."""
+        _warn("reduce_over")
+        derived.reduce(flow, x, out, root, op, self._scratch)
+
+    def allgather_over(self, flow: Flow, x: Array, out: Array) -> None:
+        """Former name of `derived.allgather`. Collective."""
+        _warn("allgather_over")
+        derived.allgather(flow, x, out)
+
+    def alltoall_over(self, flow: Flow, x: Array, out: Array) -> None:
+        """Former name of `derived.alltoall`. Collective."""
+        _warn("alltoall_over")
+        derived.alltoall(flow, x, out, self._scratch)
+
+
+def _former_hook(former: str, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls `hook` under its former name."""
+
+    @functools.wraps(hook)
+    def call(self: Transport, *args: Any, **options: Any) -> Any:
+        _warn(former)
+        return hook(self, *args, **options)
+
+    return call
 
 
 def _warn(former: str) -> None:
-    warnings.warn(f"Transport.{former} is now Transport.{_FORMER[former]}", DeprecationWarning, 3)
+    name = f"Transport.{_FORMER[former]}" if former in _FORMER else f"derived.{former.removesuffix('_over')}"
+    warnings.warn(f"Transport.{former} is now {name}", DeprecationWarning, 3)
