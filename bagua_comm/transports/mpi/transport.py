@@ -21,6 +21,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 import numpy as np
@@ -28,7 +29,7 @@ from mpi4py import MPI
 
 from ... import kernels
 from ...arrays import Array, OpOrder, dtype_name, parts
-from ...errors import CommError, CommTimeout, RankFailed, UnsupportedError
+from ...errors import CommError, RankFailed, UnsupportedError
 from ...processes import namespace_number
 from .. import derived
 from ..base import Transport
@@ -38,7 +39,7 @@ from . import tuning
 from .agreement import Agreement
 from .counted_calls import CountedCalls
 from .endpoint import Endpoint, duplicate
-from .failure_detector import FailureDetector, failed_ranks, ranks_in
+from .failure_detector import FailureDetector, ranks_in
 from .messages import NOTHING, Messages
 from .native import Native
 from .peer_memory import DirectCalls, open_memory
@@ -284,24 +285,31 @@ class MPITransport(CountedCalls, Transport):
 
 
 def _new_world(comm: MPI.Comm, calls: CountedCalls) -> World:
-    """Make the state that the transports of a world share. Collective."""
-    who, until = f"rank {calls.rank} of {calls.size}", calls.deadline_s()
+    """Make the state that the transports of a world share. Collective.
+
+    Raises:
+        CommError: MPI failed, a rank died, or the other ranks did not come within the time limit.
+    """
+    detector = FailureDetector(comm, calls, World(comm, [], frozenset()), "world", range(calls.size))
+    until = calls.deadline_s()
 
     def wait(done: Callable[[], bool]) -> None:
         start = time.monotonic()
         while not done():
             now = time.monotonic()
             if now > until:
-                dead = failed_ranks(comm)
-                names = ", ".join(f"rank {rank}" for rank in dead)
-                raise (
-                    RankFailed(f"{who}: {names} died", dead)
-                    if dead
-                    else CommTimeout(f"{who} waited {calls.limit_s:g} s for its peers")
-                )
+                dead = detector.failed_ranks()
+                raise detector.death(dead) if dead else detector.timeout(None)
             time.sleep(tuning.SLEEPS_S[0] if now - start > tuning.SPIN_S else 0)
 
-    made = duplicate(comm, wait)
+    try:
+        made = duplicate(comm, wait)
+    except MPI.Exception as exc:
+        error = detector.error_of_mpi(exc)
+        if isinstance(error, RankFailed):
+            with suppress(MPI.Exception, NotImplementedError):
+                comm.Revoke()  # so that all ranks notice
+        raise error from exc
     made.Set_errhandler(MPI.ERRORS_RETURN)
     return World(made, [], frozenset())
 
