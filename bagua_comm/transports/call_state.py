@@ -47,6 +47,7 @@ class CallState:
     def end_call(self) -> None:
         """End the call. Outside of calls, each wait may take `timeout_s`."""
         self._call, self._in_collective = None, False
+        self._describe = None  # it may hold the arrays of the call
 
     def cancel_call(self) -> None:
         """End the call before it has moved anything: it does not count as made."""

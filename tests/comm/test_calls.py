@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +17,8 @@ from bagua_comm import (
     Communicator,
     Float16,
     MinMaxUInt8,
+    Quantized,
+    Reproducible,
     UnsupportedError,
     quantized_allreduce,
 )
@@ -302,3 +305,45 @@ def test_the_second_call_of_a_kind_checks_its_arrays_as_the_first_did():
     for calls_made, states in run_ranks(2, body):
         assert calls_made == 6
         assert states == ["ended"] * 9
+
+
+def test_prepared_calls_keep_no_arrays():
+    def body(comm):
+        names = (
+            "allreduce",
+            "reduce",
+            "broadcast",
+            "allgather",
+            "reduce_scatter",
+            "alltoall",
+            "send",
+            "sendrecv",
+        )
+        mean, exact = Quantized(min_bytes=0).bind(comm), Reproducible().bind(comm)
+        kept = []
+        for name in (*names, "scan", "gather", "scatter", "allreduce_many", "quantized", "reproducible"):
+            x, other = np.ones(200, np.float32), 1 - comm.rank
+            if name in ("reduce", "broadcast", "gather"):
+                result = getattr(comm, name)(x, root=0)
+            elif name == "scatter":
+                result = comm.scatter(x.reshape(2, -1), np.empty(100, np.float32), root=0)
+            elif name == "send":
+                result = comm.send(x, dest=1) if comm.rank == 0 else comm.recv(x, source=0)
+            elif name == "sendrecv":
+                result = comm.sendrecv(x, np.empty_like(x), dest=other, source=other)
+            elif name == "allreduce_many":
+                (result,) = comm.allreduce_many([x])
+            elif name in ("quantized", "reproducible"):
+                result = (mean if name == "quantized" else exact)(x)
+            else:
+                result = getattr(comm, name)(x)
+            arrays = [weakref.ref(each) for each in (x, result) if each is not None]
+            del x, result
+            kept += [name for array in arrays if array() is not None]
+        return kept
+
+    gc.disable()
+    try:
+        assert run_ranks(2, body) == [[], []]
+    finally:
+        gc.enable()
