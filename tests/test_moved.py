@@ -40,3 +40,18 @@ def test_other_modules_that_do_not_exist_are_not_found_as_usual():
         importlib.import_module("bagua_comm.no_such_module")
     with pytest.raises(ImportError, match="cannot import name 'no_such_module'"):
         exec("from bagua_comm import no_such_module")
+
+
+@pytest.mark.parametrize(
+    ("package", "names"),
+    [
+        ("averages", "Average ErrorFeedback Exact Hierarchical Quantized quantized_allreduce"),
+        ("comm", "Communicator Nodes"),
+        ("engine", "Engine Lane StreamLane ThreadLane check_fit"),
+        ("planning.costmodel", "Advice Cluster Job Prediction Rates TorchDDP advise held_up_s predict"),
+        ("planning.tuner", "Search Settings Trial Tuner"),
+    ],
+)
+def test_a_module_that_became_a_package_keeps_its_names(package, names):
+    module = importlib.import_module(f"bagua_comm.{package}")
+    assert set(names.split()) <= set(module.__all__) & set(dir(module))

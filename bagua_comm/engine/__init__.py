@@ -1,7 +1,8 @@
 """The engine: exchanges the buckets of a training step by an algorithm's schedule."""
 
+from ..lane import Lane, StreamLane, ThreadLane
 from .callbacks import EngineCallbacks
 from .checks import check_fit
 from .engine import Engine
 
-__all__ = ["Engine", "EngineCallbacks", "check_fit"]
+__all__ = ["Engine", "EngineCallbacks", "Lane", "StreamLane", "ThreadLane", "check_fit"]

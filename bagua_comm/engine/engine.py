@@ -34,7 +34,6 @@ from ..arrays import Array
 from ..bucket import Plan
 from ..comm import Communicator
 from ..errors import ArrayError
-from ..lane import Lane, StreamLane, ThreadLane
 from ..logs import log_on_root
 from ..pickling import Live
 from ..trace import Counter, ExchangeCounters, Tracer
@@ -61,8 +60,6 @@ from .storage import (
     prepare_codecs,
     tensors_of,
 )
-
-__all__ = ["Engine", "Lane", "StreamLane", "ThreadLane", "check_fit"]
 
 _log = logging.getLogger(__name__)
 

@@ -419,18 +419,20 @@ def test_callbacks_are_called_once_the_engine_exists():
 
 def test_a_registry_of_engines_gets_no_callbacks():
     class Registry:
-        def adopt(self, engine):
+        def register(self, engine):
             engine.complete_step()
+            self.registered = engine
 
     def body(comm):
         calls = []
-        comm.keeper = Registry()
-        Engine(
+        comm.engine_registry = registry = Registry()
+        engine = Engine(
             comm, ByteGrad(), PLAN, PLAN.allocate(), callbacks=EngineCallbacks(lambda: calls.append(1))
-        ).close()
-        return calls
+        )
+        engine.close()
+        return registry.registered is engine, calls
 
-    assert run_ranks(1, body) == [[]]
+    assert run_ranks(1, body) == [(True, [])]
 
 
 def test_give_up_is_the_deprecated_name_of_abort():
