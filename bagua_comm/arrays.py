@@ -304,7 +304,7 @@ def parts(x: Array, counts: Sequence[int]) -> list[Array]:
 
 
 def extent(x: Array) -> tuple[int, int]:
-    """The addresses of the begin and end of the memory of `x`, gaps included."""
+    """The addresses at which the memory of `x` begins and ends, gaps included."""
     steps = [(length - 1) * stride for length, stride in zip(x.shape, x.strides, strict=True)] if x.size else []
     start = address(x)
     low, high = start + sum(min(step, 0) for step in steps), start + sum(max(step, 0) for step in steps)

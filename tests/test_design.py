@@ -177,7 +177,7 @@ def test_arithmetic_calls_the_kernels_that_fit_never_those_of_the_host_directly(
     found = [
         f"{path.parent.name}/{path.name}"
         for path in FILES
-        if module_of(path) not in {"kernels", "testing"} and path.name != "host.py"
+        if module_of(path) not in {"kernels", "testing"}
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and node.attr == "reduce_rows"
@@ -247,17 +247,17 @@ def test_what_has_to_end_does_not_end_in_an_exit_that_a_signal_handler_can_come_
                 assert "__exit__" not in methods or node.name in EXITS, f"{path}:{node.lineno}: see EXITS"
 
 
-def test_a_turn_begins_and_ends_without_a_call_of_a_function_in_between():
-    """See `turn.Turn`: signal handlers run after calls, and an exception of theirs would keep the turn."""
+def test_a_guard_is_acquired_and_released_without_a_call_in_between():
+    """See `CallGuard`: signal handlers run at calls, and their exceptions would leave the guard acquired."""
     found = 0
     for path in FILES:
         for body in bodies_of(ast.parse(path.read_text())):
             for i, look in enumerate(body):
                 if isinstance(look, ast.If) and ".owner[0] != me" in ast.unparse(look.test):
-                    note, turn = body[i + 1 : i + 3]
+                    note, block = body[i + 1 : i + 3]
                     assert isinstance(note, ast.Assign), f"{path}:{note.lineno}"
-                    assert isinstance(turn, ast.Try), f"{path}:{turn.lineno}"
-                    (end,) = turn.finalbody
+                    assert isinstance(block, ast.Try), f"{path}:{block.lineno}"
+                    (end,) = block.finalbody
                     assert re.fullmatch(
                         r"if outermost:\n    (\w+)\.is_free = True\n    del \1\.owner\[0\]", ast.unparse(end)
                     )

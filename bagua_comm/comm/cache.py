@@ -10,10 +10,10 @@ CAPACITY = 256
 
 
 class CallCache:
-    """The prepared calls of a communicator, by method, dtype, shape and other arguments.
+    """Prepared calls and other values that depend on the arguments of a call; each communicator has one cache.
 
-    Entries may be dropped at any time, on each rank at another one: cache only what a rank can compute again by
-    itself.
+    Keys begin with the name of the call; dtype, shape and other arguments follow. Entries may be dropped at any
+    time, and not on all ranks at the same one: cache only values that a rank computes without communication.
     """
 
     def __init__(self) -> None:

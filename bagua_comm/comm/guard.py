@@ -106,9 +106,8 @@ class CallGuard:
             self.leave()  # a signal handler's exception kept the previous call from leaving
         self._entered = True
         collective = name not in POINT_TO_POINT
-        compared = (
-            None if self._checked else describe
-        )  # checked calls are compared in full before they move a byte
+        # `connect(check=True)` compares the whole call before it moves a byte.
+        compared = None if self._checked else describe
         for transport in self._transports:
             transport.begin_call(name, collective=collective, describe=compared)
         if timeout_s is not None:

@@ -1,4 +1,4 @@
-"""Prepared calls: those whose arguments need no further checks than a look at the arrays."""
+"""Prepared calls, which run again after a check of the arrays alone."""
 
 from __future__ import annotations
 

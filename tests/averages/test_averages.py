@@ -615,7 +615,7 @@ def test_collectives_in_pieces_give_the_bytes_of_those_that_go_at_once(call, cou
 
 
 def settled_and_direct(average, make):
-    """What an average that was settled for other arrays makes of one, and what the call makes of a copy."""
+    """What an average that was prepared for other arrays makes of one, and what the call makes of a copy."""
 
     def body(comm):
         mean = average.bind(comm, np.zeros(1000, np.float32))

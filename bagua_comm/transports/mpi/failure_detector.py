@@ -1,7 +1,7 @@
 """Queries about the other ranks of a communicator: which are dead, which have left, and which are late.
 
 Nothing here changes a communicator or sends a message. MPI knows of deaths if it can continue after them (ULFM);
-notices tell of ranks that have left or have aborted a communicator.
+notices report ranks that have left or have aborted a communicator.
 """
 
 from __future__ import annotations

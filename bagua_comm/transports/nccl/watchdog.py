@@ -218,7 +218,7 @@ class Watchdog:
             self.start(self._run).add_done_callback(self._ended)
 
     def discard(self, watch: Watch) -> None:
-        """Stop to watch a communicator; any thread may call this, more than once."""
+        """Stop watching a communicator; any thread may call this, more than once."""
         with suppress(ValueError):
             self._watches.remove(watch)
         self._busy.set()
