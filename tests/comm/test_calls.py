@@ -77,12 +77,15 @@ def test_calls_leave_no_cycles_of_references():
         comm.allreduce_many([x, x])
         comm.allgather_object("text")
 
+    def collected():
+        gc.collect()
+        make_calls()
+        return gc.collect()
+
     make_calls()
-    gc.collect()
     gc.disable()
     try:
-        make_calls()
-        assert gc.collect() == 0
+        assert min(collected() for _ in range(5)) == 0  # threads of other tests may leave some at any time
     finally:
         gc.enable()
 
