@@ -176,7 +176,8 @@ def signals(folder, monkeypatch):
     """What the compiler is sent, which ends once there is a file "go"."""
     (folder / "verdict").unlink()
     code = (
-        "import time; from pathlib import Path\n"
+        "import os, time; from pathlib import Path\n"
+        "os.setsid()\n"
         f"while not Path({str(folder / 'go')!r}).exists(): time.sleep(0.01)\n"
         f"Path({str(folder / 'verdict')!r}).write_text('good')"
     )
@@ -234,6 +235,27 @@ def test_a_compiler_that_is_stopped_while_it_imports_ends_with_its_parent(tmp_pa
     command = [sys.executable, "-c", code, str(tmp_path)]
     result = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S)
     wait_until(lambda: is_gone(int(result.stdout)))
+
+
+@pytest.mark.parametrize("step", ["make", "check"])
+def test_a_process_that_is_stopped_as_soon_as_it_starts_ends_with_its_parent(tmp_path, step):
+    code = (
+        "import contextlib, os, signal, sys; from pathlib import Path\n"
+        "from bagua_comm.kernels.numba import background, cache\n"
+        "folder, step = Path(sys.argv[1]), sys.argv[2]; lease = cache.Lease(folder); lease.claim()\n"
+        "process = background.start(step, folder, lease, urgent=False)\n"
+        "print(process.pid, flush=True)\n"
+        "with contextlib.suppress(ProcessLookupError):\n"
+        "    (os.killpg if step == 'make' else os.kill)(process.pid, signal.SIGSTOP)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path), step]
+    process = int(subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S).stdout)
+    try:
+        wait_until(lambda: is_gone(process))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def test_the_compiler_finds_numba_in_the_folder_of_a_package_of_this_name(tmp_path, monkeypatch):

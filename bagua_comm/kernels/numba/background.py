@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import logging
 import os
 import signal
@@ -45,10 +47,11 @@ _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_", "SLURM_", "TORCHELASTIC_"
 """Prefixes of the environment variables by which launchers know the processes of a job."""
 
 
-_DIE_WITH_PARENT = "import ctypes; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 9)"
+_DIE_WITH_PARENT = "import ctypes, os; getattr(ctypes.CDLL(None), 'prctl', lambda *_: 0)(1, 9); os.setsid()"
 """Code that has Linux kill the process when the thread that started it ends: PR_SET_PDEATHSIG, SIGKILL.
 
-It runs first, since the process may be stopped at any time, and nobody would resume it.
+Only then it makes the process group that is stopped during pauses: a process that is stopped before would stay
+stopped for ever if its parent died.
 """
 
 _MAIN = f"from {__package__.removesuffix('.numba')}.compiler_process import main"
@@ -128,7 +131,7 @@ class BackgroundCompiler:
         with contextlib.suppress(OSError):  # there is an old verdict if a file that it judged cannot be read
             verdict_path(self._folder).unlink()
         process = start("make", self._folder, lease, urgent=self._urgent)
-        output, load, busy = b"", _ProcessorLoad(), False  # no pause at first: see _DIE_WITH_PARENT
+        output, load, busy = b"", _ProcessorLoad(), False
         start_s = time.monotonic()
         while process.returncode is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,7 +150,7 @@ class BackgroundCompiler:
         The pause ends early if they are not, or if a caller waits for the kernels.
         """
         busy = True
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # it has just ended, or started: see _DIE_WITH_PARENT
             os.killpg(process.pid, signal.SIGSTOP)
             end_s = time.monotonic() + seconds
             while busy and self._pauses and (left_s := end_s - time.monotonic()) > 0:
@@ -194,12 +197,21 @@ def start(step: str, folder: Path, lease: Lease, *, urgent: bool) -> subprocess.
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     # A program may run in bagua_comm/kernels, where `import numba` would find the package beside this file.
     paths = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parents[1]]
-    code = f"import sys; sys.path[:] = {paths!r}; {_DIE_WITH_PARENT}; {_MAIN}; main(*sys.argv[1:])"
+    makes = step == "make"
+    # The process that compares is stopped and resumed with the compiler, in its group.
+    first = _DIE_WITH_PARENT if makes else "pass"
+    code = f"import sys; sys.path[:] = {paths!r}; {first}; {_MAIN}; main(*sys.argv[1:])"
     return subprocess.Popen(
         [sys.executable, "-c", code, step, str(folder), lease.token, str(os.getpid()), *["urgent"][:urgent]],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=variables,
-        start_new_session=step == "make",  # the process that compares is stopped and resumed with the compiler
+        preexec_fn=None if makes else _dying_with_parent(),  # it may be stopped from its first moment
     )
+
+
+def _dying_with_parent() -> Callable[[], object] | None:
+    """A `preexec_fn` that has Linux kill the child when the thread that started it ends; None elsewhere."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    return None if prctl is None else functools.partial(prctl, 1, int(signal.SIGKILL))
