@@ -28,11 +28,17 @@ class RemoteShell:
     words: tuple[str, ...]
     """The agent's command line, without the host and the command at its end."""
 
-    def ask(self, hosts: Sequence[str], script: str, *, limit_s: float = ANSWER_S) -> dict[str, str | None]:
-        """Run a script of sh on each host; returns its output, or None for a host that does not answer."""
+    def ask(self, hosts: Sequence[str], script: str, *, limit_s: float | None = None) -> dict[str, str | None]:
+        """Run a script of sh on each host; returns its output, or None for a host that does not answer.
+
+        Args:
+            hosts: The names of the hosts.
+            script: The script.
+            limit_s: The time limit for all answers; `ANSWER_S` if None.
+        """
         command = f"sh -c {shlex.quote(f'{script}; echo {_END}')}"
         asked = {host: self.start(host, command) for host in hosts}
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + (ANSWER_S if limit_s is None else limit_s)
         return {host: _answer(process, deadline) for host, process in asked.items()}
 
     def start(self, host: str, command: str) -> subprocess.Popen[str] | None:

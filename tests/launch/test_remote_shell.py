@@ -28,7 +28,14 @@ def test_hosts_answer_or_are_given_up_after_a_limit():
     assert SHELL.ask(["a"], "exit 3") == {"a": None}  # it did not come to its end
 
 
-def test_a_host_without_a_pulse_is_lost_unless_it_answers(monkeypatch, tmp_path):
+def test_without_a_limit_a_host_has_the_usual_time_to_answer(monkeypatch):
+    monkeypatch.setattr(remote_shell, "ANSWER_S", 0.2)
+    start_s = time.monotonic()
+    assert SHELL.ask(["slow"], "true") == {"slow": None}
+    assert time.monotonic() - start_s < 4  # and not the 5 that the module sets
+
+
+def test_a_host_without_a_heartbeat_is_lost_unless_it_answers(monkeypatch, tmp_path):
     monkeypatch.setattr(heartbeat, "SILENT_S", 0.2)
     monkeypatch.setattr(remote_shell, "ANSWER_S", 10.0)
     file = tmp_path / "dead"
