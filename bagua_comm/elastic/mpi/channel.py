@@ -165,6 +165,10 @@ class _ChannelDetector(FailureDetector):
         dead = self._world.failed()
         return [rank for rank, member in enumerate(self._members) if member in dead]
 
+    def is_revoked(self) -> bool:
+        """See `FailureDetector.is_revoked`. The communicator below is never revoked."""
+        return False
+
 
 class _ChannelEndpoint(Endpoint):
     """One rank of a channel, which checks for deaths and rendezvous while it waits."""
