@@ -128,6 +128,12 @@ class QAdamOptimizer(torch.optim.Optimizer):
         warnings.warn("QAdamOptimizer.give_back is now detach", DeprecationWarning, stacklevel=2)
         self.detach(parameters)
 
+    @property
+    def borrows(self) -> str:
+        """Deprecated name of `shares_state`."""
+        warnings.warn("QAdamOptimizer.borrows is now shares_state", DeprecationWarning, stacklevel=2)
+        return self.shares_state
+
     def check_lender(self, algorithm: Any) -> None:
         """Deprecated name of `check_algorithm`."""
         warnings.warn("QAdamOptimizer.check_lender is now check_algorithm", DeprecationWarning, stacklevel=2)

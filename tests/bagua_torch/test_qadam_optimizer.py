@@ -264,6 +264,8 @@ def test_former_names_of_its_methods_warn_and_work():
     x = nn.Parameter(torch.ones(2))
     optimizer = QAdamOptimizer([x], warmup_steps=1)
     shared = torch.zeros(2)
+    with pytest.warns(DeprecationWarning, match="is now shares_state"):
+        assert optimizer.borrows == "momentum"
     with pytest.warns(DeprecationWarning, match="is now check_algorithm"):
         optimizer.check_lender(QAdam(1))
     with pytest.warns(DeprecationWarning, match="is now attach"):
