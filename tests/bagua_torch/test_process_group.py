@@ -555,11 +555,13 @@ def test_under_torchrun_the_world_is_what_it_started(tmp_path, ranks):
     path = script(
         tmp_path,
         """
+        from pathlib import Path
+
         import numpy as np, torch.distributed as dist
         import bagua_torch
         from bagua_comm.testing import check_transport
 
-        with bagua_torch.connect(timeout_s=60, record="records") as comm:
+        with bagua_torch.connect(timeout_s=60, record=Path(__file__).with_name("records")) as comm:
             assert (comm.rank, comm.size) == (dist.get_rank(), dist.get_world_size())
             assert comm.flight.folder.parent.name == "records"
             assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
