@@ -286,9 +286,8 @@ class DistributedDataParallel(WrapperState):
         the number of ranks.
 
         Raises:
-            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank has several
-            microbatches
-                and is stopped, so that it averages nothing.
+            ArrayError: The algorithm is another one; a RuntimeError as well. Or this rank is stopped, so that it
+                averages nothing, and has several microbatches.
 
         >>> from bagua_comm import Reproducible
         >>> model = DistributedDataParallel(nn.Linear(1, 1), [], GradientAllReduce(Reproducible(addends=4)))

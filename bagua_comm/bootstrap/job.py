@@ -7,7 +7,7 @@ the memory of each host. One of its files is the record, with a line of JSON for
     job        the supervisor, once      command, ranks, spares, min_ranks, hosts
     attempt    the supervisor            ranks, spares, hosts, left_out
     start      each rank                 rank, size, and the files in /dev/shm that MPI shares memory by
-    death      each rank that noticed it dead: the number, host and pid of the process; reason; meeting
+    death      each rank that saw it     dead: the number, host and pid of the process; reason; meeting
     recruits   the rank that starts processes to replace dead ones: count
     recovery   each rank that continues  seconds, ranks, the commit that it continues from, meeting
     trained    each rank that trained to the end

@@ -57,14 +57,14 @@ def measure(
     """
     comm = default() if comm is None else comm
     n = len(dataset)
-    told = comm.allgather_object((n, store is not None))
-    counts = [count for count, _ in told]
+    rows = comm.allgather_object((n, store is not None))
+    counts = [count for count, _ in rows]
     if len(set(counts)) > 1:
         raise CommMismatch(f"measure: the data set has {counts} samples on ranks 0 to {comm.size - 1}")
     cache = None
     if store is not None and comm.rank == 0:
         cache = Cache(store, name=f"measure/{name}", buffer_bytes=0)
-    if told[0][1]:
+    if rows[0][1]:
         found = cache.peek(str(n)) if cache is not None else None
         found = comm.broadcast_object(found, root=0)
         if isinstance(found, np.ndarray) and found.shape == (n,):

@@ -229,9 +229,7 @@ class Sampler(ABC):
         if taken > self._taken:
             raise ArrayError(f"{self._name}: steps is {taken}, but only {self._taken} batches were yielded")
         order = self.order
-        begun = (
-            self._start + taken * self.size if taken else self._start
-        )  # no communicator is needed for a new one
+        begun = self._start + (taken * self.size if taken else 0)  # a new one needs no communicator for its size
         batches = min(begun, order.batches)
         if self._taken == 0 and self._next_start:
             batches = self._next_start  # loaded, and not begun

@@ -50,9 +50,7 @@ class Session:
         self._state, self._has_joining = state, has_joining
         self._parts: dict[str, parts.Part] = state._internals.parts
         self._job = job or Job()
-        checksum(
-            np.zeros(1)
-        )  # loads the kernel; otherwise all would wait for a spare that loads it after a death
+        checksum(np.zeros(1))  # loads the kernel now: after a death, all would wait for a spare that loads it
         folder = self._job.folder
         self._buffers = [Buffer(name, folder, number) for name in "ab"]
         self._folder, self._number = folder, number

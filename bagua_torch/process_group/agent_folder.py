@@ -42,9 +42,7 @@ def provide() -> Path:
     except OSError as exc:
         raise BootstrapError(f"elastic.run: the folder {folder} for snapshots cannot be made: {exc}") from exc
     if not is_private_folder:
-        raise BootstrapError(
-            f"elastic.run: the folder {folder} for snapshots belongs to somebody else; remove it"
-        )
+        raise BootstrapError(f"elastic.run: the folder {folder} for snapshots belongs to another user; remove it")
     return folder
 
 

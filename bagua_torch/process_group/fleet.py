@@ -4,11 +4,11 @@ Gloo cannot exclude a process from a group. So after a death the living processe
 and connect anew, under a new key. Round r of the rendezvous has four sorts of keys:
 
     request/r      a process has started the rendezvous; every process polls this key, and aborts its
-    communicators present/r/i    process i has joined
+                   communicators
+    present/r/i    process i has joined
     dead/i         process i is dead, and why: a process that sees it by its process id (on the same host, in the
-    same
-                   container) has found it ended, or has killed it because it was late; if none of those answers,
-                   any process declares it dead
+                   same container) has found it ended, or has killed it because it was late; if none of those
+                   answers, any process declares it dead
     result/r       the living and the dead processes, written once, by the first process that misses no other
 
 Besides, process i counts its heartbeats under heartbeat/i, and all processes theirs under heartbeat. Torchrun's

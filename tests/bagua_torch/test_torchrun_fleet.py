@@ -366,7 +366,7 @@ def test_a_folder_whose_agent_is_gone_is_removed_and_no_other(memory):
 
 def test_a_folder_that_others_can_write_to_is_refused(memory):
     agent_folder.provide().chmod(0o777)
-    with pytest.raises(BootstrapError, match="belongs to somebody else"):
+    with pytest.raises(BootstrapError, match="belongs to another user"):
         agent_folder.provide()
 
 

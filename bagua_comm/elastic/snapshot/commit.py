@@ -5,9 +5,8 @@ those in an `Own`, are private. Usually none are, and a commit exchanges a singl
 
     1. Write the arrays into the buffer that does not hold the newest commit, and prepare it.
     2. Compare with all ranks. If no rank has private state, this also shows that all have prepared.
-    3. Otherwise reserve memory for the snapshots of other ranks, compare whether all could, send private state
-    to the
-       buddies, and wait until all have received it.
+    3. Otherwise reserve memory for the snapshots of other ranks, compare whether all could, send private state to
+       the buddies, and wait until all have received it.
     4. Mark the snapshots as committed.
 """
 

@@ -132,9 +132,8 @@ class Slot:
         end = _DATA_AT + data_bytes
         if magic != _MAGIC or state not in (PREPARED, COMMITTED) or end + text_bytes > self._memory.size:
             return None
-        text = self._memory[
-            end : end + text_bytes
-        ].copy()  # a process that is only believed to be dead may still write
+        # A copy: a process that is only believed to be dead may still write.
+        text = self._memory[end : end + text_bytes].copy()
         if checksum(text) != text_sum:
             return None
         return SlotContent(version, state, json.loads(text.tobytes()), self._memory[_DATA_AT:end])
