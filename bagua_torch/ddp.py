@@ -229,7 +229,7 @@ class DistributedDataParallel(WrapperState):
             self._before_forward()
         if self._steps.hooked:
             return self.module(*args, **kwargs)
-        self._steps.settle()
+        self._steps.before_running()
         output = self.module(*args, **kwargs)
         self._steps.returned(self.module, args, output)
         return output

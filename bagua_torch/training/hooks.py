@@ -81,15 +81,16 @@ class Hooks:
         self,
         module: Any,  # torch leaves some of these methods untyped
         *,
-        settle: Callable[..., Any],
-        returned: Callable[..., Any],
+        running: Callable[..., Any],
+        saving: Callable[..., Any],
         loading: Callable[..., Any],
+        returned: Callable[..., Any],
     ) -> None:
-        """Call `settle` before the module runs or saves, `loading` before it loads, `returned` after it ran."""
+        """Call `running`, `saving` or `loading` before the module does so, and `returned` after it ran."""
         self._handles += [
-            module.register_forward_pre_hook(WeakCall(settle, self._handles)),
+            module.register_forward_pre_hook(WeakCall(running, self._handles)),
             module.register_forward_hook(EagerWeakCall(returned, self._handles)),
-            module.register_state_dict_pre_hook(WeakCall(settle, self._handles)),
+            module.register_state_dict_pre_hook(WeakCall(saving, self._handles)),
             module.register_load_state_dict_pre_hook(WeakCall(loading, self._handles)),
         ]
 

@@ -146,12 +146,21 @@ class TrainingSteps(TrainingStep):
     # The module and the optimizers --------------------------------------------------------------------------
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_running(self, *_: Any) -> None:
+        """Before the module runs: settle, and end a repeated step whose weights a new graph would need.
+
+        Collective only in training passes: evaluations, and saves, may run on some ranks alone.
+        """
+        if self.model.module.training and torch.is_grad_enabled():
+            self._complete_repeated()
+        self.settle()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def settle(self, *_: Any) -> None:
         """Before the module runs, saves or loads: write back the results of exchanges since the last step."""
         self._running, self._called = self._called, False
         if not self.model.module.training:
             self.complete()
-        self._complete_repeated()
         self.engine.settle()
         self.exchange.note_new_weights()
         self._buffers.keep()
@@ -172,7 +181,7 @@ class TrainingSteps(TrainingStep):
 
     @property
     def hooked(self) -> bool:
-        """Whether the module takes hooks; otherwise the wrapper calls `settle` and `returned`."""
+        """Whether the module takes hooks; otherwise the wrapper calls `before_running` and `returned`."""
         return not isinstance(self.model.module, torch.jit.ScriptModule)
 
     def attach_to(self, wrapper: Any) -> None:
@@ -181,8 +190,13 @@ class TrainingSteps(TrainingStep):
         before, after = self._before_optimizer_step, self._after_optimizer_step
         self._hooks.on_optimizers(self.optimizers, before=before, after=after)
         if self.hooked:
-            methods = {"settle": self.settle, "returned": self.returned, "loading": self._before_loading}
-            self._hooks.on_module(self.model.module, **methods)
+            self._hooks.on_module(
+                self.model.module,
+                running=self.before_running,
+                saving=self.settle,
+                loading=self._before_loading,
+                returned=self.returned,
+            )
         else:
             self.watch.leaves = True  # outputs of the wrapper cannot be distinguished from others
             wrapper.register_state_dict_pre_hook(WeakCall(self.settle))

@@ -887,7 +887,28 @@ def test_copying_the_wrapper_is_refused_and_copying_its_module_is_not():
 
 @pytest.mark.algorithms("sample")
 @pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
+def test_after_a_repeated_step_an_evaluation_or_a_save_on_one_rank_alone_waits_for_no_other(algorithm):
+    def body(comm):
+        model, optimizer, ddp = wrapped(comm, algorithm)
+        for step in range(3):
+            train_step(ddp, optimizer, batch(comm.rank, step))
+            optimizer.step()
+            if comm.rank == 0:
+                with torch.inference_mode():
+                    model.eval()(batch(0, 0))
+                model.train().state_dict()
+            comm.barrier()
+        ddp.stop()
+        ddp.average_weights()
+        ddp.close()
+        return weights(model)
+
+    first, second = run_ranks(2, body, timeout_s=5)
+    assert torch.equal(first, second)
+
+
 @pytest.mark.algorithms("sample")
+@pytest.mark.parametrize("algorithm", WEIGHT_ALGORITHMS, ids=repr)
 def test_an_optimizer_may_step_twice_before_the_plain_module_runs(algorithm):
     """The second step is exchanged before a graph of the plain module needs the weights."""
 
