@@ -195,6 +195,8 @@ def last_words(what: str, code: int, output: bytes) -> str:
 def start(step: str, folder: Path, lease: Lease, *, urgent: bool) -> subprocess.Popen[bytes]:
     """Start a process that runs `compiler_process.main`, outside of the job of this process."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    # With "error" it would end early: Python 3.12 warns of a `preexec_fn` beside threads.
+    variables.pop("PYTHONWARNINGS", None)
     # A program may run in bagua_comm/kernels, where `import numba` would find the package beside this file.
     paths = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parents[1]]
     makes = step == "make"
