@@ -5,10 +5,12 @@ The modules themselves are gone. This table goes in the release after next.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
-from importlib.abc import MetaPathFinder
-from types import MappingProxyType
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 MOVED: Mapping[str, str] = MappingProxyType(
@@ -46,7 +48,6 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "bagua_comm.links": "bagua_comm.bootstrap.tcp_links",
         "bagua_comm.objects": "bagua_comm.comm.packets",
         "bagua_comm.pace": "bagua_comm.engine.schedule",
-        "bagua_comm.reproducible": "bagua_comm.averages.reproducible",
         "bagua_comm.roll": "bagua_comm.bootstrap.rendezvous",
         "bagua_comm.transports.mpi.blocking": "bagua_comm.transports.mpi.time_limit",
         "bagua_comm.transports.mpi.channel": "bagua_comm.elastic.mpi.channel",
@@ -71,20 +72,43 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "bagua_torch.unfreezing": "bagua_torch.training.unfreezing",
         "bagua_torch.unused": "bagua_torch.training.unused",
         "bagua_torch.versions": "bagua_torch.training.versions",
-        "bagua_torch.wrapping": "bagua_torch.training.hooks",
     }
 )
 """New paths by former paths. A module that was split has the package of its parts."""
 
+PICKLED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "bagua_comm.reproducible": ("bagua_comm.averages.reproducible", "Reproducible"),
+        "bagua_torch.wrapping": ("bagua_torch.training.hooks", "WeakCall"),
+    }
+)
+"""New paths of former ones that pickles name, such as files of `torch.save(module)`, and the one class in them.
 
-class MovedModules(MetaPathFinder):
+Such a path can be imported, since a pickle is loaded by an import; it has nothing but that class.
+"""
+
+
+class MovedModules(MetaPathFinder, Loader):
     """The last finder of `sys.meta_path`: refuses former paths. Imports that succeed never reach it."""
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Raise `ModuleNotFoundError` if the module has moved."""
         if fullname in MOVED:
             # Without `name`: `from bagua_comm import call` would replace an error of that name by its own.
             raise ModuleNotFoundError(f"{fullname} is now {MOVED[fullname]}")
+        return ModuleSpec(fullname, self) if fullname in PICKLED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a module of `PICKLED`."""
+        path, name = PICKLED[module.__name__]
+        setattr(module, name, getattr(importlib.import_module(path), name))
+
+        def refuse(attribute: str) -> Any:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            raise ModuleNotFoundError(f"{module.__name__} is now {path}")
+
+        module.__getattr__ = refuse  # type: ignore[method-assign]
 
 
 def install() -> None:

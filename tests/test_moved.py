@@ -1,6 +1,7 @@
 """Former module paths."""
 
 import importlib
+import pickle
 import sys
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 import bagua_comm
 from bagua_comm import moved
-from bagua_comm.moved import MOVED
+from bagua_comm.moved import MOVED, PICKLED
 
 ROOT = Path(bagua_comm.__file__).parents[1]
 
@@ -28,6 +29,16 @@ def test_a_former_path_is_refused_with_the_new_one(path, form):
     pytest.importorskip(package.split(".")[0].replace("bagua_torch", "torch"))
     with pytest.raises(ModuleNotFoundError, match=f"^{path} is now {MOVED[path]}$"):
         exec(form.format(path=path, package=package, module=module))
+
+
+@pytest.mark.parametrize("path", PICKLED)
+def test_pickles_of_former_versions_load(path):
+    """`torch.save` of a wrapped module names the class of its hooks by its path."""
+    pytest.importorskip(path.split(".")[0].replace("bagua_torch", "torch"))
+    new, name = PICKLED[path]
+    assert pickle.loads(f"c{path}\n{name}\n.".encode()) is getattr(importlib.import_module(new), name)
+    with pytest.raises(ModuleNotFoundError, match=f"^{path} is now {new}$"):
+        exec(f"from {path} import x")
 
 
 def test_the_finder_is_installed_once():
