@@ -91,6 +91,11 @@ class ThreadJob:
         warnings.warn(f"ThreadJob.{name} is now {_FORMER[name]}", DeprecationWarning, 2)
         return getattr(self, _FORMER[name])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FORMER:
+            warnings.warn(f"ThreadJob.{name} is now {_FORMER[name]}", DeprecationWarning, 2)
+        super().__setattr__(_FORMER.get(name, name), value)
+
     def kill(self, *numbers: int) -> None:
         """Kill processes together, each in its next call; the others detect all of these deaths at once."""
         with self.changed:

@@ -94,3 +94,10 @@ def test_calls_by_former_names_warn():
         assert job.meetings is job.rounds
     with pytest.warns(DeprecationWarning, match="recruit is now spawn"):
         assert ThreadJob(1, recruit=print).spawn is print
+
+
+def test_setting_an_attribute_of_a_job_by_its_former_name_sets_the_new_one():
+    job = ThreadJob(1)
+    with pytest.warns(DeprecationWarning, match=r"ThreadJob\.recruit is now spawn"):
+        job.recruit = print
+    assert job.spawn is print
