@@ -107,13 +107,13 @@ class Fleet(ABC):
         super().__init_subclass__(**options)
         defined = vars(cls)
         if "recruits" in defined and "can_spawn" not in defined:
-            _warn(f"{cls.__name__}.recruits is now can_spawn")
+            _warn(f"{cls.__name__}.recruits is now can_spawn", 4)  # the class statement, outside of ABCMeta
             cls.can_spawn = defined["recruits"]
         for former, name in _FORMER.items():
             if name in defined:
                 setattr(cls, former, _former_method(former, name, defined[name]))
             elif former in defined:
-                _warn(f"{cls.__name__}.{former} is now {name}")
+                _warn(f"{cls.__name__}.{former} is now {name}", 4)
                 setattr(cls, name, defined[former])
 
     @property
@@ -207,8 +207,8 @@ def _former_method(former: str, name: str, method: Callable[..., Any]) -> Callab
     return call
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, DeprecationWarning, 3)
+def _warn(text: str, stacklevel: int = 3) -> None:
+    warnings.warn(text, DeprecationWarning, stacklevel)
 
 
 def __getattr__(name: str) -> Any:

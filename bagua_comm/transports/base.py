@@ -75,7 +75,7 @@ class Transport(CallState, Live, ABC):
         super().__init_subclass__(**settings)
         for former, name in _FORMER.items():
             if former in vars(cls) and name not in vars(cls):
-                _warn(former)
+                _warn(former, 4)  # the class statement, outside of ABCMeta
                 setattr(cls, name, vars(cls)[former])
             elif name in vars(cls) and former not in vars(cls):
                 setattr(cls, former, _former_hook(former, vars(cls)[name]))
@@ -363,6 +363,6 @@ def _former_hook(former: str, hook: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _warn(former: str) -> None:
+def _warn(former: str, stacklevel: int = 3) -> None:
     name = f"Transport.{_FORMER[former]}" if former in _FORMER else f"derived.{former.removesuffix('_over')}"
-    warnings.warn(f"Transport.{former} is now {name}", DeprecationWarning, 3)
+    warnings.warn(f"Transport.{former} is now {name}", DeprecationWarning, stacklevel)

@@ -51,7 +51,7 @@ def test_a_fleet_that_defines_the_former_methods_trains_to_the_end():
 
 
 def test_a_fleet_of_its_own_may_define_all_methods_by_their_former_names():
-    with pytest.warns(DeprecationWarning, match="is now"):
+    with pytest.warns(DeprecationWarning, match="is now") as warned:
 
         class Former(Fleet):
             recruits = True
@@ -67,6 +67,7 @@ def test_a_fleet_of_its_own_may_define_all_methods_by_their_former_names():
 
             connect = stand_by = end = None
 
+    assert {warning.filename for warning in warned} == {__file__}
     former = Former()
     assert (former.rendezvous(), former.spawn(2), former.has_joining(), former.can_spawn) == (
         "met",
