@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from _pytest.doctest import DoctestModule
+from _pytest.doctest import DoctestItem, DoctestModule
 from cuda_on_cpu import build, machine
 from cuda_on_cpu.install import installed
 from support import needs, selection, tidy
@@ -85,7 +85,7 @@ def pytest_collect_file():
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.mark_slow_cases(items)
     if config.option.verbose > 0 and "not slow" in config.option.markexpr:
@@ -94,6 +94,11 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     # What may take longest comes first, so that at the end no process is left alone with it.
     items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    result = yield
+    for item in items:
+        if isinstance(item, DoctestItem):  # pytest-mpi takes the name of a package for its mark
+            item.own_markers = [mark for mark in item.own_markers if "--with-mpi" not in str(mark.kwargs)]
+    return result
 
 
 @pytest.fixture(params=machine.POLICIES)
