@@ -22,10 +22,10 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from .bucket import Bucket
+from .closing import Closing
 from .cuda import DeviceSpan, SideFuture, SideStream, StreamOrder, record_event, use_device
 from .errors import BaguaError, CommAborted, CommError, CommTimeout, RankFailed
 from .flight import Entry
@@ -71,7 +71,7 @@ Task: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A submitted function with its arguments."""
 
 
-class Lane(Live, ABC, Generic[C]):
+class Lane(Live, Closing, ABC, Generic[C]):
     """Runs tasks in order, concurrently with the caller.
 
     `comm` is the communicator of the lane; tasks must use no other one. A task that fails stops the lane. Later
@@ -243,20 +243,9 @@ class Lane(Live, ABC, Generic[C]):
         else:
             future.set_result(result)
 
-    def __enter__(self) -> Lane[C]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._closed = True
-            self._stop()
+    def _leave(self, error: BaseException) -> None:
+        self._closed = True
+        self._stop()
 
 
 class ThreadLane(Lane[C]):

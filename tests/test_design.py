@@ -21,7 +21,7 @@ PROGRAMS = sorted([*FILES, *(ROOT / "benchmarks").rglob("*.py")])
 
 LAYERS = {
     "bagua_comm": [
-        "_version caching errors files logs moved processes refusals trace",
+        "_version caching closing errors files logs moved processes refusals trace",
         "arrays flight net pickling topology",
         "bucket cuda kernels",
         "codecs hooks lane optim transports",
@@ -226,12 +226,9 @@ def test_each_holder_of_locks_is_over_before_a_call_that_a_signal_handler_can_co
 
 
 EXITS = {
-    **dict.fromkeys(
-        ["Cache", "Cached", "Checkpoints", "Communicator", "Engine", "Lane", "Reader", "Store"], "close"
-    ),
+    **dict.fromkeys(["Cache", "Cached", "Checkpoints", "Closing", "Reader", "Store"], "close"),
     "SpanContext": "a span is not written",
     "Barrier": "does nothing",
-    "_Signals": "until the process ends, which follows",
     "UseStream": "its __del__ does it",
 }
 """Classes whose `__exit__` is of Python, and what happens where a signal handler raises before it has begun."""

@@ -9,11 +9,11 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..closing import Closing
 from ..comm import Communicator
 from ..errors import ArrayError, BaguaError, CheckpointError, CommMismatch, UnsupportedError, shown
 from ..logs import log_on_root, megabytes
@@ -50,7 +50,7 @@ class Loaded(NamedTuple):
     """With `fallback`: newer checkpoints that could not be loaded, and why."""
 
 
-class Checkpoints(Live):
+class Checkpoints(Live, Closing):
     """Checkpoints in a folder that all ranks share: complete or absent, even if a save is interrupted.
 
     Collective. `save` copies this rank's part and returns; a thread writes it in the background. Arrays and
@@ -404,22 +404,11 @@ class Checkpoints(Live):
             self._files.close()
             self._lane.close()
 
-    def __enter__(self) -> Checkpoints:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-            return
+    def _leave(self, error: BaseException) -> None:
         self._closed = True  # other ranks may never call: a save in progress ends by itself
         self._worker.shutdown(wait=False)
         with contextlib.suppress(BaguaError):
-            self._lane.__exit__(kind, error, traceback)
+            self._lane.__exit__(type(error), error, error.__traceback__)
 
 
 class _Progress:

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from .. import trace
 from ..arrays import AnyArray, Array
+from ..closing import Closing
 from ..errors import ArrayError, CommError, CommMismatch, UnsupportedError
 from ..hooks import Hook, Listener
 from ..lane import InlineLane, Lane, StreamLane, ThreadLane
@@ -46,7 +46,7 @@ class Nodes(NamedTuple):
     inter: Communicator
 
 
-class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint):
+class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectCalls, PointToPoint, Closing):
     """A group of `size` ranks that make collective calls together; this process is rank `rank`.
 
     Rules for all methods:
@@ -306,16 +306,9 @@ class Communicator(Collectives, UnevenCollectives, CoalescedCollectives, ObjectC
             for transport in self.transports:
                 ends.callback(transport.close)
 
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+    def _leave(self, error: BaseException) -> None:
+        """End after an error: the other ranks get an error, too, and are not waited for."""
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             self.close()
             return
         if not self.guard.is_of_this_process:

@@ -13,7 +13,6 @@ import difflib
 import logging
 import warnings
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from ..algorithms.residuals import gather_residuals
 from ..algorithms.state import Saved, StateHeader, check_movable, replicated_arrays, rules_of
 from ..arrays import Array
 from ..bucket import Plan
+from ..closing import Closing
 from ..comm import Communicator
 from ..errors import ArrayError
 from ..logs import log_on_root
@@ -64,7 +64,7 @@ from .storage import (
 _log = logging.getLogger(__name__)
 
 
-class Engine(Live):
+class Engine(Live, Closing):
     """Exchanges the buckets of a plan by an algorithm.
 
     Collective. All ranks give the same plan and algorithm; they are compared. On every rank and in every step,
@@ -443,17 +443,8 @@ class Engine(Live):
         warnings.warn("Engine.give_up is now Engine.abort", DeprecationWarning, stacklevel=2)
         self.abort()
 
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
+    def _leave(self, error: BaseException) -> None:
+        """Leave it open: what ends the program, or `abort`, ends it on all ranks."""
 
     # Phases -----------------------------------------------------------------------------------------
 
